@@ -1,0 +1,110 @@
+"""Measure training speed side by side, in interleaved rounds; prints one table.
+
+python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5
+python -m benchmarks --only "*DDP*" "*ddp*" "*floor*" --ranks 2 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from torchvision import datasets
+
+from benchmarks.contestants import CONTESTANTS, MNIST, Contestant
+from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
+from benchmarks.run import RunError, run
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="MNIST's folder")
+    parser.add_argument("--jobs", nargs="+", choices=["mnist", "resnet18"], default=["mnist"])
+    parser.add_argument("--ranks", type=_counts, default=[2], help="such as 2 or 2,4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="contestants by name")
+    parser.add_argument("--list", action="store_true", help="show the contestants and stop")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for one run")
+    parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.json and PREFIX.md")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1 is needed")
+    args.contestants = _chosen(args.jobs, args.only)
+    if not args.contestants:
+        parser.error(f"--only {' '.join(args.only)}: no contestant is named so; try --list")
+    return args
+
+
+def _counts(text: str) -> list[int]:
+    """argparse turns the ValueError of a word that is no number into its own message."""
+    counts = [int(word) for word in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a number of ranks is at least 1")
+    return counts
+
+
+def _chosen(jobs: list[str], patterns: list[str]) -> list[Contestant]:
+    return [
+        contestant
+        for contestant in CONTESTANTS
+        if ("mnist" if contestant.job is MNIST else "resnet18") in jobs
+        and any(fnmatchcase(contestant.name, pattern) for pattern in patterns)
+    ]
+
+
+def measure(args: argparse.Namespace) -> list[Series]:
+    """All contestants in each round, forwards in one and backwards in the next (A B C C B A).
+
+    So each has the same mean position in time, and a drift of the machine favours nobody.
+    """
+    series = [Series(contestant, ranks) for ranks in args.ranks for contestant in args.contestants]
+    for number in range(args.rounds):
+        for one in series if number % 2 == 0 else reversed(series):
+            label = f"round {number + 1}/{args.rounds}, {one.ranks} ranks, {one.contestant.name}"
+            try:
+                result = run(one.contestant, one.ranks, args.data_dir, limit_s=args.limit_s)
+            except RunError as error:
+                print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
+                one.rounds.append(None)
+            else:
+                print(
+                    f"{label}: {result.images_per_s:,.0f} images/s, first step after {result.startup_s:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                one.rounds.append(result)
+    return series
+
+
+def main() -> int:
+    args = parse_args()
+    if args.list:
+        for contestant in args.contestants:
+            print(f"{contestant.job.name}: {contestant.name} ({contestant.launcher})")
+        return 0
+    args.data_dir = args.data_dir.resolve()
+    if any(contestant.job is MNIST for contestant in args.contestants):
+        # Once, before anything is timed; nothing is fetched if the files are there.
+        datasets.MNIST(args.data_dir, download=True)
+    machine = describe_machine()
+    series = measure(args)
+    rows = summarise(series)
+    table = markdown(rows, machine)
+    print(table, end="")
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.with_name(f"{args.output.name}.md").write_text(table)
+        report = json.dumps(as_json(series, rows, machine), indent=1)
+        args.output.with_name(f"{args.output.name}.json").write_text(report)
+    return 1 if any(None in one.rounds for one in series) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

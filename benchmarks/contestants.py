@@ -1,0 +1,128 @@
+"""The jobs and who does them. A contestant is one row: a name, a launcher, a command."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work that every contestant of one table does, once per run.
+
+    ``samples`` is the number in the epoch, ``batch`` the samples per rank and step. Of an epoch the
+    first ``warmup`` steps are not timed. ``baseline`` and ``floor`` name the contestants that the
+    others are divided by.
+    """
+
+    name: str
+    samples: int
+    batch: int
+    warmup: int
+    baseline: str
+    floor: str
+
+    def per_rank(self, ranks: int) -> int:
+        """Samples of one rank in the epoch, with those repeated to make the ranks equal."""
+        return math.ceil(self.samples / ranks)
+
+    def steps(self, ranks: int) -> int:
+        """Optimizer steps in the epoch; the last batch may be smaller."""
+        return math.ceil(self.per_rank(ranks) / self.batch)
+
+    def timed_samples(self, ranks: int) -> int:
+        """Samples of one rank in the steps that are timed."""
+        return self.per_rank(ranks) - self.warmup * self.batch
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do a job.
+
+    ``arguments`` follow ``python``; in them ``{data}`` is the MNIST folder and ``{log}`` a folder
+    of the run's own. ``against`` names contestants of the same job that it is divided by, besides
+    the job's baseline and floor.
+    """
+
+    name: str
+    job: Job
+    launcher: str
+    arguments: str
+    against: tuple[str, ...] = ()
+
+
+MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
+RESNET = Job("ResNet-18, 32x32", 2_560, 32, warmup=5, baseline="raw DDP", floor="without exchange")
+
+_OURS = (
+    "-m hvd_trainer.mnist --epochs 1 --batch-size 128 --optimizer adam --lr 1e-4 "
+    "--dataset mnist --data-dir {data} --log-dir {log}"
+)
+
+CONTESTANTS = (
+    Contestant("raw DDP", MNIST, "torchrun", "-m benchmarks.raw.ddp --data-dir {data}"),
+    Contestant("raw Horovod", MNIST, "horovodrun", "-m benchmarks.raw.horovod --data-dir {data}"),
+    Contestant(
+        "raw DDP, 2 workers",
+        MNIST,
+        "torchrun",
+        "-m benchmarks.raw.ddp --data-dir {data} --workers 2",
+    ),
+    Contestant(
+        "raw Horovod, 2 workers",
+        MNIST,
+        "horovodrun",
+        "-m benchmarks.raw.horovod --data-dir {data} --workers 2",
+    ),
+    Contestant("in-memory DDP", MNIST, "torchrun", "-m benchmarks.raw.memory_ddp --data-dir {data}"),
+    Contestant(
+        "in-memory Horovod",
+        MNIST,
+        "horovodrun",
+        "-m benchmarks.raw.memory_horovod --data-dir {data}",
+    ),
+    Contestant(
+        "in-memory Horovod, 1 group",
+        MNIST,
+        "horovodrun",
+        "-m benchmarks.raw.memory_horovod --data-dir {data} --num-groups 1",
+    ),
+    Contestant(
+        "our ddp, loop by hand",
+        MNIST,
+        "torchrun",
+        "-m benchmarks.ours.by_hand --data-dir {data} --backend ddp",
+    ),
+    Contestant(
+        "our horovod, loop by hand",
+        MNIST,
+        "horovodrun",
+        "-m benchmarks.ours.by_hand --data-dir {data} --backend horovod",
+    ),
+    Contestant(
+        "hvd_trainer ddp",
+        MNIST,
+        "torchrun",
+        f"{_OURS} --backend ddp",
+        against=("our ddp, loop by hand",),
+    ),
+    Contestant(
+        "hvd_trainer horovod",
+        MNIST,
+        "horovodrun",
+        f"{_OURS} --backend horovod",
+        against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp"),
+    ),
+    Contestant("compute floor", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data}"),
+    Contestant("raw DDP", RESNET, "torchrun", "-m benchmarks.raw.resnet_ddp"),
+    Contestant("raw Horovod", RESNET, "horovodrun", "-m benchmarks.raw.resnet_horovod"),
+    Contestant("hvd_trainer ddp", RESNET, "torchrun", "-m benchmarks.ours.resnet --backend ddp"),
+    Contestant(
+        "hvd_trainer horovod",
+        RESNET,
+        "horovodrun",
+        "-m benchmarks.ours.resnet --backend horovod",
+        against=("raw Horovod",),
+    ),
+    Contestant("without exchange", RESNET, "torchrun", "-m benchmarks.raw.resnet_floor"),
+)

@@ -1,0 +1,107 @@
+"""One run of one contestant: start it as a user would, wait, and read what the probes saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.contestants import Contestant
+from benchmarks.probe import PLAN_VARIABLE, Plan, Record
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class RunError(RuntimeError):
+    """A run gave no valid figure; the message has the reason and the end of its output."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run. ``images_per_s`` is over all ranks; ``startup_s`` is from command to first step."""
+
+    images_per_s: float
+    startup_s: float
+    exit_code: int
+
+
+def command_line(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> list[str]:
+    """The contestant's command under its launcher, with the probe in front of its script."""
+    words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
+    probed = ["-m", "benchmarks.probe", *words]
+    if contestant.launcher == "horovodrun":
+        launcher = str(Path(sys.executable).with_name("horovodrun"))
+        return [launcher, "-np", str(ranks), sys.executable, *probed]
+    if contestant.launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, "--nproc-per-node", str(ranks), *probed]
+    raise ValueError(f"{contestant.name}: no launcher {contestant.launcher!r} in the benchmark")
+
+
+def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -> Measurement:
+    """Start the contestant with ``ranks`` processes, one CPU thread each, and measure it.
+
+    Raises:
+        RunError: it ran into the time limit, or did not do the job's steps in every rank.
+    """
+    job = contestant.job
+    with tempfile.TemporaryDirectory(prefix="hvd-benchmark-") as name:
+        folder = Path(name)
+        (folder / "records").mkdir()
+        plan = Plan(job.warmup, job.steps(ranks), str(folder / "records"))
+        environment = {
+            **os.environ,
+            PLAN_VARIABLE: json.dumps(asdict(plan)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        command = command_line(contestant, ranks, data_dir, folder / "log")
+        output = folder / "output"
+        started = time.time()
+        exit_code = _finish(command, environment, output, limit_s)
+        records = [Record(**json.loads(path.read_text())) for path in (folder / "records").glob("*.json")]
+        done = sorted(record.steps for record in records)
+        if done != [plan.steps] * ranks:
+            raise RunError(
+                f"{contestant.name}: asked for {ranks} ranks of {plan.steps} steps in "
+                f"{limit_s:g} s, found {done or 'none'}, exit code {exit_code}; command: "
+                f"{' '.join(command)}\n{output.read_text(errors='replace')[-4000:]}"
+            )
+    return Measurement(
+        images_per_s=sum(job.timed_samples(ranks) / record.seconds for record in records),
+        startup_s=max(record.first_step_at for record in records) - started,
+        exit_code=exit_code,
+    )
+
+
+def _finish(command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float) -> int:
+    """Run the command to its end or to the limit, leave no process of it; returns its exit code."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # The launchers put their ranks into sessions of their own: a group's signal misses them.
+        if process.poll() is None:
+            tree = psutil.Process(process.pid)
+            for member in [*tree.children(recursive=True), tree]:
+                member.kill()
+            process.wait()
+    return process.returncode

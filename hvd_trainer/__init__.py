@@ -1,0 +1,56 @@
+"""One PyTorch training job on two interchangeable engines: Horovod and native torch.distributed.
+
+    from hvd_trainer import Trainer
+
+    with Trainer() as trainer:
+        trainer.fit(model, optimizer, loss, train_data, test_data)
+
+The names below are loaded when they are first used: a tool that installs Horovod must not wait for PyTorch, and
+importing this package never imports Horovod.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
+    "hvd_trainer.config": ("LogOptions", "TrainOptions", "TrainerOptions", "parse"),
+    "hvd_trainer.data": ("TensorData", "load_images", "once_per_node"),
+    "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
+    "hvd_trainer.job": ("run_job",),
+    "hvd_trainer.launch": ("World", "detect"),
+    "hvd_trainer.metrics": ("accuracy",),
+    "hvd_trainer.spawn": ("run",),
+    "hvd_trainer.trainer": ("Callback", "History", "Trainer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "__version__",
+    *_HOME_OF,
+]
+
+if TYPE_CHECKING:
+    from hvd_trainer.backends import Backend, EngineOptions, StepResult
+    from hvd_trainer.config import LogOptions, TrainerOptions, TrainOptions, parse
+    from hvd_trainer.data import TensorData, load_images, once_per_node
+    from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
+    from hvd_trainer.job import run_job
+    from hvd_trainer.launch import World, detect
+    from hvd_trainer.metrics import accuracy
+    from hvd_trainer.spawn import run
+    from hvd_trainer.trainer import Callback, History, Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""`python -m hvd_trainer <tool>`."""
+
+import sys
+
+from hvd_trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

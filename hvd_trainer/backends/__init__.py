@@ -1,0 +1,31 @@
+"""The engines, by name. A module is imported when its engine is chosen, so that neither needs the other."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from hvd_trainer.backends.base import Backend, EngineOptions, ReduceOp, StepResult
+from hvd_trainer.errors import OptionError
+
+__all__ = ["BACKENDS", "Backend", "EngineOptions", "ReduceOp", "StepResult", "create"]
+
+BACKENDS = {
+    "horovod": "hvd_trainer.backends.horovod:HorovodBackend",
+    "ddp": "hvd_trainer.backends.ddp:DDPBackend",
+    "single": "hvd_trainer.backends.single:SingleBackend",
+}
+
+
+def create(options: EngineOptions | None = None, environ: Mapping[str, str] | None = None) -> Backend:
+    """Makes the engine that `options.backend` names, not yet started.
+
+    Raises:
+        OptionError: there is no such engine, or an option is not for it.
+    """
+    options = options or EngineOptions()
+    if options.backend not in BACKENDS:
+        raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[options.backend].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(options, environ)
+    return backend

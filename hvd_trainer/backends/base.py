@@ -1,0 +1,362 @@
+"""The contract between the trainer and an engine, documented once.
+
+Everything above this layer sees a plain module, a plain optimizer and the methods of `Backend`. Every
+difference between Horovod and DDP stays inside the subclasses: nothing above asks which one it has, and the
+numbers are the same on both.
+
+The module `backends/ddp.py` is the "parallel" backend in the sense of standing beside Horovod's; model
+parallelism is another thing and not in this folder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer import peers, rendezvous
+from hvd_trainer.errors import BackendError, LaunchError, OptionError, PeerError, UserError, first_line
+from hvd_trainer.launch import World, cpu_ids, detect
+from hvd_trainer.peers import Peer
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine exchanges gradients. One name for one thing on both engines."""
+
+    backend: Literal["horovod", "ddp", "single"] = "horovod"
+    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto takes a GPU per rank where there are GPUs"""
+    timeout_s: float = 300.0
+    """how long to wait for the other ranks, in seconds, at the start and in each exchange"""
+    init_method: str | None = None
+    """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
+    bucket_mb: float = 25.0
+    """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
+    sync_batch_norm: bool = False
+    """batch norm over the global batch instead of each rank's own"""
+    find_unused_parameters: bool = False
+    """allow steps in which some parameters get no gradient; they then stay as they are"""
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    """ddp only: the library that moves the bytes; auto is nccl on GPUs and gloo on CPUs"""
+    static_graph: bool = False
+    """ddp only: promise that every step uses the same parameters in the same order"""
+    powersgd_rank: int = 1
+    """ddp only: rank of the approximation in powersgd compression"""
+    adasum: bool = False
+    """horovod only: combine gradients by Adasum instead of averaging (needs Horovod built with MPI)"""
+    num_groups: int | None = None
+    """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
+    autotune: bool = False
+    """horovod only: let Horovod tune its own fusion and cycle time while training"""
+    cycle_time_ms: float | None = None
+    """horovod only: pause between two looks of its background thread, in ms (default: 1; 3 where CPUs train and
+    there are more ranks than cores)"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    skipped: bool = False
+    """True if the loss scale was too high: gradients overflowed and the update was left out, on all ranks."""
+    grad_norm: Tensor | None = None
+    """Norm of the averaged gradient before clipping; None unless it was asked to clip."""
+
+
+class Backend(ABC):
+    """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
+
+    Attributes:
+        name: `horovod`, `ddp` or `single`.
+        world: this process among all; complete once started.
+        device: where this rank computes.
+        version: the engine and its version, for the banner.
+
+    Raises:
+        OptionError: an option is not for this engine.
+        BackendError: the engine is not installed.
+        LaunchError: the ranks could not meet, or the engine's world is not the launcher's.
+    """
+
+    name: ClassVar[str]
+    only_for_others: ClassVar[Mapping[str, str]] = {}
+    """Options that this engine cannot honour, each with the reason and what to do instead."""
+
+    def __init__(self, options: EngineOptions | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self.options = options or EngineOptions()
+        self.environ = os.environ if environ is None else environ
+        self.check_options()
+        self.world: World = detect(self.environ)
+        self.device = torch.device("cpu")
+
+    def check_options(self) -> None:
+        """Refuses what this engine cannot do: all mistakes at once.
+
+        Raises:
+            OptionError: an option that differs from its default has no meaning on this engine.
+        """
+        mistakes = []
+        for field in fields(EngineOptions):
+            value = getattr(self.options, field.name)
+            for key in (field.name, f"{field.name}={value}"):
+                if value != field.default and key in self.only_for_others:
+                    flag = "--" + field.name.replace("_", "-")
+                    given = flag if value is True else f"{flag} {value}"
+                    mistakes.append(f"{given} with --backend {self.name}: {self.only_for_others[key]}")
+        if self.options.timeout_s <= 0 or self.options.bucket_mb <= 0:
+            mistakes.append("--timeout-s and --bucket-mb must be more than 0")
+        if mistakes:
+            raise OptionError("; ".join(mistakes))
+
+    @property
+    @abstractmethod
+    def version(self) -> str: ...
+
+    # Starting and stopping.
+
+    def __enter__(self) -> Backend:
+        self.store, self.first_host = rendezvous.open_store(
+            self.world,
+            self.environ,
+            init_method=self.options.init_method,
+            timeout_s=self.options.timeout_s,
+        )
+        self.device = choose_device(self.world, self.options.device)
+        me = Peer(
+            host=self.world.host or socket.gethostname(),
+            local_rank=self.world.local_rank,
+            backend=self.name,
+            cpus=cpu_ids(),
+            gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+        )
+        self.peers = peers.meet(self.store, self.world, me)
+        self.world = peers.locate(self.world, self.peers)
+        if self.uses_nccl:
+            self._refuse_shared_gpu()
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
+            # horovodrun sets nothing, so that each of four ranks would start a thread per core.
+            torch.set_num_threads(peers.fair_cpus(self.world, self.peers))
+        self._start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        world = self.world
+        first = world.rank if error is None else peers.first_to_fail(self.store, world)
+        self._stop(failed=error is not None)
+        if first != world.rank and isinstance(error, Exception) and not isinstance(error, UserError):
+            raise PeerError(
+                f"{world} stopped because rank {first} failed or ended: see what that said. ({first_line(error)})"
+            ) from error
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _stop(self, failed: bool) -> None: ...
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this engine would move GPU tensors by NCCL, which allows one rank per GPU."""
+        return False
+
+    def _refuse_shared_gpu(self) -> None:
+        others = peers.sharing_gpu(self.world, self.peers)
+        if others:
+            raise LaunchError(
+                f"Ranks {', '.join(map(str, sorted([self.world.rank, *others])))} would share one GPU "
+                f"({self.device} on {self.peers[self.world.rank].host}), and NCCL allows one rank per GPU. "
+                f"{torch.cuda.device_count()} GPUs are visible here: start that many ranks per node, or "
+                f"train on CPUs with --device cpu"
+            )
+
+    # Training.
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Makes all ranks start equal and connects the engine's gradient exchange.
+
+        Moves the model to `device`; then parameters, buffers and the optimizer's state and settings are rank
+        0's everywhere. State that the optimizer has is kept.
+
+        Returns:
+            The module to call in training (the given one may still be called for evaluation: they share all
+            tensors), and the optimizer to step: a plain one.
+
+        Raises:
+            BackendError: the ranks built different models.
+        """
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.
+
+        All ranks must pass the same. Local gradients of earlier passes are part of the next average.
+        """
+        return nullcontext()
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StepResult:
+        """Waits for the averaged gradients, unscales, clips, and updates the parameters.
+
+        Args:
+            optimizer: as returned by `prepare`.
+            max_norm: clip the norm of the averaged gradient to this.
+            scaler: the loss scaler of fp16 training.
+
+        Raises:
+            BackendError: a parameter got no gradient and `find_unused_parameters` is off.
+        """
+        self._finish_exchange(optimizer)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = None
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), max_norm)
+        if scaler is None:
+            self._update(optimizer)
+            return StepResult(grad_norm=norm)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        return StepResult(skipped=scaler.get_scale() < scale, grad_norm=norm)
+
+    @abstractmethod
+    def _finish_exchange(self, optimizer: Optimizer) -> None:
+        """Waits until `.grad` of all parameters is the average over ranks."""
+
+    def _update(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    # Collectives. All ranks must call them, in the same order.
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Combines a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
+
+    @abstractmethod
+    def all_gather_object(self, value: T) -> list[T]:
+        """Collects one picklable value from each rank: a list in rank order, on all ranks."""
+
+    @abstractmethod
+    def broadcast_object(self, value: T) -> T:
+        """Gives rank 0's picklable value to all ranks."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Makes batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
+
+        Neither engine's own rule serves (Horovod never synchronises buffers, DDP sends rank 0's in each
+        forward): here each rank keeps its own while training, and before they are used (evaluation, saving)
+        floating-point buffers become their mean over ranks. Integer buffers count steps and are equal already.
+        """
+        if self.world.size == 1:
+            return
+        buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            same = [b for b in buffers if b.dtype == dtype]
+            flat = self.all_reduce(torch.cat([b.detach().reshape(-1) for b in same]), "mean")
+            for buffer, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
+                buffer.detach().copy_(part.view_as(buffer))
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets what an engine reads at its start, and takes it back: a later `detect` must see the real launcher."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters that the optimizer updates, in its order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def choose_device(world: World, wish: str = "auto") -> torch.device:
+    """Pins this process to its GPU: `local_rank` modulo the visible ones, so that a task that sees one works.
+
+    Raises:
+        BackendError: a GPU was asked for and PyTorch sees none.
+    """
+    visible = 0 if wish == "cpu" else torch.cuda.device_count()
+    if visible == 0:
+        if wish == "cuda":
+            raise BackendError(
+                f"--device cuda was asked for, but PyTorch {torch.__version__} sees no GPU. "
+                f"Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on CPUs with --device cpu"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % visible)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_equal(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
+    """Checks that all ranks built the same model, and gives rank 0's optimizer state and settings to all.
+
+    The state travels as an object. Horovod's `broadcast_optimizer_state` must not be used on a fresh optimizer:
+    it takes a step on zero gradients to create the state, after which Adam's first real update is 0.744 of
+    what it should be and weight decay has moved the weights (horovod/torch/functions.py; issues 2805, 3743).
+    """
+    mine: dict[str, Any] = {
+        "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
+        "optimizer": optimizer.state_dict(),
+    }
+    first = backend.broadcast_object(mine if backend.world.is_first else {})
+    theirs, ours = first["tensors"], mine["tensors"]
+    if theirs != ours:
+        difference = next(
+            (f"{b} against {a} on rank 0" for a, b in zip(theirs, ours, strict=False) if a != b),
+            f"{len(ours)} tensors against {len(theirs)} on rank 0",
+        )
+        raise BackendError(
+            f"Rank {backend.world.rank} built another model than rank 0: {difference}. Build it from the same "
+            f"options on all ranks."
+        )
+    optimizer.load_state_dict(first["optimizer"])
+
+
+def refuse_unused(model_names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
+    """Raises BackendError if a parameter got no gradient in this step.
+
+    Left alone, the engines differ: Horovod makes the gradient zero, so that weight decay and momentum still
+    move the parameter, and DDP stops in the next forward with an error that names nothing.
+    """
+    unused = [p for p in parameters_of(optimizer) if p.grad is None and p.requires_grad]
+    if unused:
+        names = ", ".join(model_names.get(p, "?") for p in unused[:5])
+        raise BackendError(
+            f"{len(unused)} parameters got no gradient in this step "
+            f"({names}{', ...' if len(unused) > 5 else ''}). If that is meant, add --find-unused-parameters; else "
+            f"freeze them with requires_grad_(False)."
+        )

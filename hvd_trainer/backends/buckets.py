@@ -1,0 +1,140 @@
+"""Gradient buckets with DDP's layout, for an engine that has none of its own.
+
+Floating-point sums depend on their order, and a ring all-reduce adds the parts of a buffer in different orders.
+Two engines give the same bits only if they lay the gradients out alike. So the layout here is DDP's: one flat
+buffer per bucket, assigned by the same PyTorch function, at first in the order of the parameters and from the
+second exchange on in the order in which backward finished them.
+
+    backward    fc2  fc1  conv2 | conv1          each gradient is written into its place, times 1/n
+    buckets     [fc2 fc1 conv2]   [conv1]        a full bucket is sent while backward goes on
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass
+class Bucket:
+    """Some parameters, whose gradients live side by side in `flat`: shape (elements,)."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
+    waiting: set[nn.Parameter] = field(default_factory=set)
+    sent: bool = False
+
+
+class GradientBuckets:
+    """Collects gradients during backward and hands each full bucket to `send`.
+
+    Args:
+        parameters: the model's parameters that need gradients, in its order.
+        limit_bytes: a bucket is closed when it has reached this size.
+        size: the number of ranks; gradients are multiplied by 1/size, so that their sum is the mean.
+        send: starts the exchange of one bucket; called as soon as it is full.
+        reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
+            not where parameters may go unused, and neither may we then.)
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        limit_bytes: int,
+        size: int,
+        send: Callable[[Bucket], None],
+        *,
+        reorder: bool,
+    ) -> None:
+        self._limit, self._factor, self._send = limit_bytes, 1.0 / size, send
+        self._parameters = list(parameters)
+        self._seen: list[nn.Parameter] | None = [] if reorder else None
+        self.collecting = True
+        first_limit = sys.maxsize if reorder else limit_bytes
+        assignment = _assign(self._parameters, first_limit)
+        self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
+        self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._parameters]
+
+    def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
+        self.buckets = []
+        self._place: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        for group in groups:
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+            parts = flat.split([p.numel() for p in group])
+            views = [_shaped_like(part, p) for part, p in zip(parts, group, strict=True)]
+            bucket = Bucket(group, flat, views, set(group))
+            self.buckets.append(bucket)
+            self._place |= {p: (bucket, view) for p, view in zip(group, views, strict=True)}
+
+    def _collect(self, parameter: Tensor) -> None:
+        """Runs when backward has finished a parameter's gradient."""
+        if not self.collecting:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        if self._seen is not None:
+            self._seen.append(parameter)
+        bucket, view = self._place[parameter]
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, self._factor, out=view)
+        parameter.grad = view
+        bucket.waiting.discard(parameter)
+        if not bucket.waiting:
+            self._dispatch(bucket)
+
+    def _dispatch(self, bucket: Bucket) -> None:
+        bucket.sent = True
+        self._send(bucket)
+
+    def send_rest(self) -> None:
+        """Sends the buckets of which backward left some parameter out; a gradient that is None goes as zero."""
+        for bucket in self.buckets:
+            if bucket.sent:
+                continue
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter in bucket.waiting:
+                    if parameter.grad is None:
+                        view.zero_()
+                    else:
+                        torch.mul(parameter.grad, self._factor, out=view)
+                    parameter.grad = view
+            self._dispatch(bucket)
+
+    def received(self) -> bool:
+        """Makes the buckets ready for the next step, once all have come back. True if they were laid out anew."""
+        for bucket in self.buckets:
+            bucket.waiting, bucket.sent = set(bucket.parameters), False
+        if self._seen is None:
+            return False
+        order, self._seen = list(dict.fromkeys(self._seen)), None
+        if len(order) != len(self._parameters):
+            return False
+        numbers = {p: i for i, p in enumerate(self._parameters)}
+        indices = [numbers[p] for p in order]
+        assignment = _assign(order, self._limit, indices)
+        self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
+        return True
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _assign(parameters: Sequence[Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
+    """PyTorch's own assignment of parameters to buckets: their positions, or their `indices`, per bucket."""
+    assignment, _ = dist._compute_bucket_assignment_by_size(list(parameters), [limit], [], list(indices))
+    return assignment
+
+
+def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """A flat part seen in the parameter's shape and, where it is dense, its memory order (channels last)."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)

@@ -1,0 +1,180 @@
+"""Native torch.distributed: DistributedDataParallel over NCCL on GPUs, over Gloo on CPUs."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hvd_trainer.backends.base import Backend, ReduceOp, environment, refuse_unused, start_equal
+from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.errors import BackendError
+from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.peers import check_world
+
+T = TypeVar("T")
+HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+# torch 2.15 renamed the option; the old name still works there, with a warning in every rank.
+BUFFERS_IN_FORWARD = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DDPBackend(Backend):
+    """Averages gradients in DDP's buckets while backward runs."""
+
+    name = "ddp"
+    only_for_others = dict.fromkeys(("adasum", "num_groups", "autotune", "cycle_time_ms"), HOROVOD_ONLY)
+
+    @property
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__} DDP on {self.transport}"
+
+    @property
+    def transport(self) -> str:
+        if self.options.transport != "auto":
+            return self.options.transport
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.transport == "nccl"
+
+    _ddp: DistributedDataParallel | None = None
+
+    def _start(self) -> None:
+        self._check_transport()
+        if dist.is_initialized():
+            check_world(
+                self.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
+            )
+            raise BackendError(
+                "torch.distributed is already initialised in this process. Leave init_process_group to "
+                "hvd_trainer: take that call out."
+            )
+        # Imported before the group exists: this module keeps the default group of the moment in its functions'
+        # default arguments, and DDP imports it. A group that is never freed leaves Gloo's threads running at
+        # exit, where they abort 3 to 13 % of runs ("terminate called without an active exception").
+        import torch.distributed.nn.functional  # noqa: F401
+
+        with environment(self._interface()):
+            dist.init_process_group(
+                self.transport,
+                store=dist.PrefixStore("ddp", self.store),
+                rank=self.world.rank,
+                world_size=self.world.size,
+                timeout=timedelta(seconds=self.options.timeout_s),
+                device_id=self.device if self.uses_nccl else None,
+            )
+        check_world(self.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
+
+    def _check_transport(self) -> None:
+        if self.transport == "nccl" and self.device.type != "cuda":
+            raise BackendError(
+                "--transport nccl needs a GPU per rank, and this rank has none. Leave it out, or use "
+                "--transport gloo"
+            )
+        if self.transport == "nccl" and not dist.is_nccl_available():
+            raise BackendError("This PyTorch was built without NCCL. Type: --transport gloo")
+
+    def _interface(self) -> dict[str, str]:
+        """The network card for Gloo, unless the user has chosen one: the one that leads to rank 0."""
+        if "GLOO_SOCKET_IFNAME" in self.environ:
+            return {}
+        address = LOOPBACK if self.world.num_nodes == 1 else address_towards(self.first_host, 1)
+        interface = interface_of(address)
+        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+    def _stop(self, failed: bool) -> None:
+        if not dist.is_initialized():
+            return
+        if not failed:
+            # A rank that tears its connections down while another still reduces would fail it.
+            self.barrier()
+        # The group's threads end when it is freed, so DDP, which the caller may still have, must let it go.
+        ddp = self.__dict__.pop("_ddp", None)
+        if ddp is not None:
+            del ddp.reducer, ddp.logger, ddp.process_group
+        gc.collect()
+        dist.destroy_process_group()
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        model.to(self.device)
+        if self.options.sync_batch_norm:
+            convert_sync_batch_norm(model, self)
+        start_equal(self, model, optimizer)
+        for buffer in model.buffers():
+            dist.broadcast(buffer.detach(), src=0)
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        if not any(p.requires_grad for p in model.parameters()):
+            raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
+        no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            bucket_cap_mb=self.options.bucket_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+            static_graph=self.options.static_graph,
+            gradient_as_bucket_view=True,
+            **no_buffers,
+        )
+        self._compress(ddp)
+        self._ddp = ddp
+        return ddp, optimizer
+
+    def _compress(self, ddp: DistributedDataParallel) -> None:
+        if self.options.compression == "none":
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if self.options.compression == "powersgd":
+            state: Any = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=self.options.powersgd_rank, start_powerSGD_iter=10
+            )
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        ddp.register_comm_hook(None, hooks[self.options.compression])
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if enabled or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        return model.no_sync()
+
+    def _finish_exchange(self, optimizer: Optimizer) -> None:
+        if not self.options.find_unused_parameters:
+            refuse_unused(self._names, optimizer)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        result = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(result, OPS[op])
+        return result.div_(self.world.size) if op == "mean" else result
+
+    def all_gather_object(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: T) -> T:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier()

@@ -1,0 +1,333 @@
+"""Horovod, under any launcher: `hvd.DistributedOptimizer` exchanges the gradients, on Gloo or NCCL.
+
+The user's own optimizer makes the update, and Horovod's wrapper only the exchange. So the optimizer keeps its
+state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper would drop, detach and refuse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer.backends.base import (
+    Backend,
+    ReduceOp,
+    StepResult,
+    environment,
+    refuse_unused,
+    start_equal,
+)
+from hvd_trainer.backends.horovod_exchange import (
+    BucketExchange,
+    Exchange,
+    Waiter,
+    WrappedExchange,
+    used_somewhere,
+)
+from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.peers import Peer, check_world, crowded
+
+T = TypeVar("T")
+DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
+CROWDED_CYCLE_MS = 3.0
+"""Horovod's background thread meets those of all other ranks every millisecond, whether or not there is work. With
+more ranks than cores each meeting waits for ranks that compute, and keeps them from it."""
+INSTALL = "python -m hvd_trainer install-horovod"
+
+
+class HorovodBackend(Backend):
+    """Averages gradients by Horovod's background thread while backward runs."""
+
+    name = "horovod"
+    only_for_others = {
+        "transport": DDP_ONLY,
+        "static_graph": DDP_ONLY,
+        "powersgd_rank": DDP_ONLY,
+        "compression=powersgd": DDP_ONLY,
+        "compression=bf16": "Horovod 0.28 has no bfloat16; use --compression fp16 or --backend ddp",
+    }
+
+    @property
+    def version(self) -> str:
+        import horovod
+
+        return (
+            f"Horovod {horovod.__version__} on {'NCCL' if self.uses_nccl else 'Gloo'}, PyTorch {torch.__version__}"
+        )
+
+    def __enter__(self) -> Backend:
+        self._hvd = _import_horovod()
+        self._waiter = Waiter(self._hvd, self.options.timeout_s)
+        self._server: Any = None
+        self._exchange: Exchange | None = None
+        return super().__enter__()
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.device.type == "cuda" and bool(self._hvd.nccl_built())
+
+    # Starting and stopping.
+
+    def _start(self) -> None:
+        hvd = self._hvd
+        if hvd.is_initialized():
+            check_world(self.world, "Horovod, already initialised,", hvd.rank(), hvd.size())
+            raise BackendError(
+                "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
+                "out."
+            )
+        if self.options.adasum:
+            self._start_on_mpi()
+        else:
+            with environment(self._variables()):
+                hvd.init()
+        check_world(self.world, "Horovod", hvd.rank(), hvd.size())
+
+    def _start_on_mpi(self) -> None:
+        if not self._hvd.mpi_built() or self.world.launcher != "mpirun":
+            raise BackendError(
+                f"--adasum needs a Horovod built with MPI (here: {'yes' if self._hvd.mpi_built() else 'no'}) and "
+                f"mpirun (here: {self.world.launcher}). Type: {INSTALL} --mpi; "
+                f"mpirun -np {self.world.size} python -m hvd_trainer.mnist --adasum"
+            )
+        with environment({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
+            self._hvd.init()
+
+    def _variables(self) -> dict[str, str]:
+        """What Horovod reads at its start, for this world, whichever launcher made it."""
+        world, peers = self.world, self.peers
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.timeout_s)))}
+        variables |= self._tuning()
+        if world.size == 1:
+            return variables
+        across = [peer for peer in peers if peer.local_rank == world.local_rank]
+        me = peers[world.rank]
+        host, port = self._rendezvous_server()
+        interface = self.environ.get("HOROVOD_GLOO_IFACE") or interface_of(
+            LOOPBACK if world.num_nodes == 1 else address_towards(host, port)
+        )
+        return variables | {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_HOSTNAME": me.host,
+            "HOROVOD_RANK": str(world.rank),
+            "HOROVOD_SIZE": str(world.size),
+            "HOROVOD_LOCAL_RANK": str(world.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(world.local_size),
+            "HOROVOD_CROSS_RANK": str(across.index(me)),
+            "HOROVOD_CROSS_SIZE": str(len(across)),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            **(
+                {"HOROVOD_GLOO_IFACE": interface} if interface and "HOROVOD_GLOO_IFACE" not in self.environ else {}
+            ),
+        }
+
+    def _tuning(self) -> dict[str, str]:
+        """Horovod's settings by our options and this machine; what the user has set in the environment stays."""
+        options = self.options
+        if options.autotune:
+            wanted = {"HOROVOD_AUTOTUNE": "1"}  # what is set is not tuned
+        else:
+            # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
+            own_fusion = options.adasum or options.num_groups is not None
+            wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
+            if self.device.type == "cpu" and crowded(self.world, self.peers):
+                wanted["HOROVOD_CYCLE_TIME"] = str(CROWDED_CYCLE_MS)
+        if options.cycle_time_ms is not None:
+            wanted["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
+        return {name: value for name, value in wanted.items() if name not in self.environ}
+
+    def _rendezvous_server(self) -> tuple[str, int]:
+        """Rank 0 runs Horovod's rendezvous server, on its own address only; the store tells where.
+
+        Also under horovodrun, which runs one: a second start in one process would meet there what is left of the
+        first, and hang if a rank is quick.
+        """
+        if self.world.is_first:
+            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+            host = self.first_host if self.world.num_nodes > 1 else LOOPBACK
+            self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, False)
+            self._server.init(_slots(self.peers))
+            threading.Thread(target=self._server.serve_forever, daemon=True).start()
+            self.store.set("horovod", f"{host}:{self._server.server_address[1]}")
+        host, _, port = self.store.get("horovod").decode().rpartition(":")
+        return host, int(port)
+
+    def _stop(self, failed: bool) -> None:
+        if self._hvd.is_initialized():
+            if not failed:
+                self.barrier()
+            self._hvd.shutdown()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    # Training.
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        model.to(self.device)
+        if self.options.sync_batch_norm:
+            convert_sync_batch_norm(model, self)
+        start_equal(self, model, optimizer)
+        self._broadcast(model)
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = self._make_exchange(model, optimizer) if self.world.size > 1 else None
+        return model, optimizer
+
+    def _broadcast(self, model: nn.Module) -> None:
+        """Gives rank 0's parameters and buffers to all. Horovod takes contiguous tensors only."""
+        state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        packed = {name: tensor.contiguous() for name, tensor in state.items()}
+        self._hvd.broadcast_parameters(packed, root_rank=0)
+        for name, tensor in state.items():
+            if not tensor.is_contiguous():
+                tensor.copy_(packed[name])
+
+    def _make_exchange(self, model: nn.Module, optimizer: Optimizer) -> Exchange:
+        hvd, options = self._hvd, self.options
+        compression = hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none
+        sparse = any(getattr(module, "sparse", False) for module in model.modules())
+        if options.adasum:
+            return WrappedExchange(
+                hvd, self._waiter, model, optimizer, {"op": hvd.Adasum, "compression": compression}
+            )
+        if options.num_groups is not None or sparse:
+            settings = {"compression": compression, "groups": None if sparse else options.num_groups}
+            return WrappedExchange(hvd, self._waiter, model, optimizer, settings)
+        return BucketExchange(
+            hvd,
+            self._waiter,
+            model,
+            limit_bytes=int(options.bucket_mb * 2**20),
+            compression=compression,
+            reorder=not options.find_unused_parameters,
+        )
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        if self._exchange is not None:
+            self._exchange.sync(enabled)
+        yield
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StepResult:
+        if self.options.adasum and (max_norm is not None or scaler is not None):
+            raise OptionError(
+                "--adasum combines whole updates, not gradients: it goes neither with --max-norm nor with "
+                "--precision fp16. Leave one out."
+            )
+        return super().step(optimizer, max_norm=max_norm, scaler=scaler)
+
+    def _update(self, optimizer: Optimizer) -> None:
+        if self._exchange is None:
+            optimizer.step()
+        else:
+            self._exchange.update(optimizer)
+
+    def _finish_exchange(self, optimizer: Optimizer) -> None:
+        if self._exchange is None:
+            return
+        if not self.options.find_unused_parameters:
+            refuse_unused(self._names, optimizer)
+            self._exchange.finish()
+            return
+        usage = used_somewhere(lambda flags: self.all_reduce(flags, "max"), optimizer)
+        self._exchange.finish()
+        for parameter, used in usage:
+            if not used:
+                parameter.grad = None
+
+    # Collectives.
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        hvd = self._hvd
+        ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
+        source = tensor.detach().to(self.device).contiguous()
+        # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
+        name = f"hvd_trainer.{op}.{source.dtype}.{tuple(source.shape)}"
+        result: Tensor = self._waiter.result(hvd.allreduce_async(source, name=name, op=ops[op]))
+        return result.div_(self.world.size) if op == "mean" else result
+
+    # Horovod's own object collectives and barrier wait without end, spinning.
+
+    def all_gather_object(self, value: T) -> list[T]:
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor([len(payload)]), "lengths").tolist()
+        parts = self._all_gather(payload, "payloads").split(lengths)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name=f"hvd_trainer.{name}"))
+        return gathered
+
+    def broadcast_object(self, value: T) -> T:
+        payload = bytearray(pickle.dumps(value) if self.world.is_first else b"")
+        length = int(self.all_reduce(torch.tensor([len(payload)]), "max"))
+        buffer = torch.frombuffer(payload or bytearray(length), dtype=torch.uint8)
+        self._waiter.result(self._hvd.broadcast_async_(buffer, root_rank=0, name="hvd_trainer.broadcast"))
+        received: T = pickle.loads(buffer.numpy().tobytes())
+        return received
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1))
+
+
+def _import_horovod() -> ModuleType:
+    try:
+        # A Horovod without its extension prints that on every rank, and does not raise.
+        with redirect_stdout(io.StringIO()):
+            hvd = importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise BackendError(
+            f"--backend horovod needs Horovod, which could not be imported ({error}). Type: {INSTALL}, or train "
+            f"without it: --backend ddp"
+        ) from error
+    if not hasattr(hvd, "init"):
+        raise BackendError(
+            f"The Horovod that is installed was built without PyTorch or for another version than "
+            f"{torch.__version__}. Type: {INSTALL}, or train without it: --backend ddp"
+        )
+    return hvd
+
+
+def _slots(peers: list[Peer]) -> list[Any]:
+    """Horovod's own description of the ranks, from which its server knows how many come to each meeting."""
+    from horovod.runner.common.util.hosts import SlotInfo
+
+    slots = []
+    for rank, peer in enumerate(peers):
+        across = [other for other in peers if other.local_rank == peer.local_rank]
+        local_size = sum(other.host == peer.host for other in peers)
+        slots.append(
+            SlotInfo(
+                hostname=peer.host,
+                rank=rank,
+                local_rank=peer.local_rank,
+                cross_rank=across.index(peer),
+                size=len(peers),
+                local_size=local_size,
+                cross_size=len(across),
+            )
+        )
+    return slots

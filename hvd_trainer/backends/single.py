@@ -1,0 +1,64 @@
+"""One process: nothing to exchange. The reference that both engines must equal."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer.backends.base import Backend, ReduceOp
+from hvd_trainer.errors import LaunchError
+
+T = TypeVar("T")
+NOTHING = "one process has nothing to exchange; leave it out"
+
+
+class SingleBackend(Backend):
+    """Trains alone, on one device."""
+
+    name = "single"
+    only_for_others = dict.fromkeys(
+        (
+            *("init_method", "compression", "transport", "static_graph", "powersgd_rank"),
+            *("adasum", "num_groups", "autotune", "cycle_time_ms"),
+        ),
+        NOTHING,
+    )
+
+    @property
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__}"
+
+    def __enter__(self) -> Backend:
+        if self.world.size > 1:
+            raise LaunchError(
+                f"{self.world.launcher} started {self.world.size} processes, but --backend single trains in one. "
+                f"Leave the launcher out, or use --backend horovod or --backend ddp"
+            )
+        return super().__enter__()
+
+    def _start(self) -> None:
+        pass
+
+    def _stop(self, failed: bool) -> None:
+        pass
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return model.to(self.device), optimizer
+
+    def _finish_exchange(self, optimizer: Optimizer) -> None:
+        pass
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return tensor.clone()
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast_object(self, value: T) -> T:
+        return value
+
+    def barrier(self) -> None:
+        pass

@@ -1,0 +1,87 @@
+"""The lines that a person reads: what was set up, how each epoch went, what came of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hvd_trainer.trainer import Trainer
+
+
+def banner(trainer: Trainer) -> str:
+    """The arithmetic that the run was given, so that a wrong set-up is seen at once."""
+    backend, plan, options = trainer.backend, trainer.plan, trainer.options
+    world, train = backend.world, options.train
+    threads = f", {plural(torch.get_num_threads(), 'thread')} each" if backend.device.type == "cpu" else ""
+    device = "CPU" if backend.device.type == "cpu" else torch.cuda.get_device_name(backend.device)
+    factor = plan.lr_factor(train.lr_scaling)
+    scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
+    steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    lines = {
+        "backend": f"{backend.name}: {backend.version}",
+        "world": f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}, started by {world.launcher}"
+        f"; {device}{threads}",
+        "batch": f"{plan.batch_size} x {plural(plan.size, 'rank')} x {plural(plan.accumulate, 'pass', 'passes')}"
+        f" = {plan.global_batch_size} per step, {steps} {'step' if steps == '1' else 'steps'} per epoch",
+        "rate": f"{type(trainer.optimizer).__name__}, lr {trainer.rate.full:g}{scaled}"
+        + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")
+        + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
+        "numbers": f"{train.precision}, seed {train.seed}"
+        + (f", gradients sent as {options.engine.compression}" if options.engine.compression != "none" else "")
+        + (", compiled" if train.compile else ""),
+        "data": _data(trainer),
+        "model": f"{type(trainer.model).__name__}, {parameters:,} parameters",
+        "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
+    }
+    if options.log.verbose:
+        lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.peers))
+        lines["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+
+def epoch_line(record: dict[str, Any], epochs: int) -> str:
+    """One line per epoch: averages over all samples of all ranks."""
+    parts = [f"epoch {record['epoch']}/{epochs}"]
+    for split in ("train", "test"):
+        figures = {k.partition("_")[2]: v for k, v in record.items() if k.startswith(f"{split}_")}
+        if figures:
+            parts.append(" ".join([split, *(_figure(name, value) for name, value in figures.items())]))
+    parts.append(f"{record['samples_per_s']:,.0f} samples/s")
+    if record["skipped_steps"]:
+        parts.append(f"{plural(record['skipped_steps'], 'step')} skipped")
+    return "  ".join(parts)
+
+
+def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) -> str:
+    """The last line of a run."""
+    if not record:
+        return "done: nothing left to train"
+    result = f", test accuracy {record['test_accuracy']:.2%}" if "test_accuracy" in record else ""
+    kept = f"; weights and metrics in {folder}" if folder else ""
+    return f"done: {plural(record['step'], 'step')} in {seconds:.1f} s{result}{kept}"
+
+
+def plural(count: float, word: str, words: str | None = None) -> str:
+    """`1 rank`, `2 ranks`."""
+    return (
+        f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {word if count == 1 else words or word + 's'}"
+    )
+
+
+def _data(trainer: Trainer) -> str:
+    """`MNIST: 60,000 samples to train on, 10,000 to test on`."""
+    train, test = trainer.train_loader, trainer.test_loader
+    size = "a stream of samples" if train.num_samples is None else plural(train.num_samples, "sample")
+    text = f"{train.name}: {size} to train on"
+    if test is None:
+        return f"{text}, none to test on"
+    name = "" if test.name == train.name else f"{test.name}: "
+    return f"{text}, {name}{'a stream' if test.num_samples is None else f'{test.num_samples:,}'} to test on"
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.5f}"

@@ -1,0 +1,48 @@
+"""`python -m hvd_trainer <tool>`: finds the tool by its name and hands it the remaining arguments.
+
+A tool is a module with `main(argv) -> exit code`; it is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hvd_trainer.errors import UserError
+
+TOOLS = {
+    "install-horovod": (
+        "hvd_trainer.tools.install_horovod",
+        "build, install and prove a Horovod that fits this PyTorch",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one tool; returns the exit code: 0 done, 2 a user's mistake, others the tool's own."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in TOOLS:
+        print(f"error: there is no tool named {name!r}.\n{_usage()}", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(TOOLS[name][0]).main(rest))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    width = max(map(len, TOOLS))
+    tools = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in TOOLS.items())
+    return (
+        "usage: python -m hvd_trainer <tool> [options]\n\n"
+        f"tools:\n{tools}\n\n"
+        "`python -m hvd_trainer <tool> --help` lists a tool's options."
+    )

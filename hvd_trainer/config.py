@@ -1,0 +1,279 @@
+"""The options of a job as typed dataclasses, from which the command line and the YAML form are derived.
+
+`parse` gives any dataclass a command line: nested dataclasses become groups in `--help`, option names stay flat
+(`--batch-size`), and `--config FILE` reads the same names from YAML, which the command line overrides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import yaml
+
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.errors import OptionError
+from hvd_trainer.launch import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Training."""
+
+    epochs: int = 3
+    """passes over the training set"""
+    batch_size: int = 128
+    """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
+    global_batch_size: int | None = None
+    """samples per step of all ranks together; sets the batch size from the number of ranks"""
+    accumulate: int = 1
+    """backward passes per step: gradients are added up and exchanged once"""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """multiply the learning rate by (ranks x accumulate), or its square root; the same on both engines"""
+    warmup_epochs: float = 0.0
+    """raise the learning rate linearly from near 0 over this many epochs"""
+    max_norm: float | None = None
+    """clip the norm of the averaged gradient to this"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """mixed precision of forward and backward; fp16 scales the loss"""
+    compile: bool = False
+    """compile the model with torch.compile"""
+    seed: int = 0
+    """seed of weights, data order and dropout"""
+    workers: int | None = None
+    """loader processes per rank; None: by CPUs, and none at all for data in memory"""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What is printed and kept."""
+
+    log_dir: str | None = None
+    """folder for metrics.jsonl, TensorBoard events, config.yaml, checkpoints and the final weights"""
+    log_every: int = 50
+    """steps between two lines in metrics.jsonl"""
+    resume: str = "none"
+    """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
+    quiet: bool = False
+    """print errors only"""
+    verbose: bool = False
+    """print more of what is decided at the start"""
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """All that a `Trainer` can be told. Derive from it to add the options of a job."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def check(self) -> None:
+        """Refuses values that cannot be: all mistakes at once.
+
+        Raises:
+            OptionError: an option is out of its range, or two contradict each other.
+        """
+        mistakes = self.mistakes()
+        if mistakes:
+            raise OptionError("; ".join(mistakes))
+
+    def mistakes(self) -> list[str]:
+        """What is wrong, one text per mistake; a job with options of its own adds to it."""
+        train, log = self.train, self.log
+        found = [
+            *at_least(
+                1,
+                epochs=train.epochs,
+                batch_size=train.batch_size,
+                global_batch_size=train.global_batch_size,
+                accumulate=train.accumulate,
+                log_every=log.log_every,
+            ),
+            *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
+            *more_than(0, max_norm=train.max_norm),
+        ]
+        if log.quiet and log.verbose:
+            found.append("--quiet and --verbose contradict each other")
+        if log.resume == "auto" and log.log_dir is None:
+            found.append("--resume auto looks in the log folder: add --log-dir DIR")
+        return found
+
+
+def at_least(least: float, **values: float | None) -> list[str]:
+    """One text for each value below `least` (or not a number), by the option's name."""
+    return [
+        f"{_flag(k)} must be {least:g} or more, not {v}"
+        for k, v in values.items()
+        if v is not None and not v >= least
+    ]
+
+
+def more_than(bound: float, **values: float | None) -> list[str]:
+    """One text for each value not above `bound`, by the option's name."""
+    return [
+        f"{_flag(k)} must be more than {bound:g}, not {v}"
+        for k, v in values.items()
+        if v is not None and not v > bound
+    ]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The arithmetic that makes a run comparable with another: who takes how many samples per step."""
+
+    size: int
+    batch_size: int
+    accumulate: int
+
+    @classmethod
+    def of(cls, options: TrainOptions, world: World) -> BatchPlan:
+        """Derives the batch per rank.
+
+        Raises:
+            OptionError: the global batch does not divide among the ranks.
+        """
+        wanted, parts = options.global_batch_size, world.size * options.accumulate
+        if wanted is None:
+            return cls(world.size, options.batch_size, options.accumulate)
+        among = f"{world.size} {'rank' if world.size == 1 else 'ranks'} x --accumulate {options.accumulate}"
+        batch_size, rest = divmod(wanted, parts)
+        if rest or batch_size == 0:
+            near = max(1, round(wanted / parts)) * parts
+            raise OptionError(
+                f"--global-batch-size {wanted} does not divide among {among}. "
+                f"The nearest that does: --global-batch-size {near}"
+            )
+        if options.batch_size not in (batch_size, TrainOptions.batch_size):
+            raise OptionError(
+                f"--batch-size {options.batch_size} and --global-batch-size {wanted} contradict each other: with "
+                f"{among} the batch size is {batch_size}. Leave one out."
+            )
+        return cls(world.size, batch_size, options.accumulate)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.size * self.batch_size * self.accumulate
+
+    def lr_factor(self, scaling: str) -> float:
+        """What the learning rate is multiplied by: one rule for both engines."""
+        parts = self.size * self.accumulate
+        return {"none": 1.0, "linear": float(parts), "sqrt": math.sqrt(parts)}[scaling]
+
+
+def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = True) -> T:
+    """Fills a dataclass from the command line and, with `--config FILE`, from YAML.
+
+    Args:
+        kind: a dataclass; all fields need defaults. Fields that are dataclasses become groups.
+        args: the command line without the program's name; `sys.argv[1:]` if None.
+        outputs: print help and errors (rank 0 alone does, or each message would come once per rank).
+
+    Raises:
+        OptionError: the YAML file is missing or names an option that there is not.
+        SystemExit: the command line is wrong (code 2) or asked for help (code 0).
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    config, args = _take_config(args)
+    if config is not None:
+        args = _arguments_from_yaml(Path(config), kind) + args
+    # tyro's own switch, console_outputs, does not reach its messages about values.
+    unheard = io.StringIO()
+    with (
+        nullcontext() if outputs else redirect_stderr(unheard),
+        nullcontext() if outputs else redirect_stdout(unheard),
+    ):
+        return _read(kind, args)
+
+
+def _read(kind: type[T], args: list[str]) -> T:
+    import tyro
+
+    return tyro.cli(
+        kind,
+        prog=_program(),
+        description=f"{inspect.getdoc(kind)}\n\n--config FILE takes options from YAML (epochs: 3); the command "
+        f"line wins. Every run with --log-dir writes such a file, config.yaml.",
+        args=args,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def _program() -> str:
+    """What the user typed to start this job."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
+
+
+def flatten(options: Any) -> dict[str, Any]:
+    """All options by their flat names, as YAML and the command line write them."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(options).items():
+        flat |= value if is_dataclass(getattr(options, name)) else {name: value}
+    return flat
+
+
+def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
+    config, rest = None, []
+    remaining = iter(args)
+    for argument in remaining:
+        if argument == "--config":
+            config = next(remaining, None)
+            if config is None:
+                raise OptionError("--config needs a file: --config config.yaml")
+        elif argument.startswith("--config="):
+            config = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return config, rest
+
+
+def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OptionError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise OptionError(f"--config {path} should hold lines such as `epochs: 3`.")
+    known = set(_option_names(kind))
+    arguments = []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(sorted(known))}."
+            raise OptionError(f"--config {path}: there is no option {key!r}.{hint}")
+        arguments += _as_arguments(_flag(name), value)
+    return arguments
+
+
+def _as_arguments(flag: str, value: Any) -> list[str]:
+    """A YAML value as it would be typed. With `=`, so that a value may begin with a dash."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _option_names(kind: type[Any]) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for entry in fields(kind):
+        if is_dataclass(hints[entry.name]):
+            yield from _option_names(hints[entry.name])
+        else:
+            yield entry.name

@@ -1,0 +1,21 @@
+"""Data for one rank: which samples it takes, and how it loads them."""
+
+from hvd_trainer.data.batch import Batch, samples_in
+from hvd_trainer.data.dataset import Normalise, TensorData
+from hvd_trainer.data.loader import Loader
+from hvd_trainer.data.make import make_loader
+from hvd_trainer.data.mnist import ImageOptions, Images, load_images
+from hvd_trainer.data.once import once_per_node
+
+__all__ = [
+    "Batch",
+    "ImageOptions",
+    "Images",
+    "Loader",
+    "Normalise",
+    "TensorData",
+    "load_images",
+    "make_loader",
+    "once_per_node",
+    "samples_in",
+]

@@ -1,0 +1,73 @@
+"""What a batch is: a pair of inputs and targets, each a tensor or tuples and dictionaries of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.errors import DataError
+
+Batch = tuple[Any, Any]
+
+
+def as_pair(batch: Any) -> Batch:
+    """The batch, if it is inputs and targets.
+
+    Raises:
+        DataError: it is anything else, such as a dictionary of both.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, dict):
+        found += f" with {', '.join(map(str, batch))}"
+    elif isinstance(batch, list | tuple):
+        found += f" of {len(batch)}"
+    raise DataError(
+        f"A batch should be a pair of inputs and targets, but is {found}. Let the data set give pairs, or give "
+        f"the trainer collate=, a function that makes a pair of batches from a list of samples."
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves every tensor in nested tuples, lists and dictionaries; lists become tuples."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        values = [to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return batch
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor.
+
+    Raises:
+        DataError: there is no tensor in it.
+    """
+    for tensor in _tensors(batch):
+        return len(tensor)
+    raise DataError(f"A batch should hold tensors, but this {type(batch).__name__} has none.")
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """The batch without its last samples, so that `count` are left."""
+    if isinstance(batch, dict):
+        return {key: first_samples(value, count) for key, value in batch.items()}
+    if isinstance(batch, tuple) and any(isinstance(value, Tensor | dict | tuple) for value in batch):
+        values = [first_samples(value, count) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return batch[:count] if isinstance(batch, Tensor | tuple) else batch
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(value)

@@ -1,0 +1,60 @@
+"""The loader for a data set, chosen by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.data.dataset import TensorData
+from hvd_trainer.data.loader import DatasetLoader, Loader, TensorLoader
+from hvd_trainer.data.stream import StreamLoader
+from hvd_trainer.errors import DataError
+
+
+def make_loader(
+    data: Any,
+    backend: Backend,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_workers: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Loader:
+    """Chooses the loader for a data set.
+
+    Args:
+        data: `TensorData` or `TensorDataset` of two tensors (in memory, unless workers or a `collate` are asked
+            for), a `Dataset`, a list of samples, or an `IterableDataset`. A sample is a pair of inputs and
+            targets.
+        batch_size: samples per batch of this rank.
+        num_workers: loader processes of this rank; None: one less than its CPUs, at most 8.
+
+    Raises:
+        DataError: `data` is none of these, or empty.
+    """
+    kind = type(data).__name__
+    if isinstance(data, DataLoader):
+        raise DataError(
+            "Give the data set, not a DataLoader: the trainer shards and batches it itself. "
+            "With `loader` being yours, that is loader.dataset; batch size and workers are options."
+        )
+    if isinstance(data, IterableDataset):
+        return StreamLoader(data, backend, batch_size, seed=seed, num_workers=num_workers, collate=collate)
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataError(
+            f"Cannot load batches from a {kind}: a data set has __len__ and __getitem__, or derives from "
+            f"torch.utils.data.IterableDataset."
+        )
+    if len(data) == 0:
+        raise DataError(f"The data set ({kind}) is empty.")
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        data = TensorData(*data.tensors, name=kind)
+    if isinstance(data, TensorData) and not num_workers and collate is None:
+        return TensorLoader(data, backend, batch_size, seed=seed, shuffle=shuffle)
+    return DatasetLoader(
+        data, backend, batch_size, seed=seed, shuffle=shuffle, num_workers=num_workers, collate=collate
+    )

@@ -1,0 +1,60 @@
+"""Work that one rank per node does for all ranks of that node: downloads, caches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from datetime import timedelta
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.errors import DataError, OptionError
+
+_CALLS = itertools.count()
+
+
+class SharedDataError(DataError, OptionError):
+    """Trouble with the data that all ranks know of, so that rank 0 alone says it."""
+
+
+def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
+    """Runs `prepare` on the first rank of each node while the others wait. All ranks must call it.
+
+    They wait at the store where the ranks met, not in the engine, whose own time limit may be shorter than a
+    download and which may be busy polling meanwhile.
+
+    Args:
+        prepare: returns None when done, or what is wrong. An exception counts as trouble, too.
+        timeout_s: how long the others wait, in seconds.
+
+    Returns:
+        On all ranks: what went wrong, one entry per node that had trouble; empty if all is well.
+
+    Raises:
+        DataError: a node was not done in time.
+    """
+    world, store, call = backend.world, backend.store, f"once.{next(_CALLS)}"
+    if world.is_first_on_node:
+        store.set(f"{call}.{world.node_rank}", json.dumps(_attempt(prepare)))
+    trouble = []
+    for node in range(world.num_nodes):
+        key = f"{call}.{node}"
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise DataError(
+                f"The first rank of node {node} has not finished preparing the data for the others of its node "
+                f"in {timeout_s:g} s."
+            ) from error
+        trouble.append(json.loads(store.get(key)))
+    return [found for found in trouble if found is not None]
+
+
+def _attempt(prepare: Callable[[], str | None]) -> str | None:
+    try:
+        return prepare()
+    except DataError as error:
+        return str(error)
+    except Exception as error:
+        # Whatever it was, the other ranks wait for an answer.
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,57 @@
+"""Which samples a rank takes: pure index arithmetic, with the semantics of `DistributedSampler`.
+
+One permutation per (seed, epoch), the same everywhere. Rank r of n takes every n-th entry from r on, so that
+one step of all ranks together is a contiguous slice of the permutation:
+
+    order     7 2 9 4 | 0 5 1 8 | 3 6           2 ranks, batch 2: a step is a slice of 4
+    rank 0    7   9   | 0   1   | 3
+    rank 1      2   4 |   5   8 |   6
+
+For one global batch size, the samples of step t therefore do not depend on the number of ranks, and the
+position in an epoch is one number: samples consumed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
+    """The order of all samples in one epoch: int64, shape (num_samples,), as `DistributedSampler` makes it."""
+    if not shuffle:
+        return torch.arange(num_samples)
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) -> Tensor:
+    """The samples that one rank still trains on, in order.
+
+    Args:
+        order: the epoch's order, from `epoch_order`.
+        consumed: samples of this epoch that all ranks together have already trained on.
+
+    Returns:
+        int64 indices, as many on every rank: where the rest does not divide by `size`, the last ranks
+        get samples from its beginning again, so that no rank runs out of steps before another.
+    """
+    rest = order[consumed:]
+    if len(rest) == 0:
+        return rest
+    per_rank = -(-len(rest) // size)
+    repeats = -(-per_rank * size // len(rest))
+    return rest.repeat(repeats)[: per_rank * size][rank::size]
+
+
+def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:
+    """The samples that one rank evaluates: never padded, so that each counts exactly once.
+
+    Ranks may get unequal numbers, and none at all where there are more ranks than samples.
+    """
+    return torch.arange(num_samples)[rank::size]
+
+
+def num_batches(num_samples: int, size: int, batch_size: int) -> int:
+    """Batches per rank in one epoch; the last may be smaller."""
+    per_rank = -(-num_samples // size)
+    return -(-per_rank // batch_size)

@@ -1,0 +1,83 @@
+"""Streams: data sets that can only be read from the front, shared out while they are read.
+
+One step's global batch is the next slice of the stream, whatever the number of ranks and of their workers:
+
+    stream    0 1 2 3 | 4 5 6 7 | 8 9          2 ranks, batch 2: a step is a slice of 4
+    rank 0    0   2   | 4   6   | 8            with 2 workers, one reads steps 0, 2, ...
+    rank 1      1   3 |   5   7 |   9          and the other steps 1, 3, ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.data.batch import Batch, first_samples, samples_in
+from hvd_trainer.data.loader import Loader, torch_loader
+from hvd_trainer.errors import DataError
+
+
+class _Share(IterableDataset[Any]):
+    """Of a stream, the samples of one rank, or of one of its workers."""
+
+    def __init__(self, data: IterableDataset[Any], rank: int, size: int, batch_size: int) -> None:
+        self.data, self.rank, self.size, self.batch_size = data, rank, size, batch_size
+        self.epoch = self.consumed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(self.epoch)
+        for position, sample in enumerate(itertools.islice(self.data, self.consumed, None)):
+            step, place = divmod(position, self.batch_size * self.size)
+            if step % workers == number and place % self.size == self.rank:
+                yield sample
+
+
+class StreamLoader(Loader):
+    """An `IterableDataset`, of which every rank and worker reads all samples and takes its share.
+
+    At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
+    them, take that many, and end together when one has none: fewer samples than there are ranks are left out
+    of an epoch's training, and none of evaluation.
+
+    A data set with `set_epoch` is told the epoch before each pass.
+    """
+
+    def __init__(
+        self,
+        data: IterableDataset[Any],
+        backend: Backend,
+        batch_size: int,
+        *,
+        seed: int,
+        num_workers: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(data, None, backend, batch_size)
+        self._share = _Share(data, backend.world.rank, backend.world.size, batch_size)
+        # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
+        self._loader = torch_loader(self._share, backend, batch_size, seed, num_workers, collate)
+
+    def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
+        self._share.epoch, self._share.consumed = epoch, consumed
+        batches = self._moved(self._loader)
+        for number in itertools.count():
+            batch = next(batches, None)
+            mine = 0 if batch is None else samples_in(batch)
+            smallest = int(self.backend.all_reduce(torch.tensor([mine], dtype=torch.int32), "min"))
+            if smallest == 0 and number == 0 and consumed == 0:
+                raise DataError(f"{self.name} gave fewer samples than there are ranks: nothing to train on.")
+            if batch is None or smallest == 0:
+                return
+            yield batch if smallest == mine else first_samples(batch, smallest)
+
+    def evaluation(self) -> Iterator[Batch]:
+        self._share.consumed = 0
+        return self._moved(self._loader)

@@ -1,0 +1,36 @@
+"""The errors a user can cause. Each says what was asked, what was found, and what to type."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in the set-up or the options; shown without a traceback by the jobs (exit code 2)."""
+
+
+class OptionError(UserError):
+    """The options contradict each other or the engine: the same on all ranks, so rank 0 alone says it."""
+
+
+class LaunchError(UserError):
+    """The launcher's variables are incomplete or contradict each other or the engine."""
+
+
+class BackendError(UserError):
+    """The engine that was asked for is missing, or cannot do what was asked of it."""
+
+
+class DataError(UserError):
+    """The data set is not there, not whole, or not what it should be."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, or is not one that can be trusted."""
+
+
+class PeerError(UserError):
+    """This rank stopped only because another one failed or ended, which has the real reason to tell."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line without a full stop; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

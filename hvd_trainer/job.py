@@ -1,0 +1,87 @@
+"""How a job starts and ends as a process: options in, one clear error or a clean exit out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+from hvd_trainer.config import parse
+from hvd_trainer.ending import stand_by
+from hvd_trainer.errors import PeerError, UserError
+from hvd_trainer.launch import detect, lone_process_warning, may_be_first, slurm_step
+from hvd_trainer.log import say_error
+
+T = TypeVar("T")
+
+USER_ERROR, CRASH, INTERRUPTED = 2, 1, 130
+
+
+def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | None = None) -> NoReturn:
+    """Parses the command line, runs the job, and ends the process.
+
+    An error that all ranks have in common is said once, by rank 0.
+
+    Exit codes: 0 done; 2 a mistake in options or set-up (one line says it); 1 a crash (with its traceback), or
+    another rank failed; 130 interrupted by Ctrl-C. A launcher may make another number of it.
+    """
+    world = None
+    first = may_be_first(os.environ)
+    try:
+        world = detect(os.environ)
+        warning = lone_process_warning(world, os.environ)
+        if warning:
+            sys.stderr.write(f"warning: {warning}\n")
+        job(_parse(options, args, first))
+    except PeerError as error:
+        stand_by()
+        say_error(world, str(error))
+        _end(CRASH)
+    except UserError as error:
+        if not first:
+            stand_by()
+        # Rank 0 speaks for all.
+        say_error(None if first else world, str(error))
+        _end(USER_ERROR)
+    except KeyboardInterrupt:
+        if first:
+            say_error(None, "interrupted")
+        _end(INTERRUPTED)
+    except SystemExit as leaving:
+        _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+    except BaseException:
+        say_error(world, traceback.format_exc())
+        _end(CRASH)
+    _end(0)
+
+
+def _parse(options: type[T], args: Sequence[str] | None, first: bool) -> T:
+    """The options; what is wrong with them is printed by rank 0, or by a rank that alone was given others."""
+    try:
+        return parse(options, args, outputs=first)
+    except SystemExit as leaving:
+        if first or not leaving.code:
+            raise
+        stand_by()
+        return parse(options, args, outputs=True)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process; after a failure at once, and under srun with all the others.
+
+    A rank that failed must not wait in destructors for ranks that wait for it. srun alone lets the others run
+    on when one ends (unless told --kill-on-bad-exit), so the step is cancelled.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        sys.exit(0)
+    step = slurm_step(os.environ)
+    if step is not None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["scancel", "--signal=KILL", step], timeout=10, check=False, stderr=subprocess.DEVNULL)
+    os._exit(code)

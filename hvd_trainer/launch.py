@@ -1,0 +1,272 @@
+"""Who am I? The rank variables of every launcher, read here and nowhere else.
+
+`detect` is a pure function of a mapping, so that it can be tested without a cluster. A launcher is one
+row of variable names. The most specific launcher comes first and the scheduler last, because processes
+that mpirun or torchrun start inside a Slurm allocation see Slurm's variables too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from hvd_trainer.errors import LaunchError
+
+UNKNOWN = -1
+"""The node's number, where the launcher does not tell it: the ranks find it out when they meet."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the job.
+
+    `rank` of `size` processes; `local_rank` of the `local_size` processes on this node; node `node_rank` of
+    `num_nodes`. The last two are `UNKNOWN` until the ranks have met, where the launcher does not give them.
+
+    Raises:
+        LaunchError: the numbers contradict each other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "python"
+    host: str = ""
+    """The node's name as the launcher knows it; empty where it does not say."""
+
+    def __post_init__(self) -> None:
+        for index, count in (
+            ("rank", "size"),
+            ("local_rank", "local_size"),
+            ("node_rank", "num_nodes"),
+        ):
+            i, n = getattr(self, index), getattr(self, count)
+            if (i, n) == (UNKNOWN, UNKNOWN) and index == "node_rank":
+                continue
+            if not 0 <= i < n:
+                raise LaunchError(f"{self.launcher} says {index} {i} of {count} {n}, which cannot be.")
+        if self.local_size > self.size:
+            raise LaunchError(
+                f"{self.launcher} says {self.local_size} processes on this node but only {self.size} in all."
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0: the one that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """The one rank per node that downloads."""
+        return self.local_rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher: the names of its variables. An empty name: it does not tell."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node_rank: str = ""
+    num_nodes: str = ""
+    host: str = ""
+    """The node's name; not every version sets it, so it may be missing."""
+    markers: tuple[str, ...] = ()
+    """What only this launcher sets: any of them shows it, where others set the rank variables too."""
+
+    def variables(self) -> tuple[str, ...]:
+        """The names that must all be set."""
+        names = (getattr(self, f.name) for f in fields(self) if f.name not in ("name", "host", "markers"))
+        return tuple(name for name in names if name)
+
+    def signs(self, environ: Mapping[str, str]) -> list[str]:
+        """The variables that are set and show that this launcher started the process."""
+        return [name for name in self.markers or self.variables() if name in environ]
+
+
+HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LAUNCHERS = (
+    Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
+    Launcher(
+        "horovodrun",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        host="HOROVOD_HOSTNAME",
+    ),
+    Launcher("torchrun", *TORCH_NAMES, markers=("TORCHELASTIC_RUN_ID",)),
+    # Batch scripts often set WORLD_SIZE for all tasks; it is no sign of who starts them.
+    Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK")),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("mpiexec", *HYDRA_NAMES, markers=("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+        host="SLURMD_NODENAME",
+        # The others are in every batch script too, where plain python runs as one process.
+        markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),
+    ),
+    # Without srun (which may set PMI_RANK too) a lone PMI_RANK is a rank that does not know its node.
+    Launcher("mpiexec", *HYDRA_NAMES),
+    Launcher("hand", *TORCH_NAMES),
+)
+
+
+def detect(environ: Mapping[str, str]) -> World:
+    """Reads this process's place in the job from its environment variables.
+
+    Args:
+        environ: the environment, as `os.environ`.
+
+    Returns:
+        The world that the first matching row of `LAUNCHERS` describes; one process where none matches.
+
+    Raises:
+        LaunchError: a launcher's variables are set in part, are not numbers, or contradict each other.
+            A missing rank is never taken for 0.
+    """
+    launcher = launcher_in(environ)
+    return World() if launcher is None else _read(launcher, environ)
+
+
+def launcher_in(environ: Mapping[str, str]) -> Launcher | None:
+    """The launcher whose variables are there, in whole or in part; None: this process was started by none."""
+    return next((launcher for launcher in LAUNCHERS if launcher.signs(environ)), None)
+
+
+def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
+    names = launcher.variables()
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise LaunchError(
+            f"{launcher.signs(environ)[0]} is set, so this process looks started {_by(launcher)}, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Set what is missing or let a "
+            f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
+            f"alone, type: unset {' '.join(n for n in (*launcher.markers, *names) if n in environ)}"
+        )
+    node_rank = _number(environ, launcher.node_rank) if launcher.node_rank else UNKNOWN
+    world = World(
+        rank=_number(environ, launcher.rank),
+        size=_number(environ, launcher.size),
+        local_rank=_number(environ, launcher.local_rank),
+        local_size=(
+            _number(environ, launcher.local_size)
+            if node_rank == UNKNOWN
+            else _tasks_on_node(environ, launcher, node_rank)
+        ),
+        node_rank=node_rank,
+        num_nodes=_number(environ, launcher.num_nodes) if launcher.num_nodes else UNKNOWN,
+        launcher=launcher.name,
+        host=environ.get(launcher.host, ""),
+    )
+    if world.node_rank == UNKNOWN and world.local_size == world.size:
+        world = replace(world, node_rank=0, num_nodes=1)
+    return world
+
+
+def _by(launcher: Launcher) -> str:
+    return "by hand" if launcher.name == "hand" else f"by {launcher.name}"
+
+
+def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: int) -> int:
+    text, size = environ[launcher.local_size], _number(environ, launcher.size)
+    counts = expand_counts(text)
+    if not 0 <= node_rank < len(counts):
+        raise LaunchError(
+            f"{launcher.local_size}={text} speaks of {len(counts)} nodes, but {launcher.node_rank} is {node_rank}."
+        )
+    if sum(counts) != size:
+        raise LaunchError(
+            f"{launcher.local_size}={text} makes {sum(counts)} tasks, but {launcher.size} is {size}. One of the "
+            f"two was changed by hand: leave both to {launcher.name}."
+        )
+    return counts[node_rank]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    # Not int(): it takes "1_0", "+1" and other alphabets' digits, which no launcher writes.
+    if not re.fullmatch(r"[0-9]{1,9}", environ[name]):
+        raise LaunchError(f"{name} should be a whole number, but is {_shown(environ[name])}.")
+    return int(environ[name])
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "...")
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node: `"4(x2),2"` means 4, 4 and 2.
+
+    Raises:
+        LaunchError: the text is not of that form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE should look like 4(x2),2 but is {_shown(text)}.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of Slurm's compressed host list: `"gpu[03-05,9],login"` starts with `gpu03`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None:
+    """What to say when one process trains alone where several ranks were probably meant.
+
+    That is plain `python` in a batch script or under salloc; salloc's own shell may be a step of one task.
+    """
+    tasks = environ.get("SLURM_NTASKS", "1")
+    alone = world.size == 1 and world.launcher in ("python", "srun")
+    if alone and tasks.isdecimal() and int(tasks[:9]) > 1:
+        return f"This Slurm job has {tasks} tasks, but this is one process and trains alone. Type: srun python ..."
+    return None
+
+
+def may_be_first(environ: Mapping[str, str]) -> bool:
+    """False only if the launcher's variables, even if they are not whole, say that this is not rank 0."""
+    launcher = launcher_in(environ)
+    return launcher is None or environ.get(launcher.rank, "0") == "0"
+
+
+def slurm_step(environ: Mapping[str, str]) -> str | None:
+    """The `JOB.STEP` whose tasks are this job's ranks; None if srun did not start them."""
+    launcher = launcher_in(environ)
+    if launcher is None or launcher.name != "srun" or not {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys():
+        return None
+    return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+
+
+def cpu_ids() -> tuple[int, ...]:
+    """The CPUs that this process may run on (a launcher may have bound it to a few)."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))

@@ -1,0 +1,96 @@
+"""Metrics are sums and counts on the device, brought together over ranks once, at the end of a pass.
+
+A metric is a function of outputs and targets that gives one value per sample (N,) or their mean, or an object of
+the torchmetrics kind (see `merge.py`). Each sample counts once, whatever the number of ranks and however unequal
+their shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.errors import OptionError
+from hvd_trainer.merge import MetricObject, merged_values, reset
+
+MetricFunction = Callable[[Any, Any], Tensor]
+Metric = MetricFunction | MetricObject
+TAKEN = ("loss", "samples")
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the largest of the outputs (N, C) is the target's (N,) class: bool, shape (N,)."""
+    return outputs.argmax(dim=1) == targets
+
+
+class Meter:
+    """Gathers the loss and the metrics of one pass over data.
+
+    Adding launches a few small operations and waits for nothing; only `recent` and `compute` are collectives.
+
+    Raises:
+        OptionError: a metric has a name that is taken, or gives something else than promised.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], backend: Backend) -> None:
+        for name in set(TAKEN) & set(metrics):
+            raise OptionError(f"A metric cannot be called {name!r}, which the trainer reports itself: rename it.")
+        self._functions = {n: m for n, m in metrics.items() if not isinstance(m, MetricObject)}
+        self._objects = {n: m for n, m in metrics.items() if isinstance(m, MetricObject)}
+        self._backend = backend
+        self._sums = torch.zeros(1 + len(self._functions), dtype=torch.float64, device=backend.device)
+        self._before = self._sums.new_zeros(2 + len(self._functions))
+        self.samples = 0
+        for metric in self._objects.values():
+            reset(metric, backend.device)
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
+        """Adds one batch: `loss` is its mean loss (a scalar on the device)."""
+        self._sums[0] += loss.detach() * samples
+        for position, (name, metric) in enumerate(self._functions.items(), start=1):
+            self._sums[position] += _summed(name, metric(outputs, targets), samples)
+        for gatherer in self._objects.values():
+            gatherer.update(outputs, targets)
+        self.samples += samples
+
+    def local_loss(self) -> float:
+        """This rank's mean loss so far: waits for the device, so ask seldom."""
+        return float(self._sums[0]) / max(1, self.samples)
+
+    def recent(self) -> dict[str, float]:
+        """Means over what was added since the last call; loss and functions only. A collective."""
+        now = self._totals()
+        figures = self._means(now - self._before)
+        self._before = now
+        return figures
+
+    def compute(self) -> dict[str, float]:
+        """Means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
+        return self._means(self._totals()) | merged_values(self._objects, self._backend)
+
+    def _totals(self) -> Tensor:
+        return self._backend.all_reduce(torch.cat([self._sums, self._sums.new_tensor([self.samples])]))
+
+    def _means(self, totals: Tensor) -> dict[str, float]:
+        *sums, samples = totals.tolist()
+        names = ("loss", *self._functions)
+        means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
+        return {**means, "samples": int(samples)}
+
+
+def _summed(name: str, value: Tensor, samples: int) -> Tensor:
+    """The sum over a batch of a metric that gave one value per sample, or their mean."""
+    if value.dim() == 0:
+        return value * samples
+    if value.numel() != samples:
+        raise OptionError(
+            f"The metric {name!r} gave {tuple(value.shape)} values for {samples} samples: give one per sample, or "
+            f"their mean."
+        )
+    return value.sum()

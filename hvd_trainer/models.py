@@ -1,0 +1,48 @@
+"""The networks of the jobs, each a sequence of blocks, so that it can be cut into stages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+
+def conv_net() -> nn.Sequential:
+    """The small convolutional network of the PyTorch and Horovod tutorials: 21,840 parameters.
+
+    Takes (N, 1, 28, 28) and gives the logits of 10 classes, (N, 10). It has dropout after the second convolution
+    (whole channels) and between the linear layers.
+    """
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 10, kernel_size=5),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(10, 20, kernel_size=5),
+            conv2_drop=nn.Dropout2d(),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(320, 50),
+            relu3=nn.ReLU(),
+            fc1_drop=nn.Dropout(),
+            fc2=nn.Linear(50, 10),
+        )
+    )
+
+
+def mlp(width: int = 256) -> nn.Sequential:
+    """Two hidden layers on the flattened image: (N, 1, 28, 28) to (N, 10) logits."""
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(784, width),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(width, width),
+            relu2=nn.ReLU(),
+            fc3=nn.Linear(width, 10),
+        )
+    )
+
+
+MODELS = {"cnn": conv_net, "mlp": mlp}

@@ -1,0 +1,133 @@
+"""What the ranks tell each other once they share a store, and what follows from it.
+
+No launcher tells all of it: the number of the node, who shares a GPU, how many CPUs each rank really has, and
+which rank failed first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import torch.distributed as dist
+
+from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch import UNKNOWN, World
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a rank tells the others about itself."""
+
+    host: str
+    local_rank: int
+    backend: str
+    cpus: tuple[int, ...]
+    gpu: str | None = None
+    """The unique id of the GPU it will use."""
+
+
+def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
+    """Every rank tells who it is and learns who the others are: one entry per rank, in rank order.
+
+    Raises:
+        LaunchError: a rank did not come in time, or two ranks were started with different backends.
+    """
+    store.set(f"peer/{world.rank}", json.dumps(asdict(me)))
+    try:
+        # Rank 0 collects, so that n ranks cost 3n messages and not n x n.
+        if world.is_first:
+            keys = [f"peer/{rank}" for rank in range(world.size)]
+            everyone = [json.loads(store.get(key)) for key in keys]
+            store.set("peers", json.dumps(everyone))
+        everyone = json.loads(store.get("peers"))
+        # Rank 0 often holds the store: it may not go, not even with an error, before the others have read.
+        if world.is_first:
+            store.wait([f"read/{rank}" for rank in range(1, world.size)])
+        else:
+            store.set(f"read/{world.rank}", "")
+    except (dist.DistStoreError, RuntimeError) as error:
+        raise LaunchError(
+            f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
+            f"See what the others printed, or raise --timeout-s if they start slowly."
+        ) from error
+    peers = [Peer(**{**entry, "cpus": tuple(entry["cpus"])}) for entry in everyone]
+    backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
+    if len(backends) > 1:
+        found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
+        raise LaunchError(f"All ranks must use one backend, but found: {found}. Give all the same --backend.")
+    return peers
+
+
+def locate(world: World, peers: list[Peer]) -> World:
+    """Completes the world by the number of its node: nodes are counted in the order of their first rank.
+
+    Raises:
+        LaunchError: two ranks on one node have the same local rank.
+    """
+    hosts = list(dict.fromkeys(peer.host for peer in peers))
+    seen: dict[tuple[str, int], int] = {}
+    for rank, peer in enumerate(peers):
+        other = seen.setdefault((peer.host, peer.local_rank), rank)
+        if other != rank:
+            raise LaunchError(
+                f"Ranks {other} and {rank} both say that they are local rank {peer.local_rank} on {peer.host}. "
+                f"Give each rank of a node its own LOCAL_RANK, or let a launcher start them."
+            )
+    node_rank = hosts.index(peers[world.rank].host)
+    if world.node_rank != UNKNOWN and (world.node_rank, world.num_nodes) == (node_rank, len(hosts)):
+        return world
+    return replace(world, node_rank=node_rank, num_nodes=len(hosts))
+
+
+def fair_cpus(world: World, peers: list[Peer]) -> int:
+    """How many CPUs are this rank's own share: each CPU is divided among the ranks that may run on it.
+
+    Four unbound ranks on 16 CPUs get 4 each; four ranks that the launcher bound to 8 CPUs each get 8.
+    """
+    me = peers[world.rank]
+    neighbours = [peer for peer in peers if peer.host == me.host]
+    share = sum(1 / sum(cpu in peer.cpus for peer in neighbours) for cpu in me.cpus)
+    return max(1, int(share + 1e-6))
+
+
+def crowded(world: World, peers: list[Peer]) -> bool:
+    """Whether this node has more ranks than CPUs, so that one rank's waiting takes another's time."""
+    neighbours = [peer for peer in peers if peer.host == peers[world.rank].host]
+    return len(neighbours) > len({cpu for peer in neighbours for cpu in peer.cpus})
+
+
+def sharing_gpu(world: World, peers: list[Peer]) -> list[int]:
+    """The other ranks that would use this rank's GPU."""
+    mine = peers[world.rank]
+    return [
+        rank
+        for rank, peer in enumerate(peers)
+        if rank != world.rank and peer.gpu is not None and (peer.host, peer.gpu) == (mine.host, mine.gpu)
+    ]
+
+
+def first_to_fail(store: dist.Store, world: World) -> int:
+    """Says that this rank fails, and tells which rank said so first: its error is the cause of the others.
+
+    Call it before the engine's connections are closed, since the others fail by that.
+    """
+    try:
+        return int(store.compare_set("failed", "", str(world.rank)))
+    except (dist.DistError, RuntimeError):
+        # The store has ended, and it lives in rank 0 unless a launcher holds it.
+        return 0
+
+
+def check_world(world: World, engine: str, rank: int, size: int) -> None:
+    """The guard: what the engine says must be what the launcher said.
+
+    Raises:
+        LaunchError: it is not, so that the ranks would train apart without anybody noticing.
+    """
+    if (rank, size) != (world.rank, world.size):
+        raise LaunchError(
+            f"{world.launcher} started {world}, but {engine} says rank {rank} of {size}: the ranks would train "
+            f"apart. It was probably started before, by other means: leave its start to hvd_trainer, and start "
+            f"the job by one launcher only, such as: horovodrun -np {world.size} python -m hvd_trainer.mnist"
+        )

@@ -1,0 +1,237 @@
+"""How the ranks of any launcher find each other, so that any launcher can start either engine.
+
+Every launcher leads to the same thing, one `torch.distributed.Store` that all ranks share:
+
+    launcher      how rank 0's address reaches the others
+    python        one process: the store lives in it
+    torchrun      MASTER_ADDR and MASTER_PORT: torchrun's own store
+    hand          MASTER_ADDR and MASTER_PORT, or --init-method
+    run           the parent process holds the store and tells each child
+    horovodrun    horovodrun's key-value server (HTTP)
+    mpirun, srun  one node: a private file, several: MASTER_ADDR and MASTER_PORT, or MPI itself (mpi4py),
+                  or the step's first host and a port made from the numbers of job and step
+
+What the ranks then say to each other is in `peers.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from hvd_trainer.boards import Board, FileBoard, HttpBoard, job_file
+from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch import World, first_host
+from hvd_trainer.network import LOOPBACK
+
+POLL_S = 0.02
+_SESSIONS = itertools.count()
+_STORES: dict[str, dist.Store] = {}
+"""Stores at a fixed place serve all of a process's trainings: of two that follow each other at one port or file, a
+fast rank would find the first, which slower ranks are about to close."""
+atexit.register(_STORES.clear)
+RUN_STORE = "HVD_TRAINER_STORE"
+"""Where `hvd_trainer.run` tells its children the address of the store."""
+
+
+class Meeting(NamedTuple):
+    """What all ranks share once they have found each other."""
+
+    store: dist.Store
+    host: str
+    """Where rank 0 is, as an address that the other ranks reach."""
+
+
+def open_store(
+    world: World, environ: Mapping[str, str], *, init_method: str | None = None, timeout_s: float = 300.0
+) -> Meeting:
+    """Opens the store that all ranks of this job share.
+
+    A process may do so several times (one training after another): each time is a session of its own, and what
+    an earlier one left in a store that lives on is not seen.
+
+    Args:
+        world: this process's place, from `launch.detect`.
+        environ: the environment.
+        init_method: where ranks that were started by hand meet: `env://`, `tcp://HOST:PORT` or
+            `file:///PATH`, as in `torch.distributed`.
+        timeout_s: how long to wait for the other ranks, in seconds.
+
+    Raises:
+        LaunchError: the address is missing, taken, or nobody answers there in time.
+    """
+    session = f"hvd_trainer.{next(_SESSIONS)}"
+    if world.size == 1:
+        return Meeting(dist.HashStore(), LOOPBACK)
+    meeting = _find_store(world, environ, session, init_method, timedelta(seconds=timeout_s))
+    return Meeting(dist.PrefixStore(session, meeting.store), meeting.host)
+
+
+def _find_store(
+    world: World, environ: Mapping[str, str], session: str, init_method: str | None, timeout: timedelta
+) -> Meeting:
+    if init_method is not None or world.launcher in ("torchrun", "hand"):
+        return _torch_store(world, environ, init_method or "env://", timeout)
+    if world.launcher == "run":
+        return _join_store(_needed(environ, RUN_STORE, world), world, timeout)
+    if world.launcher == "horovodrun":
+        address = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", world)
+        port = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", world)
+        return _meet_at(HttpBoard(address, _port(port), session), world, timeout)
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return _torch_store(world, environ, "env://", timeout)
+    if world.num_nodes == 1:
+        return _meet_at(FileBoard(job_file(world, environ, session)), world, timeout)
+    if world.launcher == "srun":
+        host = _slurm_address(first_host(_needed(environ, "SLURM_STEP_NODELIST", world)))
+        return _torch_store(world, environ, f"tcp://{host}:{_slurm_port(world, environ)}", timeout)
+    return _mpi_store(world, timeout)
+
+
+def _needed(environ: Mapping[str, str], name: str, world: World) -> str:
+    if not environ.get(name):
+        raise LaunchError(
+            f"{world.launcher} should set {name} and has not, so the ranks cannot find each other. Were its "
+            f"other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT instead."
+        )
+    return environ[name]
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65536):
+        raise LaunchError(f"A port is a number from 1 to 65535, not {text[:60]!r}.")
+    return int(text)
+
+
+def serve_store(address: str = LOOPBACK, timeout: timedelta = timedelta(seconds=300)) -> dist.TCPStore:
+    """Starts a store's server in this process, bound to `address` only, on a port that the system picks."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _join_store(address: str, world: World, timeout: timedelta) -> Meeting:
+    host, _, port = address.rpartition(":")
+    try:
+        return Meeting(dist.TCPStore(host, _port(port), is_master=False, timeout=timeout), host)
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"{world} could not reach rank 0 at {address}: {first_line(error)}. See what rank 0 printed: it may "
+            f"have ended; else a firewall may stand between the nodes."
+        ) from error
+
+
+def _torch_store(world: World, environ: Mapping[str, str], init_method: str, timeout: timedelta) -> Meeting:
+    if init_method == "env://":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise LaunchError(
+                f"The ranks were started by {world.launcher} and cannot find each other: "
+                f"{' and '.join(missing)} not set. Type on every rank: export MASTER_ADDR=HOST_OF_RANK_0 "
+                f"MASTER_PORT=29500, or pass --init-method tcp://HOST_OF_RANK_0:29500"
+            )
+        where = f"{environ['MASTER_ADDR']}:{_port(environ['MASTER_PORT'])}"
+    elif init_method.startswith(("tcp://", "file://")):
+        where = init_method
+    else:
+        raise LaunchError(f"--init-method {init_method} is none of env://, tcp://HOST:PORT and file:///PATH.")
+    if where not in _STORES:
+        _STORES[where] = _open_torch_store(world, init_method, where, timeout)
+    store = _STORES[where]
+    store.set_timeout(timeout)  # a store on a file was not told
+    return Meeting(store, urlsplit(f"//{where.removeprefix('tcp://')}").hostname or LOOPBACK)
+
+
+def _open_torch_store(world: World, init_method: str, where: str, timeout: timedelta) -> dist.Store:
+    # env:// would take rank and size from RANK and WORLD_SIZE, which mpirun and srun do not set.
+    url = f"{init_method}{'&' if '?' in init_method else '?'}rank={world.rank}&world_size={world.size}"
+    try:
+        store: dist.Store = next(dist.rendezvous(url, timeout=timeout))[0]
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"{world} could not meet the others at {where}: {first_line(error)}. If the port is in use, "
+            f"choose another (torchrun: --master-port N, else MASTER_PORT or --init-method); if no rank 0 "
+            f"listens there, start all {world.size} ranks."
+        ) from error
+    # A job that was killed leaves its file, and what that says is not true of this job.
+    if where.startswith("file://") and store.add("met", 1) > world.size:
+        raise LaunchError(
+            f"The file of --init-method {where} is left from an earlier job. Type: rm {urlsplit(where).path}, or "
+            f"name a new file."
+        )
+    return store
+
+
+def _meet_at(board: Board, world: World, timeout: timedelta) -> Meeting:
+    """Rank 0 serves a store and pins its address to a board; the others read it there."""
+    if world.is_first:
+        host = LOOPBACK if world.num_nodes == 1 else board.own_address()
+        store = serve_store(host, timeout)
+        board.post(f"{host}:{store.port}")
+        return Meeting(store, host)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (address := board.read()) is None:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{world} waited {timeout.total_seconds():.0f} s for rank 0, which never said where it is. "
+                f"See what rank 0 printed: it may have ended."
+            )
+        time.sleep(POLL_S)
+    return _join_store(address, world, timeout)
+
+
+def _slurm_address(node: str) -> str:
+    """A node's address: its name, unless that is Slurm's alone, which then knows the address too."""
+    with suppress(OSError):
+        socket.getaddrinfo(node, None)
+        return node
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "--oneliner", "show", "node", node]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        fields = dict(field.partition("=")[::2] for field in shown.split())
+        socket.getaddrinfo(fields.get("NodeAddr", ""), None)
+        return fields["NodeAddr"]
+    raise LaunchError(
+        f"The address of {node}, where rank 0 runs, is known neither to this machine nor to Slurm. Type before "
+        f"srun: export MASTER_ADDR=ADDRESS_OF_RANK_0 MASTER_PORT=29500"
+    )
+
+
+def _slurm_port(world: World, environ: Mapping[str, str]) -> int:
+    """A port that two steps that run at the same time are very unlikely to share."""
+    numbers = _needed(environ, "SLURM_JOB_ID", world), _needed(environ, "SLURM_STEP_ID", world)
+    if not all(text.isascii() and text.isdecimal() for text in numbers):
+        raise LaunchError(f"SLURM_JOB_ID and SLURM_STEP_ID should be numbers, not {' and '.join(numbers)}.")
+    job, step = map(int, numbers)
+    return 20_000 + (job * 61 + step) % 12_000
+
+
+def _mpi_store(world: World, timeout: timedelta) -> Meeting:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise LaunchError(
+            f"{world.launcher} started ranks on several nodes and does not tell them where rank 0 is. Type: pip "
+            f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
+        ) from None
+    served = serve_store(socket.gethostbyname(socket.gethostname()), timeout) if world.is_first else None
+    address = MPI.COMM_WORLD.bcast(f"{served.host}:{served.port}" if served else None, root=0)
+    return Meeting(served, served.host) if served else _join_store(address, world, timeout)

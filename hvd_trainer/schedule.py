@@ -1,0 +1,81 @@
+"""Learning rates: one rule for scaling and one for warm-up, the same on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hvd_trainer.errors import OptionError
+
+Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+class StepRate:
+    """The learning rate of each step: the optimizer's own, as its scheduler leaves it, x scaling x warm-up.
+
+    Both factors apply only while a step is taken. So the optimizer and any scheduler (chained, in closed form)
+    keep the user's numbers, warm-up needs no state, and a checkpoint goes on with another number of ranks.
+
+    Args:
+        factor: the scaling.
+        warmup_steps: n steps of warm-up: at step t = 0, 1, ... the rate is (t + 1) / (n + 1) of its value.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: float, warmup_steps: int) -> None:
+        self._optimizer, self._factor, self._warmup_steps = optimizer, factor, warmup_steps
+        self.last = self.full * self._share(0)
+        """The effective rate of the last step, or of the first if there was none; of the first group."""
+
+    @property
+    def full(self) -> float:
+        """The scaled rate after warm-up, of the first group."""
+        return float(self._optimizer.param_groups[0]["lr"]) * self._factor
+
+    @contextmanager
+    def applied(self, step: int) -> Iterator[None]:
+        """Inside, the optimizer has the effective rate of this step."""
+        groups, share = self._optimizer.param_groups, self._share(step)
+        own = [group["lr"] for group in groups]
+        self.last = self.full * share
+        for group, lr in zip(groups, own, strict=True):
+            group["lr"] = lr * self._factor * share
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, own, strict=True):
+                group["lr"] = lr
+
+    def _share(self, step: int) -> float:
+        return min(1.0, (step + 1) / (self._warmup_steps + 1))
+
+
+def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
+    """The scheduler itself, made now if a function was given."""
+    if scheduler is None or isinstance(scheduler, LRScheduler):
+        return scheduler
+    return scheduler(optimizer)
+
+
+def advance(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
+    """One epoch on; a `ReduceLROnPlateau` watches the test loss, or the train loss where there is none."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(record.get("test_loss", record["train_loss"]))
+    elif scheduler is not None:
+        scheduler.step()
+
+
+def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
+    """How many steps `epochs` of warm-up are.
+
+    Raises:
+        OptionError: the length of an epoch is not known.
+    """
+    if epochs == 0:
+        return 0
+    if steps_per_epoch is None:
+        raise OptionError("--warmup-epochs needs a data set that knows its length; this one is a stream.")
+    return max(1, round(epochs * steps_per_epoch))

@@ -1,0 +1,81 @@
+"""The installer's one error, and what a failed build step's log says about its cause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hvd_trainer.errors import UserError
+
+
+class InstallError(UserError):
+    """Horovod cannot be built or installed: what was asked, what was found, what to type."""
+
+    def __init__(self, asked: str, found: str, remedy: str, log: Path | None = None) -> None:
+        self.found = found
+        lines = [asked, f"  found: {found}", f"  type:  {remedy}"]
+        if log is not None:
+            lines.append(f"  the full log: {log}")
+        super().__init__("\n".join(lines))
+
+
+# What a log line means, most telling first; the last two columns are `found` and `type`.
+CAUSES = (
+    (
+        r"No space left on device|Disk quota exceeded|Errno 28\b|Errno 122\b",
+        "the disk is full",
+        "free some space (a build takes about 1 GB), or --wheel-dir on another disk",
+    ),
+    (
+        r"DO NOT MATCH THE HASHES",
+        "the downloaded horovod-0.28.1.tar.gz is not the published one (its sha256 differs)",
+        "check the package index that pip is set to: pip config list",
+    ),
+    (
+        r"Failed to establish a new connection|Temporary failure in name resolution"
+        r"|Connection refused|Network is unreachable|ProxyError|Read timed out|ConnectTimeout"
+        r"|Max retries exceeded|Remote end closed connection|Connection reset"
+        # pip without retries keeps quiet about the connection itself.
+        r"|\(from versions: none\)",
+        "pip could not reach the package index (no network?)",
+        "check the network and `pip config list`, then run the same command again",
+    ),
+    (
+        r"No matching distribution found|Could not find a version",
+        "the package index that pip is set to does not have it",
+        "check the package index that pip is set to: pip config list",
+    ),
+    (
+        r"Killed signal terminated program|out of memory allocating|virtual memory exhausted",
+        "the compiler ran out of memory",
+        "python -m hvd_trainer install-horovod --jobs 1",
+    ),
+    (
+        r"externally-managed-environment",
+        "this Python belongs to the system, which does not let pip install into it",
+        "python3 -m venv .venv, install hvd_trainer there and use its python",
+    ),
+    (
+        r"Errno 13\b|Permission denied",
+        "a folder is not writable",
+        "use a virtual environment of your own, or --wheel-dir FOLDER that you may write to",
+    ),
+    (
+        r"No module named pip\b",
+        "this Python has no pip",
+        "python -m ensurepip --upgrade",
+    ),
+)
+
+
+def explain(asked: str, log: Path, since: int = 0) -> InstallError:
+    """The error for a step that failed, from what it wrote to `log` after byte `since`."""
+    with log.open("rb") as file:
+        file.seek(since)
+        text = file.read().decode(errors="replace")
+    for pattern, found, remedy in CAUSES:
+        if re.search(pattern, text):
+            return InstallError(asked, found, remedy, log)
+    errors = re.search(r"^.*\b(?:fatal )?(?:error|Error)\b.*$", text, re.MULTILINE)
+    found = errors.group(0).strip()[:300] if errors else (text.strip().splitlines() or ["?"])[-1]
+    return InstallError(asked, found, f"look at the log's end: tail -50 {log}", log)

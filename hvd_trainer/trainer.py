@@ -1,0 +1,327 @@
+"""The loop, and only the loop: no engine, no device and no rank is named here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_trainer import backends, checkpoint
+from hvd_trainer.backends import StepResult
+from hvd_trainer.banner import banner, epoch_line, summary_line
+from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
+from hvd_trainer.data import Batch, Loader, make_loader, samples_in
+from hvd_trainer.data.windows import Windows
+from hvd_trainer.errors import CheckpointError
+from hvd_trainer.export import export_weights
+from hvd_trainer.launch import World
+from hvd_trainer.log import RunLog
+from hvd_trainer.metrics import Meter, Metric
+from hvd_trainer.progress import Bar, Progress
+from hvd_trainer.random_state import random_state, set_random_state
+from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
+from hvd_trainer.train_step import LossFunction, TrainStep, mixed_precision
+
+
+class Callback:
+    """Called by the trainer on every rank; override what you need."""
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """After each optimizer step."""
+
+    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """After each epoch, with its line of metrics.jsonl."""
+
+
+@dataclass
+class History:
+    """What a run did: one record per epoch, as in metrics.jsonl."""
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """The last epoch's record."""
+        return self.epochs[-1] if self.epochs else {}
+
+
+class Trainer:
+    """Trains one model on all ranks. Use it as a context manager: the engine runs inside.
+
+        with Trainer(options) as trainer:
+            trainer.fit(model, optimizer, loss, train_data, test_data)
+
+    Attributes:
+        options: all options.
+        backend: the engine, started on entry.
+        model, optimizer: the bare module and the optimizer of the running `fit`.
+        progress: how far it is.
+
+    Raises:
+        OptionError, BackendError, LaunchError, DataError: see these; on entry and in `fit`.
+    """
+
+    def __init__(self, options: TrainerOptions | None = None) -> None:
+        self.options = options or TrainerOptions()
+        self.options.check()
+        self.backend = backends.create(self.options.engine)
+        self.progress = Progress()
+        self.model: nn.Module
+        self.optimizer: Optimizer
+
+    @property
+    def world(self) -> World:
+        """This process among all."""
+        return self.backend.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self.backend.device
+
+    def __enter__(self) -> Trainer:
+        self.backend.__enter__()
+        # Models that are built inside start equal on all ranks, before rank 0's weights are sent round.
+        torch.manual_seed(self.options.train.seed)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        # The step holds the engine's module, and that its connections, which must be freed before it ends.
+        self.__dict__.pop("step", None)
+        self.backend.__exit__(kind, error, traceback)
+
+    def fit(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: LossFunction,
+        train_data: Any,
+        test_data: Any = None,
+        *,
+        scheduler: Scheduler | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> History:
+        """Trains for `options.train.epochs` epochs.
+
+        Args:
+            model: any module that takes a batch of inputs.
+            optimizer: any optimizer over its parameters.
+            loss: gives the mean loss (a scalar) from outputs and targets.
+            train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets).
+            scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling and
+                warm-up of the learning rate multiply what it gives, while a step is taken.
+            metrics: by name; functions of outputs and targets, or torchmetrics objects.
+            callbacks: called at the ends of steps and epochs.
+            collate: makes a batch from a list of samples, as in `DataLoader`.
+
+        Returns:
+            One record per epoch.
+        """
+        options, train = self.options, self.options.train
+        self.plan = BatchPlan.of(train, self.world)
+        self.progress = Progress()
+        self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
+        try:
+            self.metrics, self.callbacks = dict(metrics or {}), callbacks
+            self.train_loader = self._loader(train_data, collate, shuffle=True)
+            self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
+            self._prepare(model, optimizer, loss, scheduler)
+            self.log.write_config(flatten(options))
+            self.log.say(banner(self))
+            self._restore()
+            return self._run()
+        finally:
+            self.log.close()
+
+    def _run(self) -> History:
+        history = History()
+        started = time.perf_counter()
+        while self.progress.epoch < self.options.train.epochs:
+            record = self._train_epoch()
+            record |= self.evaluate()
+            self._finish_epoch(record)
+            history.epochs.append(record)
+        export_weights(self.model, self.log.folder)
+        self.log.record("end", self._position() | history.end)
+        self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
+        return history
+
+    def _train_epoch(self) -> dict[str, Any]:
+        self.model.train()
+        progress, first = self.progress, self.progress.samples
+        meter = Meter(self.metrics, self.backend)
+        batches = self.train_loader.epoch(progress.epoch, progress.consumed)
+        windows = Windows(batches, self.plan.accumulate)
+        started = time.perf_counter()
+        with Bar(self.log.prints, progress, self.options.train.epochs, self.train_loader.num_samples) as bar:
+            for window in windows:
+                with self.rate.applied(progress.step):
+                    result = self.step(window, meter, windows.prefetch)
+                self._finish_step(window, result, meter)
+                bar.advance(progress.consumed, meter)
+        figures = meter.compute()
+        seconds = time.perf_counter() - started
+        rate = {"samples_per_s": (progress.samples - first) / seconds}
+        return self._position() | prefixed("train", figures) | rate
+
+    def _finish_step(self, window: list[Batch], result: StepResult, meter: Meter) -> None:
+        progress = self.progress
+        samples = sum(map(samples_in, window)) * self.plan.size
+        progress.step += 1
+        progress.consumed += samples
+        progress.samples += samples
+        progress.skipped_steps += result.skipped
+        for callback in self.callbacks:
+            callback.on_step_end(self, result)
+        if progress.step % self.options.log.log_every == 0:
+            self.log.record("step", self._position() | prefixed("train", meter.recent()))
+
+    def _finish_epoch(self, record: dict[str, Any]) -> None:
+        advance(self.scheduler, record)
+        self.progress.epoch += 1
+        self.progress.consumed = 0
+        self.log.record("epoch", record)
+        self.log.say(epoch_line(record, self.options.train.epochs))
+        self._save()
+        for callback in self.callbacks:
+            callback.on_epoch_end(self, record)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the whole test set, each sample counted once; empty without a test set."""
+        self.backend.average_buffers(self.model)
+        if self.test_loader is None:
+            return {}
+        self.model.eval()
+        meter = Meter(self.metrics, self.backend)
+        for inputs, targets in self.test_loader.evaluation():
+            with mixed_precision(self.backend.device, self.options.train.precision):
+                outputs = self.model(inputs)
+                loss = self.loss(outputs, targets)
+            meter.add(loss, outputs, targets, samples_in((inputs, targets)))
+        return prefixed("test", meter.compute())
+
+    def say(self, text: str | None) -> None:
+        """Prints a line once for the whole job, unless it is None or the job is quiet."""
+        if text is not None and self.world.is_first and not self.options.log.quiet:
+            print(text, flush=True)
+
+    # State.
+
+    def _stateful(self) -> dict[str, Any]:
+        """Everything that a run goes on from, but for the random state, which each rank has its own."""
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "progress": self.progress,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _save(self) -> None:
+        if self.options.log.log_dir is None:
+            return
+        self.backend.average_buffers(self.model)
+        random = self.backend.all_gather_object(random_state(self.device))
+        if self.log.folder is not None:
+            state = {name: part.state_dict() for name, part in self._stateful().items()}
+            checkpoint.save(self.log.folder / "checkpoints", self.progress.step, {**state, "random": random})
+
+    def _restore(self) -> None:
+        """Goes on from a checkpoint, which rank 0 reads for all, or starts the random state of a new run."""
+        outcome: Any = None
+        if self.world.is_first:
+            folder = self.log.folder / "checkpoints" if self.log.folder else None
+            try:
+                outcome = checkpoint.restore(folder, self.options.log.resume)
+            except CheckpointError as error:
+                outcome = error
+        outcome = self.backend.broadcast_object(outcome)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        state, said = outcome
+        for line in said:
+            self.log.say(line)
+        # From here on dropout differs between ranks, and not between engines.
+        torch.manual_seed(self.options.train.seed + 1 + self.world.rank)
+        if state is None:
+            return
+        for name, part in self._stateful().items():
+            if name in state:
+                part.load_state_dict(state[name])
+            else:
+                self.log.say(f"resume   the checkpoint has no {name}: it starts anew")
+        if len(state["random"]) == self.world.size:
+            set_random_state(state["random"][self.world.rank], self.device)
+        else:
+            self.log.say("resume   another number of ranks: dropout goes on with another random state")
+        self.log.say(f"resume   at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
+
+    # Setting up.
+
+    def _loader(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool) -> Loader:
+        train = self.options.train
+        return make_loader(
+            data,
+            self.backend,
+            self.plan.batch_size,
+            seed=train.seed,
+            shuffle=shuffle,
+            num_workers=train.workers,
+            collate=collate,
+        )
+
+    def _prepare(
+        self, model: nn.Module, optimizer: Optimizer, loss: LossFunction, scheduler: Scheduler | None
+    ) -> None:
+        train = self.options.train
+        self.loss, self.model = loss, model
+        if train.compile:
+            model.compile()
+        wrapped, self.optimizer = self.backend.prepare(model, optimizer)
+        self.step = TrainStep(
+            self.backend,
+            wrapped,
+            self.optimizer,
+            loss,
+            max_norm=train.max_norm,
+            precision=train.precision,
+        )
+        self.scaler = self.step.scaler
+        self.scheduler = make_scheduler(scheduler, self.optimizer)
+        warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
+        self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in a whole epoch; None for a stream."""
+        batches = self.train_loader.batches_per_epoch
+        return None if batches is None else -(-batches // self.plan.accumulate)
+
+    def _position(self) -> dict[str, Any]:
+        """The work accounting of every line in metrics.jsonl."""
+        progress, world = self.progress, self.world
+        return {
+            "backend": self.backend.name,
+            "launcher": world.launcher,
+            "world_size": world.size,
+            "epoch": min(progress.epoch + 1, self.options.train.epochs),
+            "step": progress.step,
+            "samples": progress.samples,
+            "global_batch_size": self.plan.global_batch_size,
+            "lr": self.rate.last,
+            "skipped_steps": progress.skipped_steps,
+        }
+
+
+def prefixed(split: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """`loss` of the test split becomes `test_loss`; the count of samples is left to the accounting."""
+    return {f"{split}_{name}": value for name, value in figures.items() if name != "samples"}

@@ -1,0 +1,115 @@
+"""The suite polices itself: what a test changes it puts back, what it starts it ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import child_environment
+import process_tree
+import psutil
+import pytest
+import slurm_cluster
+
+_SET_BY_IMPORTS = {
+    # pytest itself
+    "PYTEST_CURRENT_TEST",
+    # torch, once in a process
+    "TORCHINDUCTOR_CACHE_DIR",
+    # scikit-learn's OpenMP settings, once in a process
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
+
+_LEFT_BEHIND = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forget the launcher that started pytest itself, and mark what the session will start."""
+    for name in [name for name in os.environ if child_environment.is_rank_variable(name)]:
+        del os.environ[name]
+    # A run inside a test of another run carries that one's mark in front.
+    outer = os.environ.get(process_tree.MARK, "")
+    os.environ[process_tree.MARK] = f"{outer}/pytest-{secrets.token_hex(8)}".lstrip("/")
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {
+        name
+        for name in before.keys() | os.environ.keys()
+        if name not in _SET_BY_IMPORTS and before.get(name) != os.environ.get(name)
+    }
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if changed:
+        pytest.fail(f"the test left changes in os.environ: {', '.join(sorted(changed))}")
+
+
+@pytest.fixture(autouse=True)
+def _process_groups_are_destroyed() -> Iterator[None]:
+    yield
+    # Not imported here: a test that does not use torch shall not wait for it.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left torch.distributed's process group initialised")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> slurm_cluster.SlurmCluster:
+    """The session's private Slurm, two nodes of 8 CPUs; the session's end stops it."""
+    reason = slurm_cluster.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    return slurm_cluster.shared()
+
+
+@pytest.fixture(scope="session")
+def mnist_dir(pytestconfig: pytest.Config) -> Path:
+    """MNIST's files as torchvision lays them out, in a folder beside the repository."""
+    folder = pytestconfig.rootpath / "../shared/data/mnist"
+    if not (folder / "MNIST/raw").is_dir():
+        pytest.skip("no MNIST in ../shared/data/mnist (torchvision's layout, MNIST/raw/...)")
+    return folder.resolve()
+
+
+def _is_pythons_own_helper(process: psutil.Process) -> bool:
+    """multiprocessing's helpers live as long as the process that first needed them."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+    return "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if anything that it started is still there."""
+    slurm_cluster.stop_shared()
+    started = process_tree.with_descendants(
+        [
+            *psutil.Process().children(recursive=True),
+            *process_tree.marked(os.environ[process_tree.MARK]),
+        ]
+    )
+    watched = [process for process in started if not _is_pythons_own_helper(process)]
+    left = process_tree.wait_for_end(watched, limit_s=3)
+    if left:
+        session.config.stash[_LEFT_BEHIND] = process_tree.describe(left)
+        process_tree.kill(left)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what was left behind."""
+    if _LEFT_BEHIND in config.stash:
+        terminalreporter.section("FAILED: processes left behind by the tests (killed now)", red=True)
+        terminalreporter.write_line(config.stash[_LEFT_BEHIND])

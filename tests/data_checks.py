@@ -1,0 +1,126 @@
+"""What `test_data.py` runs in every rank: it reports which samples came, and the test compares the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from hvd_trainer import backends
+from hvd_trainer.backends import Backend, EngineOptions
+from hvd_trainer.data import Loader, TensorData, make_loader, once_per_node
+from hvd_trainer.errors import DataError
+
+NUM, FEW, BATCH = 23, 2, 4
+STREAMS = ((4, 0), (5, 0), (16, 0), (23, 0), (24, 0), (23, 2))
+"""(samples, workers): each worker is a process to start, so that one case must do."""
+
+
+def numbers(count: int) -> TensorData:
+    """Sample i is (i, i), so that a batch tells which samples it holds."""
+    return TensorData(torch.arange(count).float().unsqueeze(1), torch.arange(count))
+
+
+class Seeds(Dataset[Any]):
+    """Targets are the random seeds of the workers that loaded them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1), torch.initial_seed()
+
+
+class Stream(IterableDataset[Any]):
+    """0, 1, 2, ... plus 100 per epoch, as (x, {"id": x}) pairs: nested batches are cut at the end, too."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, int]]]:
+        for number in range(self.count):
+            yield torch.tensor([number]), {"id": number + 100 * self.epoch}
+
+
+def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targets: targets) -> list[list[int]]:
+    found = []
+    for inputs, targets in batches:
+        assert len(inputs) == len(target(targets)) > 0, "an empty batch would make the loss NaN"
+        found.append(target(targets).tolist())
+    return found
+
+
+def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Everything about data on one engine in one launch."""
+    with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        facts = {
+            "training": {kind: training(backend, kind) for kind in ("memory", "loader", "workers")},
+            "evaluation": {count: evaluation(backend, count) for count in (FEW, NUM)},
+            "streams": {f"{count}/{workers}": streams(backend, count, workers) for count, workers in STREAMS},
+            "too short": too_short(backend),
+            "seeds": taken(loader(backend, Seeds(), 1).evaluation()),
+            "once": once(backend, Path(folder)),
+        }
+        return backend.world.rank, facts
+
+
+def loader(backend: Backend, data: Any, num_workers: int = 0) -> Loader:
+    return make_loader(data, backend, BATCH, seed=5, num_workers=num_workers)
+
+
+def training(backend: Backend, kind: str) -> list[list[list[int]]]:
+    """Two epochs and the rest of one, whose first 9 samples have been trained on; no random state is used."""
+    whole = numbers(NUM)
+    data: Any = whole if kind == "memory" else [whole[i] for i in range(NUM)]
+    before = torch.random.get_rng_state()
+    mine = loader(backend, data, 2 if kind == "workers" else 0)
+    found = [taken(mine.epoch(*where)) for where in ((0,), (1,), (1, 9))]
+    assert torch.equal(before, torch.random.get_rng_state()), f"{kind}: dropout would depend on how data is loaded"
+    return found
+
+
+def evaluation(backend: Backend, count: int) -> list[list[int]]:
+    whole = numbers(count)
+    stream = taken(loader(backend, Stream(count)).evaluation(), lambda targets: targets["id"])
+    listed = taken(loader(backend, [whole[i] for i in range(count)]).evaluation())
+    memory = taken(loader(backend, whole).evaluation())
+    assert memory == listed
+    return [sum(memory, []), sum(stream, [])]
+
+
+def streams(backend: Backend, count: int, workers: int) -> list[list[list[int]]]:
+    mine = loader(backend, Stream(count), workers)
+    return [taken(mine.epoch(*where), lambda targets: targets["id"]) for where in ((0,), (1,), (1, 2))]
+
+
+def too_short(backend: Backend) -> str:
+    try:
+        taken(loader(backend, Stream(0)).epoch(0))
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def once(backend: Backend, folder: Path) -> dict[str, Any]:
+    """Who prepared; what all ranks hear of an exception on one; who gave up waiting for a slow one."""
+    rank = backend.world.rank
+    done = once_per_node(backend, lambda: (folder / f"by-{rank}").touch())
+
+    def fails() -> None:
+        raise ValueError(f"rank {rank}: no space")
+
+    failed = once_per_node(backend, fails)
+    late = ""
+    with suppress(DataError):
+        once_per_node(backend, lambda: time.sleep(2), timeout_s=0.2 if not backend.world.is_first_on_node else 30)
+        late = "waited"
+    return {"done": done, "failed": failed, "late": late, "first": backend.world.is_first_on_node}

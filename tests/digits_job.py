@@ -1,0 +1,65 @@
+"""The smallest real job: one epoch of the embedded digits, three steps of the global batch."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+OPTIONS = ["--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
+
+
+def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] = ()) -> list[str]:
+    """What follows `python`; without a backend the job takes its default."""
+    return [
+        *("-m", "hvd_trainer.mnist", *OPTIONS),
+        *(() if backend is None else ("--backend", backend)),
+        *(() if log_dir is None else ("--log-dir", str(log_dir))),
+        *extra,
+    ]
+
+
+def end_record(log_dir: Path) -> dict[str, Any]:
+    """The `end` line of metrics.jsonl: the job came to its end once, and one rank wrote."""
+    lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    ends = [line for line in lines if line["event"] == "end"]
+    assert len(ends) == 1, lines
+    return dict(ends[0])
+
+
+def weights(log_dir: Path) -> bytes:
+    return (log_dir / "model.safetensors").read_bytes()
+
+
+def by_hand(
+    rank: int, size: int, *, local: tuple[int, int] | None = None, **more: str | None
+) -> dict[str, str | None]:
+    """The variables of a rank that no launcher starts."""
+    local_rank, local_size = local or (rank, size)
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    return {**{name: str(number) for name, number in numbers.items()}, **more}
+
+
+def free_port() -> str:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+def world_of(backend: str) -> tuple[int, tuple[int, int, int, int, int, int, str, int]]:
+    """For `run_ranks`: starts the engine, lets the ranks add up their numbers, and tells the whole world."""
+    import torch
+
+    from hvd_trainer import backends
+
+    engine = backends.create(backends.EngineOptions(backend=backend))  # type: ignore[arg-type]
+    for _ in range(2):  # a process may train several times, each time as a session of its own
+        with engine:
+            world = engine.world
+            total = engine.all_reduce(torch.tensor([float(world.rank)])).item()
+            assert total == world.size * (world.size - 1) / 2
+    w = world
+    numbers = (w.rank, w.size, w.local_rank, w.local_size, w.node_rank, w.num_nodes, w.launcher)
+    return w.rank, (*numbers, torch.get_num_threads())

@@ -1,0 +1,69 @@
+"""What this machine must have for a test, as pytest marks whose reason names what to install."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+
+LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "srun", "python")
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+
+
+@cache
+def _missing_horovod() -> str | None:
+    spec = importlib.util.find_spec("horovod")
+    folders = spec.submodule_search_locations if spec is not None else None
+    # The extension's file: importing Horovod to see takes seconds, and works without it.
+    built = any(any(Path(folder).glob("torch/mpi_lib_v2*.so")) for folder in folders or ())
+    if built and HOROVODRUN.exists():
+        return None
+    return "Horovod for this PyTorch is not installed: python -m hvd_trainer install-horovod"
+
+
+@cache
+def _missing_mpirun() -> str | None:
+    if shutil.which("mpirun") is None:
+        return "no mpirun on this machine: apt-get install openmpi-bin"
+    asked = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" not in asked.stdout:
+        return "mpirun is not Open MPI's: apt-get install openmpi-bin"
+    return None
+
+
+def missing(name: str) -> str | None:
+    """Why a launcher, or "horovod" under any launcher, cannot be used here; None where it can.
+
+    Raises:
+        ValueError: no such name.
+    """
+    checks = {
+        "horovod": _missing_horovod,
+        "horovodrun": _missing_horovod,
+        "mpirun": _missing_mpirun,
+        "srun": slurm_cluster.missing,
+        "torchrun": lambda: None,
+        "python": lambda: None,
+    }
+    if name not in checks:
+        raise ValueError(f"nothing known about {name!r}; known are {', '.join(checks)}")
+    return checks[name]()
+
+
+def requires(*names: str) -> pytest.MarkDecorator:
+    """A mark that skips the test unless everything named is there."""
+    reasons = [reason for reason in map(missing, names) if reason is not None]
+    return pytest.mark.skipif(bool(reasons), reason="; ".join(dict.fromkeys(reasons)))
+
+
+def each_launcher(*names: str) -> pytest.MarkDecorator:
+    """Run the test once per launcher, as its argument ``launcher``; all of them unless named."""
+    cases = [pytest.param(name, marks=requires(name)) for name in names or LAUNCHERS]
+    return pytest.mark.parametrize("launcher", cases)

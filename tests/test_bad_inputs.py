@@ -1,0 +1,353 @@
+"""What a user can get wrong: each is said clearly and once, all ranks end with a bad exit code, nobody hangs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import digits_job
+import pytest
+import torch
+from launchers import Result, each_launcher, launch, requires, start
+
+from hvd_trainer import LaunchError, rendezvous
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.backends.base import choose_device
+from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.errors import BackendError
+from hvd_trainer.launch import UNKNOWN, World
+from hvd_trainer.peers import Peer
+
+MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
+SOON_S = 60
+"""Far above what an error takes, far below the 300 s that ranks wait for each other."""
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """The job, after some lines of the user's own."""
+
+    def write(before: str) -> list[str]:
+        file = tmp_path / "script.py"
+        job = "runpy.run_module('hvd_trainer.mnist', run_name='__main__', alter_sys=True)"
+        file.write_text(f"import os, runpy, sys\n{before}\n{job}\n")
+        return [str(file), *digits_job.OPTIONS]
+
+    return write
+
+
+def refused(launcher: str, argv: list[str], *words: str, times: int = 1, **more) -> Result:
+    result = launch(launcher, 1 if launcher == "python" else 2, argv, timeout_s=SOON_S, check=False, **more)
+    # mpirun gives its ranks a terminal, on which the option parser prints in colours.
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout + result.stderr)
+    assert result.returncode != 0, printed
+    # horovodrun and torchrun print a traceback of their own.
+    assert not re.search(r'File "[^"]*/hvd_trainer/', printed), printed
+    for word in words:
+        assert printed.count(word) == times, f"{word!r} {printed.count(word)} times:\n{printed}"
+    return result
+
+
+FORGET = {
+    "horovodrun": "HOROVOD_SIZE",
+    "torchrun": "LOCAL_WORLD_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "srun": "SLURM_STEP_NUM_TASKS",
+}
+
+
+@each_launcher(*MULTI)
+def test_a_half_set_launcher(launcher: str, script) -> None:
+    argv = script(f"del os.environ['{FORGET[launcher]}']")
+    refused(launcher, argv, f"looks started by {launcher}, but {FORGET[launcher]} is not. Set what is missing")
+
+
+@each_launcher("mpirun", "srun")
+def test_one_rank_alone_is_half_set(launcher: str, script) -> None:
+    """The others wait for it, and must not wait for 300 s."""
+    rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
+    argv = script(f"if os.environ['{rank}'] == '1': del os.environ['{FORGET[launcher]}']")
+    refused(launcher, argv, f"but {FORGET[launcher]} is not")
+
+
+@each_launcher(*MULTI)
+def test_an_unknown_backend(launcher: str) -> None:
+    refused(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
+
+
+@each_launcher("mpirun", "srun")
+def test_one_rank_alone_is_given_a_wrong_option(launcher: str, script) -> None:
+    rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
+    refused(launcher, script(f"if os.environ['{rank}'] == '1': sys.argv.append('--epochz')"), "--epochz")
+
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "horovod":
+            raise ModuleNotFoundError("No module named 'horovod'", name=name)
+# In the ranks only: horovodrun itself is part of Horovod and must start.
+if "hvd_trainer.mnist" in sys.orig_argv and "horovodrun" not in " ".join(sys.orig_argv):
+    sys.meta_path.insert(0, Blocker())
+"""
+
+
+@each_launcher(*MULTI, "python")
+def test_horovod_is_not_installed(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    refused(
+        launcher,
+        digits_job.argv(None),
+        "needs Horovod, which could not be imported (No module named 'horovod')",
+        "Type: python -m hvd_trainer install-horovod, or train without it: --backend ddp",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+
+
+@requires("horovod")
+def test_horovod_is_installed_without_its_extension(tmp_path: Path) -> None:
+    import horovod
+
+    shutil.copytree(Path(horovod.__file__).parent, tmp_path / "horovod", ignore=shutil.ignore_patterns("*.so"))
+    result = refused(
+        "torchrun",
+        digits_job.argv(None),
+        "built without PyTorch or for another version",
+        "Type: python -m hvd_trainer install-horovod",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert "Warning!" not in result.stdout
+
+
+@each_launcher(*MULTI)
+def test_single_under_a_launcher_of_two(launcher: str) -> None:
+    refused(
+        launcher, digits_job.argv("single"), f"{launcher} started 2 processes, but --backend single trains in one"
+    )
+
+
+@requires("horovod")
+@each_launcher(*MULTI)
+def test_horovod_was_started_before_with_another_world(launcher: str, script) -> None:
+    argv = script("import horovod.torch as hvd; hvd.init()")
+    if launcher == "horovodrun":
+        refused(launcher, argv, "Horovod is already initialised in this process", "take that call out")
+    else:
+        refused(
+            launcher, argv, f"{launcher} started rank 0 of 2, but Horovod, already initialised, says rank 0 of 1"
+        )
+
+
+def test_torch_distributed_was_started_before_with_another_world(script) -> None:
+    begin = "import torch.distributed as d; d.init_process_group('gloo'"
+    start_alone = f"{begin}, store=d.HashStore(), rank=0, world_size=1)"
+    argv = [*script(start_alone), "--backend", "ddp"]
+    refused(
+        "torchrun",
+        argv,
+        "torchrun started rank 0 of 2, but torch.distributed, already initialised, says rank 0 of 1",
+    )
+    argv = [*script(f"{begin})"), "--backend", "ddp"]
+    refused("torchrun", argv, "torch.distributed is already initialised in this process", "take that call out")
+
+
+@requires("horovod")
+@each_launcher(*MULTI)
+def test_ranks_with_different_backends(launcher: str, script) -> None:
+    choose = "sys.argv += ['--backend', ['ddp', 'horovod'][detect(os.environ).rank]]"
+    argv = script(f"from hvd_trainer.launch import detect\n{choose}")
+    refused(launcher, argv, "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[str]:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+@each_launcher("mpirun", "srun")
+def test_a_port_in_use(launcher: str, taken_port: str) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken_port}
+    options = ["-x", "MASTER_ADDR", "-x", "MASTER_PORT"] if launcher == "mpirun" else []
+    refused(
+        launcher,
+        digits_job.argv("ddp"),
+        f"rank 0 of 2 could not meet the others at 127.0.0.1:{taken_port}",
+        "If the port is in use, choose another",
+        options=options,
+        env=env,
+    )
+
+
+def test_a_port_in_use_under_torchrun(taken_port: str) -> None:
+    """torchrun's agent wants the port before there are ranks: the message is its own."""
+    options = ["--master-port", taken_port, "--rdzv-conf", "join_timeout=10,timeout=10"]
+    result = launch("torchrun", 2, digits_job.argv("ddp"), options=options, timeout_s=SOON_S, check=False)
+    # --standalone takes a free port of its own and goes on; a fixed port is an error. Either way it ends.
+    assert result.returncode == 0 or taken_port in result.stderr
+
+
+def test_no_port_at_all() -> None:
+    env = digits_job.by_hand(0, 2)
+    refused(
+        "python", digits_job.argv("ddp"), "MASTER_ADDR and MASTER_PORT not set", "--init-method tcp://", env=env
+    )
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}
+    refused("python", digits_job.argv("ddp"), "A port is a number from 1 to 65535, not 'http'", env=env)
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, "1/2 clients joined"), (1, "could not meet the others")])
+def test_a_rank_that_never_comes(rank: int, words: str) -> None:
+    """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
+    env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
+    argv = digits_job.argv("ddp", extra=["--timeout-s", "2"])
+    result = refused("python", argv, words, "start all 2 ranks", env=env)
+    assert result.seconds < 25
+
+
+def test_a_rank_that_ends_before_it_met_the_others(script) -> None:
+    """It ends well, so that no launcher ends the others: mpirun and torchrun take it for done."""
+    argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--timeout-s", "2"]
+    refused("torchrun", argv, "waited for all 2 ranks and not all came", "raise --timeout-s")
+
+
+def test_two_ranks_with_one_local_rank() -> None:
+    port = digits_job.free_port()
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                start(
+                    "python",
+                    1,
+                    digits_job.argv("ddp"),
+                    env={
+                        **digits_job.by_hand(rank, 2, local=(0, 2)),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                    },
+                )
+            )
+            for rank in (0, 1)
+        ]
+        for job in jobs:
+            assert job.wait(SOON_S).returncode == 2
+            assert "Ranks 0 and 1 both say that they are local rank 0" in job.stderr
+
+
+def test_a_file_left_from_an_earlier_job(tmp_path: Path) -> None:
+    """A killed job leaves it behind, and its addresses are not true any more."""
+    file = tmp_path / "meeting"
+    options = ["--init-method", f"file://{file}", "--timeout-s", "2"]
+    refused("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))
+    assert file.exists()
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                start("python", 1, digits_job.argv("ddp", extra=options), env=digits_job.by_hand(rank, 2))
+            )
+            for rank in (0, 1)
+        ]
+        for job in jobs:
+            assert job.wait(SOON_S).returncode == 2
+        assert any(f"rm {file}" in job.stderr for job in jobs), [job.stderr for job in jobs]
+
+
+# The decisions that this machine cannot act out.
+
+FAR = World(0, 4, 0, 2, UNKNOWN, UNKNOWN, "mpirun")
+
+
+def test_mpirun_on_several_nodes_without_mpi4py_asks_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=r"pip install mpi4py, or pass the address: mpirun -x MASTER_ADDR"):
+        rendezvous.open_store(FAR, {}, timeout_s=1)
+
+
+def test_mpirun_on_several_nodes_takes_an_address() -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
+    with pytest.raises(LaunchError, match="rank 0 of 4 could not meet the others at 127.0.0.1:"):
+        rendezvous.open_store(FAR, environ, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "name"),
+    [
+        ("horovodrun", {}, "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        ("horovodrun", {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        ("run", {}, "HVD_TRAINER_STORE"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_to_meet(launcher: str, environ: dict[str, str], name: str) -> None:
+    world = World(0, 2, 0, 2, launcher=launcher)
+    with pytest.raises(LaunchError, match=f"{launcher} should set {name} and has not"):
+        rendezvous.open_store(world, environ, timeout_s=1)
+
+
+def test_the_variables_of_a_horovodrun_that_has_ended() -> None:
+    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": digits_job.free_port()}
+    with pytest.raises(LaunchError, match=r"does not answer .* start the job anew"):
+        rendezvous.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """As if PyTorch saw 2 GPUs; what was made the current one is in the list."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_each_rank_is_pinned_to_its_gpu(two_gpus: list[torch.device]) -> None:
+    for local_rank in range(4):
+        choose_device(World(local_rank, 4, local_rank, 4))
+    assert [device.index for device in two_gpus] == [0, 1, 0, 1]
+    assert choose_device(World(), "cpu").type == "cpu"
+    assert len(two_gpus) == 4
+
+
+def test_a_task_that_sees_one_gpu_of_its_own_takes_it(
+    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun --gpus-per-task=1: local rank 3 sees GPU 0 only, and that is another one than its neighbours'."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(World(3, 4, 3, 4)).index == 0
+
+
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device(World()).type == "cpu"
+    with pytest.raises(BackendError, match=r"--device cuda .* sees no GPU\. .* --device cpu"):
+        choose_device(World(), "cuda")
+
+
+def ddp_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:
+    size = len(gpus)
+    backend = DDPBackend(EngineOptions(backend="ddp", **options), {})
+    backend.world = World(rank, size, rank, size, launcher="torchrun")
+    backend.peers = [Peer("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
+    backend.device = torch.device("cuda", rank % 2)
+    return backend
+
+
+def test_more_ranks_than_gpus_under_nccl(two_gpus: list[torch.device]) -> None:
+    backend = ddp_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
+    assert backend.uses_nccl
+    with pytest.raises(LaunchError, match=r"Ranks 0, 2 would share one GPU \(cuda:0 on node1\)") as caught:
+        backend._refuse_shared_gpu()
+    assert "2 GPUs are visible here: start that many ranks per node, or" in str(caught.value)
+    assert "--device cpu" in str(caught.value)
+    ddp_on_gpus(1, ["gpu-a", "gpu-b", "gpu-a"])._refuse_shared_gpu()
+    assert not ddp_on_gpus(0, ["gpu-a", "gpu-a"], transport="gloo").uses_nccl
+
+
+def test_nccl_without_a_gpu() -> None:
+    backend = DDPBackend(EngineOptions(backend="ddp", transport="nccl"), {})
+    with pytest.raises(BackendError, match="--transport nccl needs a GPU per rank"):
+        backend._check_transport()

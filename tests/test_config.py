@@ -1,0 +1,187 @@
+"""Options: their names, YAML, what contradicts, and that one message comes from many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from launchers import launch, requires
+
+from hvd_trainer.config import BatchPlan, TrainerOptions, TrainOptions, flatten, parse
+from hvd_trainer.errors import OptionError
+from hvd_trainer.launch import World
+from hvd_trainer.mnist import MnistOptions
+
+RELIED_ON = (
+    *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
+    *("--dataset", "--data-dir", "--log-dir", "--seed", "--accumulate", "--max-norm", "--precision"),
+    *("--compression", "--resume"),
+)
+
+
+def test_help_groups_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse(MnistOptions, ["--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    for name in (
+        *RELIED_ON,
+        "--warmup-epochs",
+        "--compile",
+        "--workers",
+        "--model",
+        "--quiet",
+        "--verbose",
+        "--config",
+    ):
+        assert f"{name} " in text or f"{name}," in text, name
+    for group in ("engine", "train", "log", "data", "network"):
+        assert f"{group} options" in text
+
+
+def test_values_of_every_kind() -> None:
+    options = parse(
+        MnistOptions, ["--lr", "1e-3", "--max-norm=2", "--compile", "--backend", "ddp", "--data-dir", "x"]
+    )
+    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
+    assert (options.engine.backend, options.data.data_dir, options.train.global_batch_size) == ("ddp", "x", None)
+
+
+def test_yaml_and_the_command_line_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("epochs: 7\nlr: 1e-4\nbatch-size: 32\nquiet: true\nmax_norm: null\ndata_dir: -odd\n")
+    options = parse(MnistOptions, ["--config", str(file), "--epochs", "2", "--no-quiet"])
+    assert (options.train.epochs, options.train.batch_size, options.network.lr) == (2, 32, 1e-4)
+    assert (options.log.quiet, options.train.max_norm, options.data.data_dir) == (False, None, "-odd")
+
+
+def test_what_a_run_writes_reads_back(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    options = parse(
+        MnistOptions, ["--epochs=5", "--warmup-epochs=0.5", "--adasum", "--log-dir", "a b", "--seed", "3"]
+    )
+    file.write_text(yaml.safe_dump(flatten(options)))
+    assert parse(MnistOptions, [f"--config={file}"]) == options
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own group."""
+
+    widths: tuple[int, ...] = (8, 4)
+    """layers"""
+
+
+@dataclass(frozen=True)
+class OwnOptions(TrainerOptions):
+    """A user's own job."""
+
+    own: Own = field(default_factory=Own)
+
+
+def test_a_job_of_ones_own_adds_options(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("widths: [5, 6, 7]\n")
+    assert parse(OwnOptions, ["--config", str(file), "--epochs", "1"]).own.widths == (5, 6, 7)
+    assert parse(OwnOptions, ["--widths", "2", "3"]).own.widths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--epoks", "3"], "Unrecognized options: --epoks"),
+        (["--epochs", "many"], "Error parsing --epochs"),
+        (["--backend", "mpi"], "invalid choice 'mpi' for argument '--backend'"),
+        (["--epochs"], "--epochs"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse(MnistOptions, args)
+    assert leaving.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    with pytest.raises(SystemExit):
+        parse(MnistOptions, args, outputs=False)
+    assert capsys.readouterr() == ("", ""), "other ranks stay silent"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("epoch: 3", "there is no option 'epoch'. Did you mean epochs?"),
+        ("zzz: 3", "There are: accumulate, "),
+        ("- 3", "should hold lines such as `epochs: 3`"),
+        ("a: [", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_named(content: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(OptionError) as caught:
+        parse(MnistOptions, ["--config", str(file)])
+    assert str(file) in str(caught.value)
+    assert words in str(caught.value)
+    with pytest.raises(OptionError, match="--config needs a file"):
+        parse(MnistOptions, ["--config"])
+
+
+def test_all_mistakes_come_at_once() -> None:
+    args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
+    with pytest.raises(OptionError) as caught:
+        parse(MnistOptions, [*args.split(), "--resume", "auto"]).check()
+    for words in (
+        "--epochs must be 1 or more, not 0",
+        "--accumulate must be 1",
+        "--max-norm must be more than 0, not 0.0",
+        "--warmup-epochs must be 0 or more, not nan",
+        "--lr must be more than 0",
+        "--momentum must be 0 or more",
+        "--quiet and --verbose contradict each other",
+        "add --log-dir DIR",
+    ):
+        assert words in str(caught.value)
+
+
+def plan(size: int, **options: int) -> BatchPlan:
+    return BatchPlan.of(TrainOptions(**options), World(rank=0, size=size, local_size=size))
+
+
+def test_global_batch() -> None:
+    assert plan(4).global_batch_size == 512
+    assert plan(4, global_batch_size=64, accumulate=2).batch_size == 8
+    assert plan(4, global_batch_size=64, batch_size=16).batch_size == 16
+    assert plan(3, accumulate=2).lr_factor("linear") == 6
+    with pytest.raises(
+        OptionError, match="does not divide among 3 ranks x --accumulate 1. .*--global-batch-size 99"
+    ):
+        plan(3, global_batch_size=100)
+    with pytest.raises(OptionError, match="--global-batch-size 4$"):
+        plan(4, global_batch_size=1)
+    with pytest.raises(
+        OptionError, match="contradict each other: with 2 ranks x --accumulate 1 the batch size is 32"
+    ):
+        plan(2, global_batch_size=64, batch_size=16)
+
+
+@requires("horovod")
+@pytest.mark.parametrize(
+    ("size", "args", "words"),
+    [
+        (4, ["--epochs", "many"], "Error parsing --epochs"),
+        (2, ["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be written to"),
+        (2, ["--data-dir", "/nowhere", "--dataset", "mnist"], "Or train on the embedded digits"),
+    ],
+    ids=["command line", "folder", "data"],
+)
+def test_many_ranks_give_one_message(size: int, args: list[str], words: str) -> None:
+    result = launch("horovodrun", size, ["-m", "hvd_trainer.mnist", *args], check=False)
+    assert result.returncode != 0
+    assert (result.stdout + result.stderr).count(words) == 1
+    # horovodrun itself ends with a traceback; the ranks' lines have their number in front.
+    assert "<stderr>:Traceback" not in result.stderr

@@ -1,0 +1,222 @@
+"""How a job ends: by itself, by an error in one rank, by Ctrl-C. Nothing is left, and no exit is unclean."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import digits_job
+import pytest
+import torch
+from launchers import REPOSITORY, each_launcher, launch, requires, run_ranks, start
+from torch import nn
+
+import hvd_trainer
+from hvd_trainer import (
+    EngineOptions,
+    LaunchError,
+    LogOptions,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    backends,
+)
+
+MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
+BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
+SOON_S = 60
+LONG = ["--epochs", "100000", "--log-every", "1000000"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_launcher(*MULTI)
+def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
+    with start(launcher, 2, digits_job.argv(backend, extra=LONG)) as job:
+        job.wait_for_output("epoch 2/")
+        # srun by its own design only reports at the first Ctrl-C, and ends at a second one within a second.
+        job.press_ctrl_c(times=2 if launcher == "srun" else 1)
+        assert job.wait(20).returncode != 0
+        job.check_nothing_left()
+        assert not re.search(r'File "[^"]*/hvd_trainer/', job.stderr), job.report("a rank printed a traceback")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_ends_one_process(backend: str) -> None:
+    with start("python", 1, digits_job.argv(backend, extra=LONG)) as job:
+        job.wait_for_output("epoch 2/")
+        job.press_ctrl_c()
+        assert job.wait(20).returncode == 130
+        assert "error: interrupted" in job.stderr
+        assert "Traceback" not in job.stderr
+
+
+ONE_FAILS = """
+import os
+import torch
+from torch import nn
+from hvd_trainer import Trainer, TrainerOptions, TensorData, run_job
+
+class BadLoss:
+    def __init__(self, rank):
+        self.steps, self.rank, self.bad = 0, rank, str(rank) in os.environ["BAD_RANKS"]
+    def __call__(self, outputs, targets):
+        self.steps += 1
+        if self.bad and self.steps == 3:
+            raise ValueError(f"the loss of rank {self.rank}")
+        return nn.functional.mse_loss(outputs, targets)
+
+def main(options):
+    with Trainer(options) as trainer:
+        model = nn.Linear(2, 1)
+        data = TensorData(torch.ones(4096, 2), torch.ones(4096, 1))
+        loss = BadLoss(trainer.world.rank)
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, data)
+
+run_job(TrainerOptions, main)
+"""
+
+
+def fail(launcher: str, backend: str, bad_ranks: str, tmp_path: Path) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_FAILS)
+    env = {"BAD_RANKS": bad_ranks, "PYTHONPATH": str(REPOSITORY)}
+    argv = [str(script), "--backend", backend]
+    result = launch(launcher, 2, argv, env=env, check=False, timeout_s=SOON_S)
+    printed = result.stdout + result.stderr
+    assert result.returncode != 0, printed
+    return printed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_launcher(*MULTI)
+def test_an_exception_in_one_rank_ends_all(launcher: str, backend: str, tmp_path: Path) -> None:
+    """The traceback comes once, with its rank: what the others see is only the lost connection."""
+    printed = fail(launcher, backend, "1", tmp_path)
+    assert printed.count("[rank 1] error: Traceback") == 1, printed
+    assert printed.count("ValueError: the loss of rank 1") == 1, printed
+    assert "[rank 0] error: Traceback" not in printed, printed
+
+
+@each_launcher("torchrun", "srun")
+def test_an_exception_in_all_ranks_is_told_once(launcher: str, tmp_path: Path) -> None:
+    printed = fail(launcher, "ddp", "0,1", tmp_path)
+    assert len(re.findall(r"ValueError: the loss of rank [01]", printed)) == 1, printed
+
+
+def train_and_fail_in_rank_1(backend: str) -> None:
+    options = TrainerOptions(engine=EngineOptions(backend=backend))  # type: ignore[arg-type]
+    with Trainer(options) as trainer:
+        trainer.backend.barrier()
+        if trainer.world.rank == 1:
+            raise ValueError("rank 1's own words")
+        trainer.backend.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_run_reports_the_rank_that_failed_first(backend: str) -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 failed(.|\n)*ValueError: rank 1's own words"):
+        hvd_trainer.run(train_and_fail_in_rank_1, num_processes=2, args=(backend,))
+
+
+def end_at_once() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_run_names_what_ended_a_rank() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 of 1 ended by SIGKILL"):
+        hvd_trainer.run(end_at_once, num_processes=1)
+    with pytest.raises(LaunchError, match="num_processes of 1 or more, not 0"):
+        hvd_trainer.run(end_at_once, num_processes=0)
+
+
+def sleep_long() -> None:
+    print("started", flush=True)
+    threading.Event().wait(600)
+
+
+SLEEPING_SESSION = """
+import hvd_trainer, test_ending
+if __name__ == "__main__":
+    hvd_trainer.run(test_ending.sleep_long, num_processes=2)
+"""
+
+
+def test_a_notebooks_interrupt_ends_the_ranks_of_run(tmp_path: Path) -> None:
+    """A notebook interrupts the session's process only; a terminal would interrupt the ranks too."""
+    (tmp_path / "session.py").write_text(SLEEPING_SESSION)
+    path = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    with start("python", 1, [str(tmp_path / "session.py")], env={"PYTHONPATH": path}) as job:
+        job.wait_for_output("started", count=2)
+        os.kill(job.popen.pid, signal.SIGINT)
+        job.wait(20)
+        job.check_nothing_left()
+        assert job.stderr.count("Traceback") == 1
+
+
+# Exit. A thread of Gloo's that still runs when the interpreter ends may abort the process.
+
+
+def gloo_threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except FileNotFoundError:  # it ended meanwhile
+            continue
+    return [name for name in names if "gloo" in name]
+
+
+def threads_of_a_trainer(backend: str) -> tuple[int, tuple[bool, list[str]]]:
+    options = TrainerOptions(
+        engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
+        train=TrainOptions(epochs=1),
+        log=LogOptions(quiet=True),
+    )
+    with Trainer(options) as trainer:
+        model = nn.Linear(2, 1)
+        data = TensorData(torch.ones(512, 2), torch.ones(512, 1))
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, data)
+        inside = bool(gloo_threads())
+    return trainer.world.rank, (inside, gloo_threads())
+
+
+def threads_of_a_held_model(backend: str) -> tuple[int, tuple[bool, list[str]]]:
+    """The caller keeps the engine's own module, and that its connections; so may a traceback."""
+    engine = backends.create(EngineOptions(backend=backend))  # type: ignore[arg-type]
+    with engine:
+        model = nn.Linear(2, 1)
+        prepared, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with engine.gradient_sync(prepared, True):
+            loss = prepared(torch.ones(1, 2)).sum()
+            loss.backward()
+        engine.step(optimizer)
+        inside = bool(gloo_threads())
+    return engine.world.rank, (inside, gloo_threads())
+
+
+@pytest.mark.parametrize("use", [threads_of_a_trainer, threads_of_a_held_model])
+def test_no_thread_of_gloo_is_left_after_ddp(use) -> None:
+    for inside, after in run_ranks(use, num_processes=2, launcher="torchrun", args=("ddp",)):
+        assert inside
+        assert after == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_thread_of_gloo_is_left_in_a_rank_of_run(backend: str) -> None:
+    outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=(backend,))
+    assert [rank for rank, _ in outcomes] == [0, 1]
+    assert [after for _, (_, after) in outcomes] == [[], []]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_example_ends_cleanly_again_and_again(backend: str) -> None:
+    """The deterministic tests above say why; `python -m benchmarks.exit_runs` counts hundreds of exits."""
+    for _ in range(2):
+        argv = ["examples/mnist/train.py", *digits_job.OPTIONS, "--backend", backend]
+        result = launch("torchrun", 2, argv)
+        assert "terminate called" not in result.stderr
+        assert "Traceback" not in result.stderr

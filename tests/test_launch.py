@@ -1,0 +1,308 @@
+"""Who am I? `detect` as a pure function of recorded environments, and of wrong ones."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import environments
+import pytest
+
+from hvd_trainer.errors import LaunchError
+from hvd_trainer.launch import (
+    LAUNCHERS,
+    UNKNOWN,
+    World,
+    detect,
+    expand_counts,
+    first_host,
+    lone_process_warning,
+    may_be_first,
+    slurm_step,
+)
+from hvd_trainer.peers import Peer, check_world, fair_cpus, locate, sharing_gpu
+
+
+def one_node(size: int) -> list[tuple[int, ...]]:
+    """(rank, size, local_rank, local_size, node_rank, num_nodes) of each rank."""
+    return [(rank, size, rank, size, 0, 1) for rank in range(size)]
+
+
+ALONE = [(0, 1, 0, 1, 0, 1)]
+TWO_BY_TWO = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
+EXPECTED = {
+    "python": ("python", ALONE),
+    "horovodrun_2": ("horovodrun", one_node(2)),
+    # One rank on each of two hosts: only the ranks together can number the nodes.
+    "horovodrun_2_hosts": ("horovodrun", [(rank, 2, 0, 1, UNKNOWN, UNKNOWN) for rank in range(2)]),
+    "torchrun_2": ("torchrun", one_node(2)),
+    "torchrun_2_nodes": ("torchrun", [(*row[:4], UNKNOWN, UNKNOWN) for row in TWO_BY_TWO]),
+    "mpirun_2": ("mpirun", one_node(2)),
+    "mpirun_3": ("mpirun", one_node(3)),
+    "srun_2": ("srun", one_node(2)),
+    "srun_2_cpus_per_task_2": ("srun", one_node(2)),
+    "srun_3_on_1_node": ("srun", one_node(3)),
+    "srun_3_on_2_nodes": ("srun", [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]),
+    "sbatch_python": ("python", ALONE),
+    "sbatch_1_task_python": ("python", ALONE),
+    "sbatch_2_nodes_python": ("python", ALONE),
+    "sbatch_srun": ("srun", one_node(2)),
+    "sbatch_2_nodes_srun": ("srun", TWO_BY_TWO),
+    "sbatch_horovodrun": ("horovodrun", one_node(2)),
+    "sbatch_torchrun": ("torchrun", one_node(2)),
+    "sbatch_srun_torchrun": ("torchrun", one_node(2)),
+    "sbatch_mpirun": ("mpirun", one_node(2)),
+    "salloc_python": ("python", ALONE),
+    "salloc_srun": ("srun", one_node(2)),
+    "salloc_interactive": ("srun", ALONE),
+}
+
+
+def numbers(world: World) -> tuple[int, ...]:
+    return world.rank, world.size, world.local_rank, world.local_size, world.node_rank, world.num_nodes
+
+
+def test_no_recorded_case_is_forgotten() -> None:
+    assert EXPECTED.keys() == environments.CASES.keys()
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_world_of_each_recorded_environment(case: str) -> None:
+    launcher, expected = EXPECTED[case]
+    environs = environments.CASES[case]
+    worlds = [detect(environ) for environ in environs[: len(expected)]]
+    assert [numbers(world) for world in worlds] == expected
+    assert {world.launcher for world in worlds} == {launcher}
+    assert [may_be_first(environ) for environ in environs] == [detect(environ).is_first for environ in environs]
+
+
+# MPICH's mpiexec.hydra -n 3, as seen with MPICH 4.0.2.
+HYDRA = {"HYDI_CONTROL_FD": "7", "PMI_FD": "8", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
+BY_HAND = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}
+RUN = {f"HVD_TRAINER_{name}": "1" for name in ("RANK", "LOCAL_RANK")} | {
+    f"HVD_TRAINER_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")
+}
+
+
+def test_launchers_that_the_bench_has_not() -> None:
+    hydra = {**HYDRA, "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}
+    assert detect(hydra) == World(1, 3, 1, 3, 0, 1, "mpiexec")
+    # Hydra starts its proxies through srun, so its ranks see the step of these.
+    assert detect({**environments.CASES["srun_2"][0], **hydra}).launcher == "mpiexec"
+    assert detect(BY_HAND) == World(2, 4, 2, 4, 0, 1, "hand")
+    assert detect(RUN) == World(1, 2, 1, 2, 0, 1, "run")
+
+
+def test_srun_with_pmi2_is_srun() -> None:
+    pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"}
+    assert detect({**environments.CASES["srun_2"][1], **pmi2}).launcher == "srun"
+
+
+def test_a_world_size_that_a_batch_script_sets_for_all_is_no_launcher() -> None:
+    srun = environments.CASES["srun_2"][1]
+    assert detect({**srun, "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).launcher == "srun"
+    with pytest.raises(LaunchError, match="RANK, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
+        detect({"WORLD_SIZE": "2"})
+
+
+COMPLETE = {
+    "horovodrun": environments.CASES["horovodrun_2"][1],
+    "torchrun": environments.CASES["torchrun_2"][1],
+    "hand": BY_HAND,
+    "mpirun": environments.CASES["mpirun_2"][1],
+    "mpiexec": {**HYDRA, "PMI_RANK": "1", "MPI_LOCALRANKID": "1"},
+    "srun": environments.CASES["srun_2"][1],
+    "run": RUN,
+}
+ROWS = {launcher.name: launcher for launcher in reversed(LAUNCHERS)}
+
+
+@pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
+def test_a_missing_variable_is_named_and_never_guessed(name: str, variable: str) -> None:
+    environ = {key: value for key, value in COMPLETE[name].items() if key != variable}
+    with pytest.raises(LaunchError) as caught:
+        detect(environ)
+    message = str(caught.value)
+    assert f"{variable} is not." in message
+    assert "by hand" in message if name == "hand" else f"by {name}" in message
+    assert "horovodrun -np 2 python" in message
+    # What it tells to type leads to one process alone.
+    unset = re.search(r"type: unset ([A-Z_ ]+)$", message)
+    assert unset is not None
+    assert detect({k: v for k, v in environ.items() if k not in unset[1].split()}).size == 1
+
+
+MALFORMED = ["", " ", "x", "1.0", "-1", "+1", "1_0", "0x1", "١", "²", "9" * 30, "9" * 5000, "1 ", "\n", "None"]
+
+
+@pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: repr(text[:9]))
+def test_what_is_not_a_number_is_refused_by_name(name: str, variable: str, text: str) -> None:
+    with pytest.raises(LaunchError, match=variable) as caught:
+        detect({**COMPLETE[name], variable: text})
+    assert len(str(caught.value)) < 300
+
+
+def test_nothing_but_a_world_or_a_launch_error_comes_out() -> None:
+    """Any mixture of all launchers' variables, with values good and bad."""
+    random_number = random.Random(0)
+    variables = sorted({v for launcher in LAUNCHERS for v in (*launcher.variables(), *launcher.markers)})
+    values = [*MALFORMED, *"012345", "2(x2)", "4(x2),2", "2(x", "(x2)", "1,1", "9(x999999)", "4(x99999999999)"]
+    outcomes = set()
+    for _ in range(20_000):
+        launcher = random_number.choice(LAUNCHERS)
+        chosen = {*launcher.variables(), *random_number.sample(variables, random_number.randint(0, 3))}
+        environ = {name: random_number.choice(values) for name in sorted(chosen)}
+        try:
+            world = detect(environ)
+        except LaunchError:
+            outcomes.add("refused")
+        else:
+            assert 0 <= world.rank < world.size
+            assert 0 <= world.local_rank < world.local_size <= world.size
+            outcomes.add(world.launcher)
+        may_be_first(environ)
+        slurm_step(environ)
+    assert {"refused"} < outcomes
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("horovodrun", {"HOROVOD_RANK": "2"}, "horovodrun says rank 2 of size 2"),
+        ("torchrun", {"LOCAL_RANK": "2"}, "torchrun says local_rank 2 of local_size 2"),
+        ("torchrun", {"WORLD_SIZE": "0"}, "rank 1 of size 0"),
+        ("mpirun", {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "5 processes on this node but only 2 in all"),
+        ("srun", {"SLURM_NODEID": "1"}, "speaks of 1 nodes, but SLURM_NODEID is 1"),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "8"}, "makes 2 tasks, but SLURM_STEP_NUM_TASKS is 8"),
+        ("srun", {"SLURM_STEP_NUM_NODES": "0"}, "node_rank 0 of num_nodes 0"),
+    ],
+)
+def test_contradictions_are_refused(case: str, changes: dict[str, str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        detect({**COMPLETE[case], **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", [1]), ("4(x2),2", [4, 4, 2]), ("2,1", [2, 1]), ("8(x3)", [8, 8, 8]), ("3,2(x2),1", [3, 2, 2, 1])],
+)
+def test_expand_counts(text: str, counts: list[int]) -> None:
+    assert expand_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", ",", "2,", "2(x)", "2(x2", "2x2", "(x2)", "a", "2(x2)3", "2(x2))"])
+def test_malformed_counts_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(r"should look like 4(x2),2")):
+        expand_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node[1-2]", "node1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("gpu[7,9-12]", "gpu7"),
+        ("a,b[1-2]", "a"),
+        ("rack[1-2]n[1-4]", "rack1n1"),
+        ("n[1-2]-ib", "n1-ib"),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("case", "warns"),
+    [
+        ("python", False),
+        ("sbatch_python", True),
+        ("sbatch_2_nodes_python", True),
+        ("sbatch_1_task_python", False),
+        ("salloc_python", True),
+        ("salloc_interactive", True),
+        ("salloc_srun", False),
+        ("sbatch_srun_torchrun", False),
+    ],
+)
+def test_a_lone_process_among_many_tasks_is_warned(case: str, warns: bool) -> None:
+    environ = environments.CASES[case][0]
+    warning = lone_process_warning(detect(environ), environ)
+    assert (warning is not None) is warns
+    if warning is not None:
+        assert f"{environ['SLURM_NTASKS']} tasks" in warning
+        assert "srun python" in warning
+
+
+def test_only_a_step_that_srun_started_for_us_is_ours_to_cancel() -> None:
+    assert slurm_step(environments.CASES["sbatch_srun"][0]) == "6.0"
+    for case in ("python", "sbatch_python", "sbatch_mpirun", "sbatch_srun_torchrun"):
+        assert slurm_step(environments.CASES[case][0]) is None
+
+
+# What follows once the ranks have met.
+
+
+def peer(host: str = "a", local_rank: int = 0, cpus: range = range(4), gpu: str | None = None) -> Peer:
+    return Peer(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpu=gpu)
+
+
+def test_nodes_are_numbered_by_their_first_rank() -> None:
+    peers = [peer("b"), peer("b", 1), peer("a")]
+    worlds = [World(rank, 3, p.local_rank, 2 - rank // 2, UNKNOWN, UNKNOWN) for rank, p in enumerate(peers)]
+    located = [locate(world, peers) for world in worlds]
+    assert [(world.node_rank, world.num_nodes) for world in located] == [(0, 2), (0, 2), (1, 2)]
+
+
+def test_two_ranks_with_one_local_rank_on_a_host_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"Ranks 0 and 1 both say .* local rank 0 on a\. Give each"):
+        locate(World(0, 2, 0, 2), [peer(), peer()])
+
+
+@pytest.mark.parametrize(
+    ("cpus", "fair"),
+    [
+        # Unbound, as horovodrun and torchrun leave them: the node's CPUs are shared out.
+        ([range(16)] * 4, [4, 4, 4, 4]),
+        ([range(2)] * 4, [1, 1, 1, 1]),
+        ([range(10)] * 3, [3, 3, 3]),
+        # Bound, as by mpirun -np 2 (a core each) or srun --cpus-per-task 8.
+        ([range(1), range(1, 2)], [1, 1]),
+        ([range(8 * i, 8 * i + 8) for i in range(4)], [8, 8, 8, 8]),
+        # Two sockets with two ranks on each.
+        ([range(8), range(8), range(8, 16), range(8, 16)], [4, 4, 4, 4]),
+        # One bound rank among unbound ones: its CPU is shared, and the rest divided.
+        ([range(1), range(4), range(4)], [1, 1, 1]),
+        ([range(4)], [4]),
+    ],
+)
+def test_each_rank_gets_its_share_of_the_cpus(cpus: list[range], fair: list[int]) -> None:
+    size = len(cpus)
+    peers = [peer("a", rank, ids) for rank, ids in enumerate(cpus)]
+    other_node = [peer("b", rank, ids) for rank, ids in enumerate(cpus)]
+    for rank in range(size):
+        assert fair_cpus(World(rank, size, rank, size), peers) == fair[rank]
+        assert fair_cpus(World(rank, 2 * size, rank, size, 0, 2), peers + other_node) == fair[rank]
+
+
+def test_a_gpu_is_shared_only_on_one_host() -> None:
+    peers = [peer("a", 0, gpu="u1"), peer("a", 1, gpu="u1"), peer("b", 0, gpu="u1"), peer("b", 1)]
+    sharing = [sharing_gpu(World(rank, 4, p.local_rank, 2, rank // 2, 2), peers) for rank, p in enumerate(peers)]
+    assert sharing == [[1], [0], [], []]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4)])
+def test_the_guard_lets_only_the_launchers_own_world_pass(rank: int, size: int) -> None:
+    world = World(1, 4, 1, 4, launcher="torchrun")
+    if (rank, size) == (1, 4):
+        check_world(world, "Horovod", rank, size)
+        return
+    with pytest.raises(LaunchError) as caught:
+        check_world(world, "Horovod", rank, size)
+    for words in (
+        "torchrun started rank 1 of 4",
+        f"Horovod says rank {rank} of {size}",
+        "horovodrun -np 4 python",
+    ):
+        assert words in str(caught.value)

@@ -1,0 +1,295 @@
+"""The test bench itself: launchers start real ranks, nothing hangs, nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import environments
+import process_tree
+import psutil
+import pytest
+import slurm_batch
+import slurm_cluster
+from launchers import (
+    LAUNCHERS,
+    LaunchError,
+    LaunchTimeoutError,
+    OrphanError,
+    RankError,
+    command_line,
+    each_launcher,
+    launch,
+    requires,
+    run_ranks,
+    start,
+)
+
+RANK_VARIABLE = {
+    "horovodrun": "HOROVOD_RANK",
+    "torchrun": "RANK",
+    "mpirun": "OMPI_COMM_WORLD_RANK",
+    "srun": "SLURM_PROCID",
+}
+
+TESTS = Path(__file__).parent
+
+
+def num_ranks(launcher: str) -> int:
+    return 1 if launcher == "python" else 2
+
+
+def own_rank(launcher: str) -> int:
+    return int(os.environ[RANK_VARIABLE[launcher]]) if launcher in RANK_VARIABLE else 0
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_script(text: str) -> list[str]:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        return [str(script)]
+
+    return write_script
+
+
+HANG = """
+import time
+def rank_is_stuck_here():
+    print("started", flush=True)
+    time.sleep(600)
+rank_is_stuck_here()
+"""
+
+
+@each_launcher()
+def test_an_exit_code_and_the_output_come_through(launcher: str, write) -> None:
+    script = write("import sys\nprint('words', flush=True)\nsys.exit(3)")
+    # horovodrun and torchrun make a 1 of every failure.
+    code = 1 if launcher in ("horovodrun", "torchrun") else 3
+    with pytest.raises(LaunchError, match=rf"^exit code {code}: (.|\n)*words"):
+        launch(launcher, num_ranks(launcher), script, timeout_s=60)
+
+
+@each_launcher()
+def test_a_hanging_script_is_ended_and_shows_where_it_hangs(launcher: str, write) -> None:
+    script = write(HANG)
+    began = time.monotonic()
+    with start(launcher, num_ranks(launcher), script) as job:
+        job.wait_for_output("started", count=num_ranks(launcher))
+        assert len(job.ranks(num_ranks(launcher))) == num_ranks(launcher)
+        mark = job.processes()[0].environ()[process_tree.MARK]
+        with pytest.raises(LaunchTimeoutError) as caught:
+            job.wait(0.5)
+    assert str(caught.value).count("in rank_is_stuck_here") == num_ranks(launcher)
+    assert "processes:\n  pid" in str(caught.value)
+    assert process_tree.marked(mark) == []
+    assert time.monotonic() - began < 40
+
+
+@each_launcher("horovodrun", "torchrun", "mpirun", "srun")
+def test_ctrl_c_ends_everything(launcher: str, write) -> None:
+    with start(launcher, 2, write(HANG)) as job:
+        job.wait_for_output("started", count=2)
+        job.press_ctrl_c(times=2 if launcher == "srun" else 1)
+        assert job.wait(20).returncode != 0
+        job.check_nothing_left()
+
+
+def report_environment(launcher: str) -> tuple[int, dict[str, str]]:
+    return own_rank(launcher), dict(os.environ)
+
+
+def raise_in_the_last_rank(launcher: str, num_processes: int) -> tuple[int, None]:
+    if own_rank(launcher) == num_processes - 1:
+        raise ValueError("the last rank's own words")
+    time.sleep(600)
+    return own_rank(launcher), None
+
+
+@each_launcher()
+def test_an_exception_in_one_rank_is_raised_here(launcher: str) -> None:
+    count = num_ranks(launcher)
+    # srun lets the other rank hang until the time limit; the exception must not be lost in it.
+    with pytest.raises(RankError, match="^in a rank:\nTraceback(.|\n)*the last rank's own words"):
+        run_ranks(
+            raise_in_the_last_rank,
+            num_processes=count,
+            launcher=launcher,
+            args=(launcher, count),
+            timeout_s=5 if launcher == "srun" else 60,
+        )
+
+
+def claim_rank_0() -> tuple[int, None]:
+    return 0, None
+
+
+@requires("mpirun")
+def test_ranks_that_all_claim_to_be_rank_0_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"wanted \(rank, value\) from ranks \[0, 1\]"):
+        run_ranks(claim_rank_0, num_processes=2, launcher="mpirun")
+
+
+def end_badly_after_the_work() -> tuple[int, None]:
+    import atexit
+
+    atexit.register(os.abort)
+    return 0, None
+
+
+def test_an_abort_after_the_work_is_not_a_success() -> None:
+    with pytest.raises(LaunchError, match="no rank raised, exit code -6"):
+        run_ranks(end_badly_after_the_work, num_processes=1, launcher="python")
+
+
+DAEMON = """
+import os, subprocess, sys
+subprocess.Popen(["sleep", "600"], start_new_session=True,
+                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+def is_sleeping(pid: int) -> bool:
+    try:
+        return process_tree.is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+@each_launcher("python", "mpirun")
+def test_a_process_left_behind_is_found_and_killed(launcher: str, write) -> None:
+    with pytest.raises(OrphanError, match="sleep 600") as caught:
+        launch(launcher, 1, write(DAEMON), timeout_s=60)
+    pids = re.findall(r"pid (\d+) .*: sleep 600", str(caught.value))
+    assert not any(is_sleeping(int(pid)) for pid in pids)
+
+
+def test_nothing_is_left_in_the_temporary_folder(write, tmp_path: Path) -> None:
+    script = write("import os, tempfile\nprint(tempfile.mkdtemp())")
+    folder = Path(launch("python", 1, script).stdout.strip())
+    assert not folder.parent.exists()
+
+
+def test_wrong_launches_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"there are: {', '.join(LAUNCHERS)}"):
+        command_line("mpiexec.hydra", 2, ["script.py"])
+    with pytest.raises(ValueError, match="1 process, not 2"):
+        command_line("python", 2, ["script.py"])
+    with pytest.raises(ValueError, match="nothing known about 'slurm'"):
+        requires("slurm")
+
+
+def test_rank_variables_of_the_outside_do_not_reach_a_launch(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in environments.CASES.values():
+        for name, value in case[0].items():
+            monkeypatch.setenv(name, value)
+    result = launch("python", 1, write("import os\nprint(sorted(os.environ))"))
+    assert not set(RANK_VARIABLE.values()) & set(re.findall(r"'(\w+)'", result.stdout))
+
+
+@requires("srun")
+def test_srun_reaches_two_nodes() -> None:
+    values = run_ranks(report_environment, num_processes=3, launcher="srun", args=("srun",), options=["-N", "2"])
+    assert [environ["SLURM_NODEID"] for environ in values] == ["0", "0", "1"]
+    assert [environ["SLURM_LOCALID"] for environ in values] == ["0", "1", "0"]
+
+
+@requires("srun")
+def test_eight_tasks_fit_on_a_node() -> None:
+    values = run_ranks(report_environment, num_processes=8, launcher="srun", args=("srun",), options=["-N", "1"])
+    assert len(values) == 8
+
+
+def test_sbatch_runs_a_script_and_says_how_it_ended(slurm: slurm_cluster.SlurmCluster) -> None:
+    script = "#!/bin/sh\nsrun --mpi=none sh -c 'echo task $SLURM_PROCID'\nexit 4\n"
+    result = slurm_batch.sbatch(slurm, script, "--ntasks=2", timeout_s=30)
+    assert sorted(result.output.splitlines()) == ["task 0", "task 1"]
+    assert (result.state, result.returncode) == ("FAILED", 4)
+
+
+def test_a_batch_job_past_its_limit_is_cancelled(slurm: slurm_cluster.SlurmCluster) -> None:
+    script = "#!/bin/sh\necho here\nsrun --mpi=none sleep 601\n"
+    with pytest.raises(TimeoutError, match="here"):
+        slurm_batch.sbatch(slurm, script, "--ntasks=2", timeout_s=2)
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "601"] not in commands
+
+
+def test_a_second_slurm_cluster_starts_beside_the_first_and_leaves_nothing() -> None:
+    reason = slurm_cluster.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = slurm_cluster.SlurmCluster()
+    cluster.start()
+    try:
+        assert cluster.client("srun", "-N2", "-n2", "hostname").stdout.count("\n") == 2
+    finally:
+        cluster.stop()
+    assert not cluster.folder.exists()
+
+
+BAD_SUITE = """
+import os, subprocess
+
+def test_leaves_a_variable():
+    os.environ["HVD_TRAINER_FORGOTTEN"] = "1"
+
+def test_variable_is_gone():
+    assert "HVD_TRAINER_FORGOTTEN" not in os.environ
+    assert "OMPI_COMM_WORLD_RANK" not in os.environ
+
+def test_leaves_a_process_group(tmp_path):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+def test_leaves_a_daemon():
+    subprocess.Popen(["setsid", "--fork", "sleep", "602"]).wait()
+"""
+
+
+def test_the_suite_polices_itself(tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(BAD_SUITE)
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    result = launch(
+        "python",
+        1,
+        ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "."],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(TESTS)},
+        check=False,
+    )
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "the test left changes in os.environ: HVD_TRAINER_FORGOTTEN" in result.stdout
+    assert "process group initialised" in result.stdout
+    assert re.search(r"processes left behind by the tests(.|\n)*sleep 602", result.stdout)
+    assert "4 passed, 2 errors" in result.stdout
+
+
+CHANGES_FROM_RUN_TO_RUN = re.compile(
+    "PORT|JOB_?ID|RUN_ID|TASK_PID|JOB_NAME|HOST|COMMAND|MCA|PMIX|CPU|PRIO|UMASK|CLUSTER|OMP_"
+)
+
+
+@each_launcher()
+def test_run_ranks_values_are_in_rank_order_and_as_recorded(launcher: str) -> None:
+    """What the pure detection tests rely on is what this machine's launchers really set."""
+    case = environments.CASES["python" if launcher == "python" else f"{launcher}_2"]
+    recorded = [
+        {name: text for name, text in environ.items() if not CHANGES_FROM_RUN_TO_RUN.search(name)}
+        for environ in case
+    ]
+    values = run_ranks(
+        report_environment,
+        num_processes=len(case),
+        launcher=launcher,
+        args=(launcher,),
+        env={"HVD_TRAINER_SEEN": "yes"},
+    )
+    seen = [{name: environ.get(name) for name in recorded[0]} for environ in values]
+    assert seen == recorded
+    for environ in values:
+        assert environ["HVD_TRAINER_SEEN"] == "yes"
+        assert environ["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,195 @@
+"""Any launcher with any engine: real launches, one job, and the same weights from all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import digits_job
+import pytest
+import slurm_batch
+import slurm_cluster
+from launchers import LAUNCHERS, REPOSITORY, launch, requires, run_ranks, start
+
+BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
+SESSION = """
+import sys
+import hvd_trainer
+from hvd_trainer.mnist import MnistOptions, train
+
+def rank_job(args):
+    # Defined in the session, as in a notebook's cell.
+    train(hvd_trainer.parse(MnistOptions, args))
+    return sys.argv[0]
+
+if __name__ == "__main__":
+    assert len(hvd_trainer.run(rank_job, num_processes=2, args=(sys.argv[1:],))) == 2
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights that every launch of 2 ranks must give, whatever starts them: here torchrun with DDP."""
+    folder = tmp_path_factory.mktemp("reference")
+    port = digits_job.free_port()
+    # Users also name the port, instead of --standalone.
+    launch("torchrun", 2, digits_job.argv("ddp", folder), options=["--master-port", port])
+    check(folder, "ddp", "torchrun")
+    return digits_job.weights(folder)
+
+
+def check(folder: Path, backend: str, launcher: str, size: int = 2) -> None:
+    end = digits_job.end_record(folder)
+    found = {key: end[key] for key in ("backend", "launcher", "world_size", "global_batch_size", "step")}
+    steps = -(-1437 // (256 * size))
+    assert found == {
+        "backend": backend,
+        "launcher": launcher,
+        "world_size": size,
+        "global_batch_size": 256 * size,
+        "step": steps,
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=requires(name)) for name in LAUNCHERS])
+def test_every_launcher_trains_with_every_engine(
+    launcher: str, backend: str, tmp_path: Path, reference: bytes
+) -> None:
+    if (launcher, backend) == ("torchrun", "ddp"):
+        return  # the reference itself
+    size = 1 if launcher == "python" else 2
+    # horovodrun's own engine is also what the job takes if nothing is said.
+    chosen = None if (launcher, backend) == ("horovodrun", "horovod") else backend
+    result = launch(launcher, size, digits_job.argv(chosen, tmp_path))
+    check(tmp_path, backend, launcher, size)
+    if size == 2:
+        assert digits_job.weights(tmp_path) == reference
+    assert result.stdout.count("epoch 1/1") == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: bytes) -> None:
+    (tmp_path / "session.py").write_text(SESSION)
+    options = digits_job.argv(backend, tmp_path)[2:]
+    # What an outer launcher or a batch script left in the session's environment is not the children's.
+    outer = {**digits_job.by_hand(3, 8), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    launch("python", 1, [str(tmp_path / "session.py"), *options], env={**outer, "PYTHONPATH": str(REPOSITORY)})
+    check(tmp_path, backend, "run")
+    assert digits_job.weights(tmp_path) == reference
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("meeting", ["env://", "tcp://", "file://"])
+def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, reference: bytes) -> None:
+    port = digits_job.free_port()
+    options, env = {
+        "env://": ([], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
+        "tcp://": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
+        "file://": (["--init-method", f"file://{tmp_path}/meeting"], {}),
+    }[meeting]
+    with ExitStack() as stack:
+        argv = digits_job.argv(backend, tmp_path, options)
+        jobs = [
+            stack.enter_context(start("python", 1, argv, env={**digits_job.by_hand(rank, 2), **env}))
+            for rank in (0, 1)
+        ]
+        for job in jobs:
+            assert job.wait(120).returncode == 0, job.report("failed")
+    check(tmp_path, backend, "hand")
+    assert digits_job.weights(tmp_path) == reference
+    assert not (tmp_path / "meeting").exists()
+
+
+@requires("srun")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_srun_on_two_nodes(backend: str) -> None:
+    worlds = run_ranks(digits_job.world_of, num_processes=3, launcher="srun", args=(backend,), options=["-N", "2"])
+    assert [world[:7] for world in worlds] == [
+        (0, 3, 0, 2, 0, 2, "srun"),
+        (1, 3, 1, 2, 0, 2, "srun"),
+        (2, 3, 0, 1, 1, 2, "srun"),
+    ]
+
+
+@requires("horovodrun")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_horovodrun_on_two_hosts(backend: str) -> None:
+    """One machine under two names; no launcher numbers these nodes, the ranks do when they meet."""
+    worlds = run_ranks(
+        digits_job.world_of,
+        num_processes=2,
+        launcher="horovodrun",
+        args=(backend,),
+        options=["-H", "localhost:1,127.0.0.1:1"],
+    )
+    assert [world[:7] for world in worlds] == [(0, 2, 0, 1, 0, 2, "horovodrun"), (1, 2, 0, 1, 1, 2, "horovodrun")]
+
+
+@requires("mpirun")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mpirun_with_an_address(backend: str) -> None:
+    """What several nodes need without mpi4py. MASTER_ADDR alone brings no RANK, which env:// would ask for."""
+    address = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={digits_job.free_port()}"]
+    worlds = run_ranks(digits_job.world_of, num_processes=2, launcher="mpirun", args=(backend,), options=address)
+    assert [world[:7] for world in worlds] == [(rank, 2, rank, 2, 0, 1, "mpirun") for rank in (0, 1)]
+
+
+BATCH = """#!/bin/sh
+set -e
+job="{python} -m hvd_trainer.mnist {options}"
+# As many batch scripts do; neither may be taken for a launcher.
+export WORLD_SIZE=2
+mpirun --allow-run-as-root --oversubscribe -np 2 $job --backend ddp --log-dir {folder}/mpirun
+srun --mpi=none $job --backend ddp --log-dir {folder}/srun
+$job --backend single --log-dir {folder}/alone || echo refused with $?
+unset WORLD_SIZE
+$job --backend single --log-dir {folder}/alone
+"""
+
+
+@requires("srun", "mpirun")
+def test_launchers_inside_a_batch_job(slurm: slurm_cluster.SlurmCluster, tmp_path: Path, reference: bytes) -> None:
+    options = " ".join(digits_job.OPTIONS)
+    script = BATCH.format(python=sys.executable, options=options, folder=tmp_path)
+    result = slurm_batch.sbatch(slurm, script, "--ntasks=2")
+    assert result.returncode == 0, result.output
+    for launcher in ("mpirun", "srun"):
+        check(tmp_path / launcher, "ddp", launcher)
+        assert digits_job.weights(tmp_path / launcher) == reference
+    assert "refused with 2" in result.output
+    check(tmp_path / "alone", "single", "python", size=1)
+    assert result.output.count("warning: This Slurm job has 2 tasks") == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_four_unbound_ranks_share_the_cores(backend: str) -> None:
+    """horovodrun sets nothing: each rank would start a thread per core, four times too many."""
+    launcher = "horovodrun" if backend == "horovod" else "torchrun"
+    cores = len(os.sched_getaffinity(0))
+    # torchrun sets OMP_NUM_THREADS=1 by itself where it is not set.
+    fair = max(1, cores // 4) if launcher == "horovodrun" else 1
+    worlds = run_ranks(
+        digits_job.world_of, num_processes=4, launcher=launcher, args=(backend,), env={"OMP_NUM_THREADS": None}
+    )
+    assert [world[7] for world in worlds] == [fair] * 4
+
+
+def test_omp_num_threads_is_respected() -> None:
+    worlds = run_ranks(
+        digits_job.world_of, num_processes=2, launcher="torchrun", args=("ddp",), env={"OMP_NUM_THREADS": "2"}
+    )
+    assert [world[7] for world in worlds] == [2, 2]
+
+
+def test_importing_the_package_or_its_launch_layer_imports_neither_engine() -> None:
+    code = "import sys, json, hvd_trainer, hvd_trainer.launch; print(json.dumps(sorted(sys.modules)))"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    assert not {"torch", "horovod"} & set(json.loads(asked.stdout))

@@ -1,0 +1,154 @@
+"""Metrics over ranks of unequal shares equal those of one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from launchers import requires, run_ranks
+from torch import Tensor
+
+from hvd_trainer import backends
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.errors import OptionError
+from hvd_trainer.metrics import Meter, accuracy
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+SPLITS = {1: [41], 2: [30, 11], 3: [5, 0, 36]}
+"""Samples per rank: unequal, and one rank without any."""
+
+
+class LargestSeen:
+    """A metric object of a user's own, with nothing of torchmetrics but the protocol."""
+
+    def __init__(self) -> None:
+        self.value = -math.inf
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.value = max(self.value, float(outputs.max()))
+
+    def compute(self) -> float:
+        return self.value
+
+    def reset(self) -> None:
+        self.value = -math.inf
+
+    def merge_state(self, other: LargestSeen) -> None:
+        self.value = max(self.value, other.value)
+
+
+class Correlation(torchmetrics.PearsonCorrCoef):  # type: ignore[misc,name-defined]
+    """Keeps means and variances, which are stacked over ranks and not added."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs[:, 0], targets.float())
+
+
+def metrics() -> dict[str, Any]:
+    classes: dict[str, Any] = {"task": "multiclass", "num_classes": 4}
+    return {
+        "accuracy": accuracy,
+        "mean": lambda outputs, targets: outputs.mean(),
+        "macro_f1": torchmetrics.F1Score(average="macro", **classes),
+        "auroc": torchmetrics.AUROC(**classes),
+        "correlation": Correlation(),
+        "largest": LargestSeen(),
+    }
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(41, 4, generator=generator), torch.randint(4, (41,), generator=generator)
+
+
+def measure(backend_name: str) -> tuple[int, list[dict[str, float]]]:
+    """Two passes with the same objects, the second over the samples twice: nothing of the first may stay."""
+    with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        rank, split = backend.world.rank, SPLITS[backend.world.size]
+        outputs, targets = (whole.split(split)[rank] for whole in data())
+        gathered = metrics()
+        found = []
+        for passes in (1, 2):
+            meter = Meter(gathered, backend)
+            for _ in range(passes):
+                for some, wanted in zip(outputs.split(8), targets.split(8), strict=True):
+                    if len(some):
+                        loss = torch.nn.functional.cross_entropy(some, wanted)
+                        meter.add(loss, some, wanted, len(some))
+            if passes == 2:
+                found += [meter.recent(), meter.recent()]
+            found.append(meter.compute())
+        return rank, found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, float]]:
+    return measure("single")[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "size"),
+    [
+        pytest.param("ddp", "torchrun", 2, id="ddp-2"),
+        pytest.param("ddp", "torchrun", 3, id="ddp-3"),
+        pytest.param("horovod", "horovodrun", 3, id="horovod-3", marks=requires("horovod")),
+    ],
+)
+def test_ranks_agree_with_one_process(
+    backend: str, launcher: str, size: int, alone: list[dict[str, float]]
+) -> None:
+    found = run_ranks(measure, num_processes=size, launcher=launcher, args=(backend,))
+    for rank in found:
+        for here, there in zip(rank, alone, strict=True):
+            assert here == pytest.approx(there, rel=1e-5, nan_ok=True)
+
+
+def test_one_process_gives_what_the_metrics_define(alone: list[dict[str, float]]) -> None:
+    outputs, targets = data()
+    once, since_start, since_then, twice = alone
+    assert once["samples"] == 41
+    assert twice["samples"] == since_start["samples"] == 82
+    assert since_then["samples"] == 0
+    assert math.isnan(since_then["loss"])
+    assert once["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)), rel=1e-5)
+    assert once["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).double().mean()))
+    assert once["largest"] == float(outputs.max())
+    assert once["auroc"] == pytest.approx(float(metrics()["auroc"](outputs, targets)))
+    assert twice["loss"] == pytest.approx(once["loss"])
+
+
+def test_a_collection_is_a_mapping_of_metrics() -> None:
+    collection = torchmetrics.MetricCollection([torchmetrics.Accuracy(task="multiclass", num_classes=4)])
+    with backends.create(EngineOptions(backend="single")) as backend:
+        meter = Meter(dict(collection), backend)
+        meter.add(torch.tensor(0.0), *data(), 41)
+        assert set(meter.compute()) == {"loss", "samples", "MulticlassAccuracy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "words"),
+    [
+        ("loss", accuracy, "cannot be called 'loss'"),
+        ("logits", lambda outputs, targets: outputs, "gave (41, 4) values for 41 samples"),
+        ("table", torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4), "a tensor of shape (4, 4)"),
+        (
+            "own",
+            type("Own", (), {n: lambda self, *_: None for n in ("update", "compute", "reset")})(),
+            "merge_state",
+        ),
+    ],
+)
+def test_a_metric_that_cannot_be_recorded_says_so(name: str, metric: Any, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        measure_once(name, metric)
+    assert words in str(caught.value)
+
+
+def measure_once(name: str, metric: Any) -> dict[str, float]:
+    with backends.create(EngineOptions(backend="single")) as backend:
+        meter = Meter({name: metric}, backend)
+        meter.add(torch.tensor(0.0), *data(), 41)
+        return meter.compute()

@@ -1,0 +1,106 @@
+"""The same numbers on both engines, in one process, and in the scripts that were written by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import launch, requires, run_ranks
+from torch import Tensor, nn
+
+from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions, TrainOptions
+from hvd_trainer.models import conv_net
+
+EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per epoch: 20 steps in all
+NATURAL = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python"}
+
+
+def small_net() -> nn.Module:
+    """No dropout, which would differ between numbers of ranks."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4)
+    )
+
+
+def data(shape: tuple[int, ...]) -> TensorData:
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    inputs = torch.randn(SAMPLES, *shape, generator=generator) + targets.view(-1, *[1] * len(shape))
+    return TensorData(inputs, targets)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.1)
+
+
+def train_all(backend: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
+    """Final weights of three set-ups, from one launch."""
+    weights: dict[str, dict[str, Tensor]] = {}
+    rank = 0
+    for name, accumulate, max_norm, model_of, optimizer_of, shape in (
+        ("sgd, clipping, accumulation", 2, 0.5, small_net, sgd, (16,)),
+        ("adamw", 1, None, small_net, adamw, (16,)),
+        ("adamw, clipping, accumulation, dropout", 2, 1.0, conv_net, adamw, (1, 28, 28)),
+    ):
+        train = TrainOptions(
+            epochs=EPOCHS, global_batch_size=GLOBAL_BATCH, accumulate=accumulate, max_norm=max_norm
+        )
+        with Trainer(TrainerOptions(engine=EngineOptions(backend=backend), train=train)) as trainer:  # type: ignore[arg-type]
+            rank = trainer.world.rank
+            model = model_of()
+            trainer.fit(model, optimizer_of(model), nn.functional.cross_entropy, data(shape))
+            assert trainer.progress.step == 20
+            weights[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    return rank, weights
+
+
+@cache
+def final_weights(backend: str, size: int) -> list[dict[str, dict[str, Tensor]]]:
+    return run_ranks(train_all, num_processes=size, launcher=NATURAL[backend], args=(backend,), timeout_s=200)
+
+
+def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest over all tensors of |a - b| / |b|, as norms."""
+    return max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs)
+
+
+@requires("horovod")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_engines_give_the_same_bits(size: int) -> None:
+    """Also where the order of sums matters: Horovod's buckets are laid out as DDP's."""
+    for horovod, ddp in zip(final_weights("horovod", size), final_weights("ddp", size), strict=True):
+        for name, tensors in ddp.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(horovod[name][key], tensor), f"{name}: {key}"
+
+
+@pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
+def test_ranks_equal_one_process(backend: str, size: int) -> None:
+    """The whole global batch in one process differs by the order of sums only: 1e-5 after 20 steps."""
+    (alone,) = final_weights("single", 1)
+    for weights in final_weights(backend, size):
+        for name in ("sgd, clipping, accumulation", "adamw"):
+            assert relative_difference(weights[name], alone[name]) < 1e-5, name
+
+
+@requires("horovod")
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_job_equals_the_script_written_by_hand(backend: str, tmp_path: Path, mnist_dir: Path) -> None:
+    """An epoch of MNIST at 2 ranks, dropout included: the same file, byte for byte."""
+    options = (
+        "--epochs 1 --batch-size 512 --lr 0.01 --optimizer sgd --max-norm 1.0 --accumulate 2 --seed 3 "
+        f"--data-dir {mnist_dir}"
+    )
+    script = [f"examples/mnist/plain_{backend}.py", *options.split(), "--save", str(tmp_path / "hand.safetensors")]
+    job = ["-m", "hvd_trainer.mnist", "--backend", backend, *options.split(), "--log-dir", str(tmp_path)]
+    launch(NATURAL[backend], 2, script, timeout_s=200)
+    launch(NATURAL[backend], 2, job, timeout_s=200)
+    hand, ours = (tmp_path / "hand.safetensors").read_bytes(), (tmp_path / "model.safetensors").read_bytes()
+    assert hand == ours

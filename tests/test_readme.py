@@ -1,0 +1,268 @@
+"""The documents are true: what they tell to type is typed here, or stands below with what does it instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import documents
+import process_tree
+import pytest
+import slurm_cluster
+from child_environment import child_environment
+from job import Job, Result
+from launchers import REPOSITORY
+from requirements import HOROVODRUN, LAUNCHERS, requires
+
+MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist --epochs 3"
+BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
+EXAMPLE = "examples/mnist/train.py --dataset digits --epochs 1"
+
+TYPED_HERE = (
+    f"horovodrun -np 2 python {EXAMPLE}",
+    f"torchrun --nproc-per-node 2 {EXAMPLE} --backend ddp",
+    f"mpirun -np 2 python {EXAMPLE}",
+    f"srun -n 2 python {EXAMPLE} --backend ddp",
+    f"python {EXAMPLE}",
+    "python -m hvd_trainer.mnist --dataset digits --epochs 1 --log-dir runs/digits --resume auto --backend ddp",
+    BY_HAND,
+)
+
+PLAIN = "tests/test_examples_plain.py"
+# Command -> the file whose run covers it.
+TYPED_ELSEWHERE = {
+    MAIN: "tests/test_readme.py",  # with its output, below
+    "make mnist": "tests/test_readme.py",  # what it would do, below
+    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': "tests/test_readme.py",
+    'make test PYTEST_ARGS="-k launch"': "tests/test_readme.py",
+    "make setup": "tests/test_install_horovod.py",
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "source .venv/bin/activate": "Makefile",
+    "pip install -c constraints.txt .": "Makefile",
+    "python -m hvd_trainer install-horovod": "tests/test_install_horovod.py",
+    # What it starts, and how, is tested without the hours that the figures take.
+    "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
+        "benchmarks/run.py"
+    ),
+    # Like the same command on digits, which is typed here.
+    "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (
+        "tests/test_readme.py"
+    ),
+    "horovodrun -np 2 python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": PLAIN,
+    "python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": PLAIN,
+    "torchrun --nproc-per-node 2 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": PLAIN,
+    "torchrun --nproc-per-node 1 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": PLAIN,
+}
+# With several hosts; tests/test_matrix.py starts each launcher on two nodes or names that one machine plays.
+SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
+
+OF_OTHERS = {
+    "Open MPI": {"--allow-run-as-root", "--bind-to", "--oversubscribe"},
+    "Slurm": {"--cpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks-per-node"},
+    "torchrun": {"--master-port", "--nproc-per-node", "--standalone"},
+    "horovodrun": {"--network-interfaces"},
+    "py-spy, docker": {"--pid", "--shm-size"},
+}
+
+
+def test_every_command_is_typed_somewhere() -> None:
+    found = [command for command in documents.commands() if not SEVERAL_HOSTS.search(command)]
+    assert set(found) == {*TYPED_HERE, *TYPED_ELSEWHERE}
+    assert not [place for place in TYPED_ELSEWHERE.values() if not (REPOSITORY / place).is_file()]
+
+
+# Typing.
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder like the repository's root, beside `shared`: what a command writes stays out of the real one."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "shared").symlink_to(REPOSITORY.parent / "shared")
+    return folder
+
+
+def typed(command: str, root: Path, timeout_s: float = 150.0) -> Result:
+    """Runs what a reader types, in bash; everything that it started has ended."""
+    mark = f"{os.environ.get(process_tree.MARK, 'session')}/readme-{secrets.token_hex(8)}"
+    name = mark.rpartition("/")[2]
+    changes: dict[str, str | None] = {
+        "PATH": os.pathsep.join([str(HOROVODRUN.parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+        # The transcript is that of CPUs.
+        "CUDA_VISIBLE_DEVICES": "",
+        # Open MPI refuses root, and more ranks than cores, unless told.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    if "srun" in command:
+        changes |= {**slurm_cluster.shared().environ, "SLURM_MPI_TYPE": "none", "SLURM_JOB_NAME": name}
+    # Directly under the system's temporary folder: sockets lie in it, their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="hvd-job-") as folder:
+        environ = child_environment(os.environ, changes, mark=mark, folder=Path(folder))
+        script = f"{command}\nresult=$?; wait; exit $result"
+        job = Job(["bash", "-c", script], [], mark=mark, folder=Path(folder), env=environ, cwd=root)
+        try:
+            result = job.wait(timeout_s)
+            assert result.returncode == 0, job.report(f"exit code {result.returncode}")
+            job.check_nothing_left()
+        finally:
+            if "srun" in command and job.processes():
+                slurm_cluster.shared().cancel(name)
+            job.destroy()
+    return result
+
+
+def needs(command: str) -> pytest.MarkDecorator:
+    """Skips where the launcher is missing, or Horovod where it is the engine."""
+    program = command.split()[0]
+    names = [program] if program in LAUNCHERS else []
+    return requires(*names, *([] if "--backend ddp" in command else ["horovod"]))
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=needs(c), id=c.split("\n")[0]) for c in TYPED_HERE])
+def test_commands_run_as_they_stand(command: str, root: Path) -> None:
+    result = typed(command, root)
+    assert result.stdout.count("epoch 1/1") == 1
+    assert "Traceback" not in result.stderr
+    if "--log-dir" in command:
+        kept = {path.name.partition(".")[0] for path in (root / "runs/digits").iterdir()}
+        assert kept == {"metrics", "config", "model", "checkpoints", "events"}
+        lines = (root / "runs/digits/metrics.jsonl").read_text().splitlines()
+        paragraph = re.search(
+            r"^The keys in `metrics.jsonl`:(.*?)\n\n", documents.text_of("README.md"), re.M | re.S
+        )
+        assert paragraph is not None
+        assert {key for line in lines for key in json.loads(line)} == set(re.findall(r"`(\w+)`", paragraph[1]))
+
+
+def in_form(line: str) -> str:
+    """A line without its numbers, and without what PyTorch's version says of CUDA."""
+    return re.sub(r"\d[\d,.]*", "#", re.sub(r"\+(cu\d+|cpu)", "", line)).rstrip()
+
+
+@requires("horovodrun")
+def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> None:
+    (shown,) = (block.text for block in documents.blocks("README.md") if block.language == "console")
+    first, *transcript = shown.splitlines()
+    assert first == f"$ {MAIN}"
+    printed = typed(MAIN, root).stdout.splitlines()
+    assert [*map(in_form, printed)] == [*map(in_form, transcript)]
+    # What the page promises, and what it shows.
+    for lines in (printed, transcript):
+        accuracy = re.search(r"test accuracy ([\d.]+)%", lines[-1])
+        assert accuracy is not None
+        assert float(accuracy[1]) >= 97
+
+
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [
+        ("make mnist", "horovodrun -np 4 python -m hvd_trainer.mnist"),
+        (
+            'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
+            f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
+        ),
+        ("make test", "python -m pytest"),
+        ('make test PYTEST_ARGS="-k launch"', "python -m pytest -k launch"),
+    ],
+)
+def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:
+    """Where nothing is set up yet; the set-up itself is tested in test_install_horovod.py."""
+    argv = [*shlex.split(command), "--dry-run", f"VENV={tmp_path / 'venv'}"]
+    plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+    joined = plan.replace("\\\n", " ").strip().splitlines()
+    assert shlex.split(joined[-1])[1:] == shlex.split(end)
+    for step in ("-m venv", "install --quiet -c constraints.txt -e .", "-m hvd_trainer install-horovod"):
+        assert step in plan
+
+
+# Python.
+
+
+@requires("horovod")
+def test_the_notebook_lines_run(root: Path) -> None:
+    (code,) = (block.text for block in documents.blocks("README.md") if "hvd_trainer.run(" in block.text)
+    (root / "cell.py").write_text(code)
+    # As in a session: there is no file that the new processes could read again.
+    result = typed('python -c "$(cat cell.py)"', root)
+    assert "2 ranks on 1 node, started by run" in result.stdout
+    assert result.stdout.count("epoch 1/1") == 1
+
+
+def test_the_library_example_is_the_file() -> None:
+    example = (REPOSITORY / "examples/mnist/train.py").read_text()
+    assert example in [block.text for block in documents.blocks("README.md") if block.language == "python"]
+
+
+# Names.
+
+
+@cache
+def help_of(what: str) -> str:
+    """What `--help` prints for a module, a module and its tool, or a script."""
+    name, *tool = what.split()
+    start = [name] if name.endswith(".py") else ["-m", name]
+    asked = subprocess.run(
+        [sys.executable, *start, *tool, "--help"], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return asked.stdout
+
+
+def test_options_in_commands_exist() -> None:
+    """The plain scripts are left out: their every command is run, and each `--help` of theirs takes seconds."""
+    wrong = []
+    for command in documents.commands():
+        for line in command.splitlines():
+            ours = documents.own_part(line)
+            if ours is None or "/plain_" in ours[0]:
+                continue
+            what, arguments = ours
+            options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+            wrong += [f"{option} in: {line}" for option in options - documents.options_in(help_of(what))]
+    assert not wrong
+
+
+def test_options_in_prose_exist() -> None:
+    known = {"--help"}.union(*OF_OTHERS.values())
+    for what in ("hvd_trainer.mnist", "hvd_trainer install-horovod", "benchmarks"):
+        known |= documents.options_in(help_of(what))
+    for document in documents.ALL:
+        named = set().union(*(documents.options_in(code) for code in documents.inline_code(document)))
+        assert not named - known, document
+
+
+def test_all_options_of_the_job_are_listed() -> None:
+    section = re.search(r"^## Options$(.*?)^## ", documents.text_of("README.md"), re.MULTILINE | re.DOTALL)
+    assert section is not None
+    offered = {option for option in documents.options_in(help_of("hvd_trainer.mnist")) if "--no-" not in option}
+    assert offered - {"--help"} == documents.options_in(section[1]) - {"--help"}
+
+
+def test_links_lead_somewhere() -> None:
+    for document in documents.ALL:
+        folder = (REPOSITORY / document).parent
+        files = [link for link in documents.links(document) if not link.startswith("https://")]
+        assert not [link for link in files if not (folder / link.partition("#")[0]).exists()], document
+
+
+def test_files_that_are_named_exist() -> None:
+    """Source files, tests and scripts: from the root, from the package, or from beside the document."""
+    for document in documents.ALL:
+        places = REPOSITORY, REPOSITORY / "hvd_trainer", (REPOSITORY / document).parent
+        code = documents.inline_code(document)
+        named = [text for text in code if re.fullmatch(r"(?!PREFIX)[\w./-]+\.(py|md|txt)", text)]
+        assert not [name for name in named if not any((place / name).is_file() for place in places)], document

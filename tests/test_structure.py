@@ -1,0 +1,280 @@
+"""The rules of structure that reviews forget: read from the source, nothing is run but imports.
+
+A module that is new fails here until it has a place in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from launchers import REPOSITORY
+
+import hvd_trainer
+from hvd_trainer.launch import LAUNCHERS
+
+PACKAGE = REPOSITORY / "hvd_trainer"
+
+# Lowest first. A module may import what stands in a lower line; a folder's modules may import each other.
+LAYERS = (
+    ("errors", "ending", "network"),
+    ("launch",),
+    ("boards", "peers"),
+    ("rendezvous",),
+    ("spawn",),
+    ("backends",),
+    ("checkpoint", "config", "data", "export", "log", "merge", "models", "random_state", "schedule"),
+    ("metrics",),
+    ("progress",),
+    ("train_step", "banner"),
+    ("trainer",),
+    ("job",),
+    ("tools",),
+    ("mnist",),
+    ("cli",),
+    ("__main__",),
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+# What the launchers' rows call a rank, a size and so on; and names of the same kind that no row uses.
+RANK_VARIABLES = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
+    "GROUP_RANK",
+    "NODE_RANK",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "MV2_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The package's modules by their dotted names without the package's own: `backends.ddp`; itself is ``."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`, which never run."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported, inside functions too."""
+    for node in nodes(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module of this package) of what is imported."""
+    for line, name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "hvd_trainer":
+            yield line, rest if rest in modules() else rest.rpartition(".")[0]
+
+
+def strings(path: Path) -> Iterator[ast.Constant]:
+    return (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+
+
+def test_every_module_has_a_layer() -> None:
+    tops = {name.partition(".")[0] for name in modules()} - {""}
+    assert tops == set(LAYER_OF), "give it its place in LAYERS"
+
+
+def test_lower_layers_never_import_higher_ones() -> None:
+    wrong = []
+    for name, path in modules().items():
+        if not name:
+            continue  # the package itself only forwards names
+        top = name.partition(".")[0]
+        for line, used in own_imports(path):
+            used_top = used.partition(".")[0]
+            if used_top != top and LAYER_OF.get(used_top, len(LAYERS)) >= LAYER_OF[top]:
+                wrong.append(f"{path.relative_to(REPOSITORY)}:{line} imports hvd_trainer.{used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = {name: {used for _, used in own_imports(path)} - {name} for name, path in modules().items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_rank_variables_are_read_in_launch_only() -> None:
+    """Elsewhere such a name may only be the key of a dictionary: what Horovod is told before it starts."""
+    wrong = []
+    for path in modules().values():
+        if path == PACKAGE / "launch.py":
+            continue
+        dictionaries = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Dict))
+        written = {id(key) for node in dictionaries for key in node.keys}
+        wrong += [
+            f"{path.relative_to(REPOSITORY)}:{node.lineno} names {node.value}"
+            for node in strings(path)
+            if node.value in RANK_VARIABLES and id(node) not in written
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_horovod_is_imported_by_its_backend_and_its_installer_only() -> None:
+    importing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules().values()
+        for _, name in imports(path)
+        if name.partition(".")[0] == "horovod"
+    }
+    assert "backends/horovod.py" in importing
+    allowed = re.compile(r"backends/horovod\w*\.py|tools/horovod_(probe|selftest)\.py")
+    assert not [path for path in importing if not allowed.fullmatch(path)]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("hvd_trainer", {"torch", "horovod", "tyro"}),
+        ("hvd_trainer.launch", {"torch", "horovod"}),
+        ("hvd_trainer.cli", {"torch", "horovod"}),
+        # What the main job may need later is imported then: each of these would delay every start.
+        ("hvd_trainer.mnist", {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors"}),
+    ],
+)
+def test_imports_bring_no_more_than_is_needed(module: str, absent: set[str]) -> None:
+    """And change nothing: neither the environment nor how signals are handled."""
+    code = f"""
+import json, os, signal, sys
+before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+import {module}
+same = before == (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+print(json.dumps([same, sorted(sys.modules)]))
+"""
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    same, loaded = json.loads(asked.stdout.splitlines()[-1])
+    assert same, "the import changed the environment or a signal handler"
+    assert not absent & set(loaded)
+
+
+# The loop.
+
+ENGINE_WORDS = re.compile(r"horovod|hvd\b|ddp|nccl|gloo|cuda|\bcpu\b|\bmps\b", re.IGNORECASE)
+
+
+def words_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Every identifier and string of the code, with its line; docstrings are not code."""
+    tree = tree_of(path)
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+    yield from imports(path)
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "train_step.py"])
+def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
+    found = [
+        (line, word)
+        for line, word in words_of(PACKAGE / name)
+        if ENGINE_WORDS.search(word.removeprefix("hvd_trainer"))
+    ]
+    assert not found
+
+
+def test_the_loop_does_not_branch_on_the_rank() -> None:
+    tree = tree_of(PACKAGE / "trainer.py")
+    comparisons = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and re.search(r"\brank\b", ast.unparse(node))
+    ]
+    assert not comparisons
+    loop = {"fit", "_run", "_train_epoch", "_finish_step", "_finish_epoch", "evaluate"}
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert loop <= methods.keys()
+    for name in loop:
+        assert not re.search(r"\bis_first\b|\brank\b", ast.unparse(methods[name])), name
+
+
+def test_the_example_is_short_and_names_no_engine() -> None:
+    text = (REPOSITORY / "examples/mnist/train.py").read_text()
+    assert len(text.splitlines()) < 40
+    assert not re.search(r"horovod|\bddp\b|nccl|gloo|distributed|\brank\b|\.cuda", text, re.IGNORECASE)
+
+
+# Public names.
+
+
+def test_public_names_are_there_and_explained() -> None:
+    unexplained = []
+    for name in hvd_trainer.__all__:
+        value = getattr(hvd_trainer, name)
+        if name == "__version__":
+            continue
+        # A class's own docstring: inspect.getdoc would find its parent's, and dataclass makes one up.
+        text = value.__doc__ if callable(value) else None
+        if not text or text.startswith(f"{name}("):
+            unexplained.append(name)
+    assert not unexplained
+    assert set(dir(hvd_trainer)) == set(hvd_trainer.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hvd_trainer.nothing
+
+
+def test_type_checkers_see_the_same_public_names() -> None:
+    """The names stand twice: once for loading on first use, once for type checkers."""
+    static = {
+        f"{node.module}.{alias.name}"
+        for block in tree_of(PACKAGE / "__init__.py").body
+        if isinstance(block, ast.If)
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = {f"{home}.{name}" for home, names in hvd_trainer._HOMES.items() for name in names}
+    assert static == lazy
+
+
+def test_one_version_everywhere() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    assert settings["metadata"]["version"] == hvd_trainer.__version__
+    assert f"## [{hvd_trainer.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()

@@ -1,0 +1,272 @@
+"""The trainer in library use and as the job: numbers, records, files, and what a person reads."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_checks
+from launchers import REPOSITORY, command_line, launch, requires, run_ranks
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hvd_trainer import Trainer
+from hvd_trainer.models import conv_net
+
+ENGINES = {"ddp": "torchrun", "horovod": "horovodrun"}
+pytestmark = requires("horovod")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """All trainings of `trainer_checks.many`, per engine and rank."""
+    return {
+        name: run_ranks(
+            trainer_checks.many, num_processes=2, launcher=launcher, args=(name, str(folder)), timeout_s=240
+        )
+        for name, launcher in ENGINES.items()
+    }
+
+
+KINDS = ("plain", "again", "halved", "halved object", "closed form", "accumulated", "bf16", "fp16", "compiled")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_and_ranks_train_the_same_bits(trained: dict[str, list[Any]], kind: str) -> None:
+    runs = [rank[kind] for ranks in trained.values() for rank in ranks]
+    assert len({run["weights"] for run in runs}) == 1
+    assert all(run["rates"] == runs[0]["rates"] for run in runs)
+    for run in runs:
+        for mine, first in zip(run["records"], runs[0]["records"], strict=True):
+            same = ("train_loss", "test_loss", "test_accuracy", "samples", "step", "skipped_steps")
+            assert [mine[key] for key in same] == [first[key] for key in same]
+
+
+def test_a_second_training_in_one_process_repeats_the_first(trained: dict[str, list[Any]]) -> None:
+    for ranks in trained.values():
+        assert ranks[0]["plain"]["weights"] == ranks[0]["again"]["weights"]
+        assert ranks[0]["plain"]["epochs"] == [1, 2]
+
+
+def test_learning_rates(trained: dict[str, list[Any]]) -> None:
+    """5 steps per epoch. A warm-up that outlasts an epoch once made a closed-form scheduler overshoot."""
+    runs = trained["ddp"][0]
+    assert runs["plain"]["rates"] == [0.5] * 10
+    assert runs["halved"]["rates"] == [0.5] * 5 + [0.25] * 5
+    warm = [0.25, 0.5, 0.75, 1, 1]  # a start of 3 steps: 1/4, 2/4, 3/4
+    assert runs["halved object"]["rates"] == pytest.approx([2 * 0.5 * share for share in warm] + [0.5] * 5)
+    assert runs["halved object"]["own lr"] == 0.125, "the optimizer keeps the user's own rate"
+    slow = [min(1, (step + 1) / 9) for step in range(10)]
+    rates = [0.5 * slow[step] * (1 if step < 5 else 0.5) for step in range(10)]
+    assert runs["closed form"]["rates"] == pytest.approx(rates)
+
+
+def test_work_accounting(trained: dict[str, list[Any]]) -> None:
+    runs = trained["horovod"][0]
+    last = runs["accumulated"]["records"][-1]
+    # 20 samples per rank in batches of 6 are 4 batches, in windows of 2.
+    assert (last["step"], last["samples"], last["global_batch_size"]) == (4, 80, 24)
+    last = runs["plain"]["records"][-1]
+    assert (last["step"], last["samples"], last["epoch"], last["world_size"]) == (10, 80, 2, 2)
+    assert runs["fp16"]["records"][-1]["skipped_steps"] >= 0
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in text]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_metrics_jsonl(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
+    written = lines(folder / name)
+    assert [line["event"] for line in written] == ["step", "epoch", "step", "step", "epoch", "end"]
+    assert [(line["epoch"], line["step"]) for line in written] == [
+        (1, 3),
+        (1, 5),
+        (2, 6),
+        (2, 9),
+        (2, 10),
+        (2, 10),
+    ]
+    accounting = {"backend", "launcher", "world_size", "epoch", "step", "samples", "global_batch_size", "lr"}
+    results = {"train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples_per_s"}
+    for line in written:
+        assert accounting | {"skipped_steps", "train_loss"} <= set(line)
+        assert results <= set(line) or line["event"] == "step"
+        assert (line["backend"], line["launcher"], line["samples"]) == (name, ENGINES[name], 8 * line["step"])
+    epochs = [{k: v for k, v in line.items() if k != "event"} for line in written if line["event"] == "epoch"]
+    assert epochs == trained[name][0]["plain"]["records"]
+
+
+def test_a_loss_of_nan_is_text(trained: dict[str, list[Any]], folder: Path) -> None:
+    assert math.isnan(trained["ddp"][0]["nan"]["records"][0]["train_loss"])
+    assert {line["train_loss"] for line in lines(folder / "ddp-nan")} == {"nan"}
+
+
+@pytest.mark.usefixtures("trained")
+def test_files_of_a_run(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    weights = [(folder / name / "model.safetensors").read_bytes() for name in ENGINES]
+    assert weights[0] == weights[1]
+    trainer_checks.small_model().load_state_dict(load_file(folder / "ddp" / "model.safetensors"))
+    board = EventAccumulator(str(folder / "ddp"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"train/loss", "train/accuracy", "test/loss", "test/accuracy", "lr", "step/train/loss"} <= tags
+    written = [line["test_loss"] for line in lines(folder / "ddp") if line["event"] == "epoch"]
+    assert [event.value for event in board.Scalars("test/loss")] == pytest.approx(written)
+
+
+def test_plateau_and_a_second_fit_of_one_trainer() -> None:
+    model, data = trainer_checks.small_model(), trainer_checks.small_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Trainer(single()) as trainer:
+        for _ in range(2):
+            plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, threshold_mode="abs")
+            history = trainer.fit(model, optimizer, nn.functional.cross_entropy, data, data, scheduler=plateau)
+            assert len(history.epochs) == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4), "two of three epochs, twice, did not improve"
+
+
+def single() -> Any:
+    from hvd_trainer import EngineOptions, LogOptions, TrainerOptions
+
+    return TrainerOptions(engine=EngineOptions(backend="single"), log=LogOptions(quiet=True))
+
+
+# As a user starts it.
+
+JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "2", "--batch-size", "64"]
+
+
+def test_what_a_person_reads_in_a_pipe(tmp_path: Path) -> None:
+    result = launch("torchrun", 2, [*JOB, "--backend", "ddp", "--log-dir", str(tmp_path), "--lr-scaling", "sqrt"])
+    out = result.stdout.splitlines()
+    heads = [line.split()[0] for line in out]
+    assert heads == [
+        "backend",
+        "world",
+        "batch",
+        "rate",
+        "numbers",
+        "data",
+        "model",
+        "log",
+        "epoch",
+        "epoch",
+        "done:",
+    ]
+    text = result.stdout
+    for words in (
+        "world    2 ranks on 1 node, started by torchrun; CPU, 1 thread each",
+        "64 x 2 ranks x 1 pass = 128 per step, 12 steps per epoch",
+        "lr 0.00282843 (scaled: sqrt, x 1.41421)",
+        "data     digits: 1,438 samples to train on, 359 to test on",
+        f"done: 24 steps in {text.rpartition(' steps in ')[2]}".splitlines()[0],
+        f"weights and metrics in {tmp_path}",
+    ):
+        assert words in text
+    last = lines(tmp_path)[-1]
+    assert f"test loss {last['test_loss']:.5f} accuracy {last['test_accuracy']:.2%}" in out[-2]
+    assert "it/s" not in result.stderr
+    assert "samples/s" not in result.stderr, "no bar in a pipe"
+    conv_net().load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+def test_quiet_and_verbose() -> None:
+    quiet = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--quiet"])
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+    verbose = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--verbose"])
+    assert "hosts    0: " in verbose.stdout
+    assert "1 rank on 1 node" in verbose.stdout
+
+
+def on_a_terminal(command: list[str], limit_s: float = 90) -> str:
+    """Everything that a command prints where a person watches."""
+    leader, follower = pty.openpty()
+    # A new one has no columns, in which tqdm draws nothing.
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    process = subprocess.Popen(
+        command, stdout=follower, stderr=follower, stdin=follower, cwd=REPOSITORY, env=environ
+    )
+    os.close(follower)
+    text, deadline = b"", time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([leader], [], [], 1)[0]:
+                continue
+            try:
+                text += os.read(leader, 65536)
+            except OSError:
+                break
+    finally:
+        process.kill() if process.poll() is None and time.monotonic() >= deadline else process.wait(20)
+        os.close(leader)
+    assert process.returncode == 0, text.decode()
+    return text.decode()
+
+
+@pytest.mark.parametrize("launcher", ["python", "horovodrun"])
+def test_a_terminal_gets_one_bar(launcher: str) -> None:
+    size = 1 if launcher == "python" else 2
+    argv = [*JOB, "--batch-size", "8", "--workers", "0", "--backend", "single" if size == 1 else "horovod"]
+    text = on_a_terminal(command_line(launcher, size, argv))
+    assert "epoch 1/2:" in text
+    assert "samples/s" in text
+    assert "[1]<stderr>:" not in text
+    assert "done: " in text
+
+
+FAILING = """
+import torch
+from torch import nn
+from hvd_trainer import EngineOptions, Trainer, TrainerOptions, run_job
+from trainer_checks import small_data, small_model
+
+def main(options):
+    with Trainer(options) as trainer:
+        steps = []
+        def loss(outputs, targets):
+            steps.append(1)
+            if trainer.world.rank == 1 and len(steps) == 3:
+                raise ZeroDivisionError("in the user's own loss")
+            return nn.functional.cross_entropy(outputs, targets)
+        model = small_model()
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, small_data())
+
+run_job(TrainerOptions, main, ["--batch-size", "2", "--backend", "BACKEND"])
+"""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_loss_that_raises_on_one_rank_ends_all(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.replace("BACKEND", name))
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    result = launch(ENGINES[name], 2, [str(script)], env={"PYTHONPATH": path}, check=False, timeout_s=60)
+    assert result.returncode != 0
+    assert "[rank 1] error: " in result.stderr
+    assert result.stderr.count("ZeroDivisionError: in the user's own loss") == 1

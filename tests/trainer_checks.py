@@ -1,0 +1,118 @@
+"""What `test_trainer.py` runs in every rank: trainings of many kinds in one launch, which the test compares."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from hvd_trainer import Callback, EngineOptions, LogOptions, Trainer, TrainerOptions, TrainOptions, accuracy
+from hvd_trainer.data import TensorData
+
+NUM = 40
+
+
+def small_data(count: int = NUM) -> TensorData:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 6, generator=generator)
+    return TensorData(inputs, (inputs.sum(1) > 0).long(), name="signs")
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+class Rates(Callback):
+    """Notes the effective learning rate of each step, and the calls."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.epochs: list[int] = []
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        self.rates.append(trainer.rate.last)
+
+    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self.epochs.append(record["epoch"])
+
+
+def train(
+    backend: str,
+    folder: str | None = None,
+    *,
+    lr: float = 0.5,
+    scheduler: Any = None,
+    on_object: bool = False,
+    data: Any = None,
+    loss: Any = nn.functional.cross_entropy,
+    **options: Any,
+) -> dict[str, Any]:
+    """One training; its records, learning rates and the fingerprint of its weights."""
+    rates = Rates()
+    settings = TrainerOptions(
+        engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
+        train=TrainOptions(**{"epochs": 2, "global_batch_size": 8, **options}),
+        log=LogOptions(log_dir=folder, log_every=3, quiet=True),
+    )
+    with Trainer(settings) as trainer:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        if on_object:
+            scheduler = scheduler(optimizer)
+        history = trainer.fit(
+            model,
+            optimizer,
+            loss,
+            data or small_data(),
+            small_data(7),
+            scheduler=scheduler,
+            metrics={"accuracy": accuracy},
+            callbacks=[rates],
+        )
+        rank = trainer.world.rank
+    return {
+        "rank": rank,
+        "records": history.epochs,
+        "rates": rates.rates,
+        "epochs": rates.epochs,
+        "weights": fingerprint(model),
+        "own lr": optimizer.param_groups[0]["lr"],
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+
+
+def halve(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def closed_form(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets) * float("nan")
+
+
+def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Trainings one after another in one process: each starts the engine anew."""
+    log = str(Path(folder) / backend)
+    found = {
+        "plain": train(backend, log),
+        "again": train(backend),
+        "halved": train(backend, scheduler=halve),
+        "halved object": train(backend, scheduler=halve, on_object=True, lr_scaling="linear", warmup_epochs=0.6),
+        "closed form": train(backend, scheduler=closed_form, warmup_epochs=1.6),
+        "accumulated": train(backend, accumulate=2, global_batch_size=24, max_norm=0.5),
+        "bf16": train(backend, precision="bf16"),
+        "fp16": train(backend, precision="fp16"),
+        "compiled": train(backend, compile=True, epochs=1),
+        "nan": train(backend, f"{log}-nan", loss=not_a_number, epochs=1),
+    }
+    return found["plain"]["rank"], found
