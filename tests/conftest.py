@@ -28,9 +28,12 @@ _LEFT_BEHIND = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Forget the launcher that started pytest itself, and mark what the session will start."""
+    """Forget the launcher or the make that started pytest itself, and mark what the session will start."""
     for name in [name for name in os.environ if child_environment.is_rank_variable(name)]:
         del os.environ[name]
+    # A make inside `make test` would take over its options, and say that it enters and leaves a folder.
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        os.environ.pop(name, None)
     # A run inside a test of another run carries that one's mark in front.
     outer = os.environ.get(process_tree.MARK, "")
     os.environ[process_tree.MARK] = f"{outer}/pytest-{secrets.token_hex(8)}".lstrip("/")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from hvd_trainer.backends.base import Backend, EngineOptions, ReduceOp, StepResult
+from hvd_trainer.backends.base import Backend, ReduceOp, StepResult
+from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.errors import OptionError
 
 __all__ = ["BACKENDS", "Backend", "EngineOptions", "ReduceOp", "StepResult", "create"]

@@ -11,61 +11,28 @@ parallelism is another thing and not in this folder.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer import peers, rendezvous
+from hvd_trainer.backends.options import EngineOptions
+from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.errors import BackendError, LaunchError, OptionError, PeerError, UserError, first_line
 from hvd_trainer.launch import World, cpu_ids, detect
 from hvd_trainer.peers import Peer
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How the engine exchanges gradients. One name for one thing on both engines."""
-
-    backend: Literal["horovod", "ddp", "single"] = "horovod"
-    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto takes a GPU per rank where there are GPUs"""
-    timeout_s: float = 300.0
-    """how long to wait for the other ranks, in seconds, at the start and in each exchange"""
-    init_method: str | None = None
-    """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
-    bucket_mb: float = 25.0
-    """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
-    sync_batch_norm: bool = False
-    """batch norm over the global batch instead of each rank's own"""
-    find_unused_parameters: bool = False
-    """allow steps in which some parameters get no gradient; they then stay as they are"""
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """ddp only: the library that moves the bytes; auto is nccl on GPUs and gloo on CPUs"""
-    static_graph: bool = False
-    """ddp only: promise that every step uses the same parameters in the same order"""
-    powersgd_rank: int = 1
-    """ddp only: rank of the approximation in powersgd compression"""
-    adasum: bool = False
-    """horovod only: combine gradients by Adasum instead of averaging (needs Horovod built with MPI)"""
-    num_groups: int | None = None
-    """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
-    autotune: bool = False
-    """horovod only: let Horovod tune its own fusion and cycle time while training"""
-    cycle_time_ms: float | None = None
-    """horovod only: pause between two looks of its background thread, in ms (default: 1; 3 where CPUs train and
-    there are more ranks than cores)"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +70,7 @@ class Backend(ABC):
         self.check_options()
         self.world: World = detect(self.environ)
         self.device = torch.device("cpu")
+        self._held: deque[Tensor] = deque(maxlen=16)
 
     def check_options(self) -> None:
         """Refuses what this engine cannot do: all mistakes at once.
@@ -253,16 +221,49 @@ class Backend(ABC):
         """Combines a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
 
     @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The ranks' tensors (any shape, same on all ranks) in rank order."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Fills a tensor with rank 0's."""
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        """Keeps a tensor, which is about to be exchanged, through some more exchanges.
+
+        An engine's thread lets go of a tensor a moment after its exchange. If only Python has it then, that thread
+        enters the interpreter to say so, and a fork at that moment, such as that of a DataLoader's worker, makes a
+        child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view has its base
+        outside Python, and so spares the engine's thread that way.
+        """
+        self._held.append(tensor.view_as(tensor))
+        return tensor
+
     def all_gather_object(self, value: T) -> list[T]:
         """Collects one picklable value from each rank: a list in rank order, on all ranks."""
+        if self.world.size == 1:
+            return [value]
+        mine = pickle.dumps(value)
+        lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
+        # Tensors of one shape: the shorter ones are filled up.
+        payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+        parts = self._all_gather(payload)
+        return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
 
-    @abstractmethod
     def broadcast_object(self, value: T) -> T:
         """Gives rank 0's picklable value to all ranks."""
+        if self.world.size == 1:
+            return value
+        payload = pickle.dumps(value) if self.world.is_first else b""
+        length = int(self.all_reduce(torch.tensor([len(payload)]), "max"))
+        tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+        self._broadcast(tensor)
+        received: T = pickle.loads(_bytes(tensor))
+        return received
 
-    @abstractmethod
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
+        float(self.all_reduce(torch.zeros(1)))  # on a GPU, only reading it waits for it
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
@@ -281,6 +282,10 @@ class Backend(ABC):
                 buffer.detach().copy_(part.view_as(buffer))
 
 
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets what an engine reads at its start, and takes it back: a later `detect` must see the real launcher."""
@@ -294,12 +299,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All parameters that the optimizer updates, in its order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def choose_device(world: World, wish: str = "auto") -> torch.device:
@@ -319,44 +318,3 @@ def choose_device(world: World, wish: str = "auto") -> torch.device:
     device = torch.device("cuda", world.local_rank % visible)
     torch.cuda.set_device(device)
     return device
-
-
-def start_equal(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
-    """Checks that all ranks built the same model, and gives rank 0's optimizer state and settings to all.
-
-    The state travels as an object. Horovod's `broadcast_optimizer_state` must not be used on a fresh optimizer:
-    it takes a step on zero gradients to create the state, after which Adam's first real update is 0.744 of
-    what it should be and weight decay has moved the weights (horovod/torch/functions.py; issues 2805, 3743).
-    """
-    mine: dict[str, Any] = {
-        "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
-        "optimizer": optimizer.state_dict(),
-    }
-    first = backend.broadcast_object(mine if backend.world.is_first else {})
-    theirs, ours = first["tensors"], mine["tensors"]
-    if theirs != ours:
-        difference = next(
-            (f"{b} against {a} on rank 0" for a, b in zip(theirs, ours, strict=False) if a != b),
-            f"{len(ours)} tensors against {len(theirs)} on rank 0",
-        )
-        raise BackendError(
-            f"Rank {backend.world.rank} built another model than rank 0: {difference}. Build it from the same "
-            f"options on all ranks."
-        )
-    optimizer.load_state_dict(first["optimizer"])
-
-
-def refuse_unused(model_names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
-    """Raises BackendError if a parameter got no gradient in this step.
-
-    Left alone, the engines differ: Horovod makes the gradient zero, so that weight decay and momentum still
-    move the parameter, and DDP stops in the next forward with an error that names nothing.
-    """
-    unused = [p for p in parameters_of(optimizer) if p.grad is None and p.requires_grad]
-    if unused:
-        names = ", ".join(model_names.get(p, "?") for p in unused[:5])
-        raise BackendError(
-            f"{len(unused)} parameters got no gradient in this step "
-            f"({names}{', ...' if len(unused) > 5 else ''}). If that is meant, add --find-unused-parameters; else "
-            f"freeze them with requires_grad_(False)."
-        )

@@ -6,7 +6,7 @@ import gc
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hvd_trainer.backends.base import Backend, ReduceOp, environment, refuse_unused, start_equal
+from hvd_trainer.backends.base import Backend, ReduceOp, environment
+from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError
 from hvd_trainer.network import LOOPBACK, address_towards, interface_of
 from hvd_trainer.peers import check_world
 
-T = TypeVar("T")
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -162,19 +162,17 @@ class DDPBackend(Backend):
             refuse_unused(self._names, optimizer)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        result = tensor.detach().to(self.device, copy=True)
+        result = self._hold(tensor.detach().to(self.device, copy=True))
         dist.all_reduce(result, OPS[op])
         return result.div_(self.world.size) if op == "mean" else result
 
-    def all_gather_object(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value)
-        return values
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        mine = self._hold(tensor.to(self.device))
+        gathered = [self._hold(torch.empty_like(mine)) for _ in range(self.world.size)]
+        dist.all_gather(gathered, mine)
+        return gathered
 
-    def broadcast_object(self, value: T) -> T:
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
-
-    def barrier(self) -> None:
-        dist.barrier()
+    def _broadcast(self, tensor: Tensor) -> None:
+        sent = self._hold(tensor.to(self.device))
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import io
-import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,6 @@ from hvd_trainer.backends.base import (
     ReduceOp,
     StepResult,
     environment,
-    refuse_unused,
-    start_equal,
 )
 from hvd_trainer.backends.horovod_exchange import (
     BucketExchange,
@@ -34,12 +31,12 @@ from hvd_trainer.backends.horovod_exchange import (
     WrappedExchange,
     used_somewhere,
 )
+from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.network import LOOPBACK, address_towards, interface_of
 from hvd_trainer.peers import Peer, check_world, crowded
 
-T = TypeVar("T")
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
 CROWDED_CYCLE_MS = 3.0
 """Horovod's background thread meets those of all other ranks every millisecond, whether or not there is work. With
@@ -183,14 +180,14 @@ class HorovodBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         start_equal(self, model, optimizer)
-        self._broadcast(model)
+        self._broadcast_model(model)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = self._make_exchange(model, optimizer) if self.world.size > 1 else None
         return model, optimizer
 
-    def _broadcast(self, model: nn.Module) -> None:
+    def _broadcast_model(self, model: nn.Module) -> None:
         """Gives rank 0's parameters and buffers to all. Horovod takes contiguous tensors only."""
         state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         packed = {name: tensor.contiguous() for name, tensor in state.items()}
@@ -263,34 +260,20 @@ class HorovodBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-        source = tensor.detach().to(self.device).contiguous()
+        result = self._hold(tensor.detach().to(self.device, copy=True).contiguous())
         # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
-        name = f"hvd_trainer.{op}.{source.dtype}.{tuple(source.shape)}"
-        result: Tensor = self._waiter.result(hvd.allreduce_async(source, name=name, op=ops[op]))
+        name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
+        self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
 
-    # Horovod's own object collectives and barrier wait without end, spinning.
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        mine = self._hold(tensor)
+        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(mine, name="hvd_trainer.gather"))
+        return list(gathered.split(len(tensor)))
 
-    def all_gather_object(self, value: T) -> list[T]:
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([len(payload)]), "lengths").tolist()
-        parts = self._all_gather(payload, "payloads").split(lengths)
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-    def _all_gather(self, tensor: Tensor, name: str) -> Tensor:
-        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name=f"hvd_trainer.{name}"))
-        return gathered
-
-    def broadcast_object(self, value: T) -> T:
-        payload = bytearray(pickle.dumps(value) if self.world.is_first else b"")
-        length = int(self.all_reduce(torch.tensor([len(payload)]), "max"))
-        buffer = torch.frombuffer(payload or bytearray(length), dtype=torch.uint8)
-        self._waiter.result(self._hvd.broadcast_async_(buffer, root_rank=0, name="hvd_trainer.broadcast"))
-        received: T = pickle.loads(buffer.numpy().tobytes())
-        return received
-
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
+    def _broadcast(self, tensor: Tensor) -> None:
+        held = self._hold(tensor)
+        self._waiter.result(self._hvd.broadcast_async_(held, root_rank=0, name="hvd_trainer.broadcast"))
 
 
 def _import_horovod() -> ModuleType:

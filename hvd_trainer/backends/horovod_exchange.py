@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hvd_trainer.backends.base import parameters_of
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.errors import BackendError
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,7 +9,6 @@ from torch.optim import Optimizer
 from hvd_trainer.backends.base import Backend, ReduceOp
 from hvd_trainer.errors import LaunchError
 
-T = TypeVar("T")
 NOTHING = "one process has nothing to exchange; leave it out"
 
 
@@ -54,11 +51,8 @@ class SingleBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return tensor.clone()
 
-    def all_gather_object(self, value: T) -> list[T]:
-        return [value]
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
 
-    def broadcast_object(self, value: T) -> T:
-        return value
-
-    def barrier(self) -> None:
+    def _broadcast(self, tensor: Tensor) -> None:
         pass

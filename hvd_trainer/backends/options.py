@@ -1,0 +1,43 @@
+"""How an engine exchanges gradients: one name for one thing on both engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine exchanges gradients. One name for one thing on both engines."""
+
+    backend: Literal["horovod", "ddp", "single"] = "horovod"
+    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto takes a GPU per rank where there are GPUs"""
+    timeout_s: float = 300.0
+    """how long to wait for the other ranks, in seconds, at the start and in each exchange"""
+    init_method: str | None = None
+    """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
+    bucket_mb: float = 25.0
+    """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
+    sync_batch_norm: bool = False
+    """batch norm over the global batch instead of each rank's own"""
+    find_unused_parameters: bool = False
+    """allow steps in which some parameters get no gradient; they then stay as they are"""
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    """ddp only: the library that moves the bytes; auto is nccl on GPUs and gloo on CPUs"""
+    static_graph: bool = False
+    """ddp only: promise that every step uses the same parameters in the same order"""
+    powersgd_rank: int = 1
+    """ddp only: rank of the approximation in powersgd compression"""
+    adasum: bool = False
+    """horovod only: combine gradients by Adasum instead of averaging (needs Horovod built with MPI)"""
+    num_groups: int | None = None
+    """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
+    autotune: bool = False
+    """horovod only: let Horovod tune its own fusion and cycle time while training"""
+    cycle_time_ms: float | None = None
+    """horovod only: pause between two looks of its background thread, in ms (default: 1; 3 where CPUs train and
+    there are more ranks than cores)"""
