@@ -92,7 +92,7 @@ def collectives_agree(backend: Backend) -> None:
 
 @check()
 def forks_after_an_exchange_live(backend: Backend) -> None:
-    """DataLoader's workers are forks. On Python 3.11.7 seven of a thousand hung in their first breath, see `_hold`."""
+    """As those of DataLoader are. On Python 3.11.7, seven of a thousand hung at birth: see `Backend._hold`."""
     if backend.world.size != 2:
         return
     for _ in range(150):
