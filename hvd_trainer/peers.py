@@ -91,12 +91,6 @@ def fair_cpus(world: World, peers: list[Peer]) -> int:
     return max(1, int(share + 1e-6))
 
 
-def crowded(world: World, peers: list[Peer]) -> bool:
-    """Whether this node has more ranks than CPUs, so that one rank's waiting takes another's time."""
-    neighbours = [peer for peer in peers if peer.host == peers[world.rank].host]
-    return len(neighbours) > len({cpu for peer in neighbours for cpu in peer.cpus})
-
-
 def sharing_gpu(world: World, peers: list[Peer]) -> list[int]:
     """The other ranks that would use this rank's GPU."""
     mine = peers[world.rank]

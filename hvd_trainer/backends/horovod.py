@@ -35,12 +35,13 @@ from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.network import LOOPBACK, address_towards, interface_of
-from hvd_trainer.peers import Peer, check_world, crowded
+from hvd_trainer.peers import Peer, check_world
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
-CROWDED_CYCLE_MS = 3.0
-"""Horovod's background thread meets those of all other ranks every millisecond, whether or not there is work. With
-more ranks than cores each meeting waits for ranks that compute, and keeps them from it."""
+WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
+"""For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
+and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
+cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
@@ -141,10 +142,10 @@ class HorovodBackend(Backend):
             # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            if self.device.type == "cpu" and crowded(self.world, self.peers):
-                wanted["HOROVOD_CYCLE_TIME"] = str(CROWDED_CYCLE_MS)
+            if not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ and _can_wake():
+                wanted |= WAKING
         if options.cycle_time_ms is not None:
-            wanted["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
+            wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
         return {name: value for name, value in wanted.items() if name not in self.environ}
 
     def _rendezvous_server(self) -> tuple[str, int]:
@@ -274,6 +275,15 @@ class HorovodBackend(Backend):
     def _broadcast(self, tensor: Tensor) -> None:
         held = self._hold(tensor)
         self._waiter.result(self._hvd.broadcast_async_(held, root_rank=0, name="hvd_trainer.broadcast"))
+
+
+def _can_wake() -> bool:
+    """Whether this Horovod is one of our builds that have the changes of `tools/horovod_waking.py`."""
+    try:
+        build = importlib.import_module("horovod.hvd_trainer_build")
+    except ImportError:
+        return False
+    return bool(build.RECORD["patch_set"] >= 3)
 
 
 def _import_horovod() -> ModuleType:

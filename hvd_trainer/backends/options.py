@@ -39,5 +39,5 @@ class EngineOptions:
     autotune: bool = False
     """horovod only: let Horovod tune its own fusion and cycle time while training"""
     cycle_time_ms: float | None = None
-    """horovod only: pause between two looks of its background thread, in ms (default: 1; 3 where CPUs train and
-    there are more ranks than cores)"""
+    """horovod only: let its background thread look for work once in so many ms (default: when there is some, if
+    install-horovod has built it, else every ms)"""

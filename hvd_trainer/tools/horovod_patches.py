@@ -10,9 +10,10 @@ from pathlib import Path
 from hvd_trainer.tools import horovod_messages
 from hvd_trainer.tools.horovod_security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod_source import Replacement
+from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 2
+PATCH_SET = 3
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -35,7 +36,12 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
     Raises:
         PatchError: the source is not 0.28.1's.
     """
-    for replacement in (*compile_changes(cxx_standard), *PYTHON_CHANGES, *SECURITY_CHANGES):
+    for replacement in (
+        *compile_changes(cxx_standard),
+        *PYTHON_CHANGES,
+        *SECURITY_CHANGES,
+        *WAKING_CHANGES,
+    ):
         replacement.apply(source)
     shutil.copyfile(horovod_messages.__file__, source / "horovod/runner/elastic/messages.py")
     # JSON in a string, so that null needs no translation.
