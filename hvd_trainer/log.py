@@ -41,12 +41,16 @@ class RunLog:
             raise OptionError(f"--log-dir {folder} cannot be written to: {trouble}")
 
     def _open(self) -> str | None:
-        """Opens metrics.jsonl; returns why it cannot."""
+        """Opens metrics.jsonl and TensorBoard's file; returns why it cannot."""
         if self.folder is None:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lines = (self.folder / "metrics.jsonl").open("a", buffering=1)
+            # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.folder))
         except OSError as error:
             return str(error)
         return None
@@ -74,14 +78,7 @@ class RunLog:
         for key, value in clean.items():
             if isinstance(value, float) and key.startswith(SHOWN):
                 name = key.replace("_", "/", 1) if key.startswith(("train_", "test_")) else key
-                self._tensorboard().add_scalar(prefix + name, value, clean["step"])
-
-    def _tensorboard(self) -> Any:
-        if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self.folder))
-        return self._board
+                self._board.add_scalar(prefix + name, value, clean["step"])
 
     def close(self) -> None:
         if self._board is not None:

@@ -33,7 +33,7 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte", 10_000),
 }
 MEAN, STD = 0.1307, 0.3081
-PROBE_S, QUICK_S, PATIENT_S = 5.0, 60.0, 240.0
+PROBE_S, QUICK_S, PATIENT_S = 5.0, 15.0, 240.0
 """Time limits: to reach the server at all; to download where digits will do; to download where they will not."""
 SERVER = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 HOW = (
