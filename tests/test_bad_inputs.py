@@ -68,7 +68,7 @@ def test_a_half_set_launcher(launcher: str, script) -> None:
     refused(launcher, argv, f"looks started by {launcher}, but {FORGET[launcher]} is not. Set what is missing")
 
 
-@each_launcher("mpirun", "srun")
+@each_launcher("mpirun")
 def test_one_rank_alone_is_half_set(launcher: str, script) -> None:
     """The others wait for it, and must not wait for 300 s."""
     rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
@@ -81,7 +81,7 @@ def test_an_unknown_backend(launcher: str) -> None:
     refused(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
 
 
-@each_launcher("mpirun", "srun")
+@each_launcher("srun")
 def test_one_rank_alone_is_given_a_wrong_option(launcher: str, script) -> None:
     rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
     refused(launcher, script(f"if os.environ['{rank}'] == '1': sys.argv.append('--epochz')"), "--epochz")

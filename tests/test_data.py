@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import data_checks
+import numpy as np
 import pytest
 import torch
 from data_checks import BATCH, FEW, NUM, STREAMS, Stream, numbers
@@ -30,7 +31,6 @@ from hvd_trainer.errors import DataError
 WORLDS = [
     pytest.param(("ddp", "python", 1), id="ddp-1"),
     pytest.param(("ddp", "torchrun", 3), id="ddp-3"),
-    pytest.param(("horovod", "horovodrun", 2), id="horovod-2", marks=requires("horovod")),
     pytest.param(("horovod", "horovodrun", 4), id="horovod-4", marks=requires("horovod")),
 ]
 
@@ -317,6 +317,14 @@ def test_missing_mnist_says_how_to_get_it(tmp_path: Path, alone: Backend) -> Non
     with pytest.raises(DataError, match="wrong"):
         # A folder that was named must have it: digits instead would hide a typing mistake.
         load_images(ImageOptions("auto", str(tmp_path / "wrong")), alone)
+
+
+def test_digits_are_scikit_learns() -> None:
+    """They are read from its file, without importing it."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    assert np.array_equal(mnist_module._digits_table(), np.column_stack([bunch.data, bunch.target]))
 
 
 @pytest.mark.usefixtures("offline")

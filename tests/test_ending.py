@@ -165,7 +165,8 @@ def test_a_notebooks_interrupt_ends_the_ranks_of_run(tmp_path: Path) -> None:
         assert job.stderr.count("Traceback") == 1
 
 
-# Exit. A thread of Gloo's that still runs when the interpreter ends may abort the process.
+# Exit. A thread of Gloo's that still runs when the interpreter ends may abort the process: one in ten of raw DDP's
+# did. `python -m benchmarks.exit_runs` counts hundreds of exits.
 
 
 def gloo_threads() -> list[str]:
@@ -218,12 +219,3 @@ def test_no_thread_of_gloo_is_left_in_a_rank_of_run(backend: str) -> None:
     outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=(backend,))
     assert [rank for rank, _ in outcomes] == [0, 1]
     assert [after for _, (_, after) in outcomes] == [[], []]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_example_ends_cleanly(backend: str) -> None:
-    """The deterministic tests above say why; `python -m benchmarks.exit_runs` counts hundreds of exits."""
-    argv = ["examples/mnist/train.py", *digits_job.OPTIONS, "--backend", backend]
-    result = launch("torchrun", 2, argv)
-    assert "terminate called" not in result.stderr
-    assert "Traceback" not in result.stderr

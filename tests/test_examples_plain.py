@@ -39,8 +39,6 @@ def train(launcher: str, num_processes: int, *options: str, script: str = "") ->
             "--accumulate 3 --batch-size 32 --max-steps 20",
             id="sgd-momentum-clipping-accumulation",
         ),
-        # 30,000 samples a rank are six micro-batches of 5,000: a step of four and a step of two.
-        pytest.param("--optimizer adamw --accumulate 4 --batch-size 5000", id="short-last-window"),
     ],
 )
 def test_same_numbers_at_two_ranks(options: str, tmp_path: Path) -> None:
@@ -56,9 +54,6 @@ def test_same_numbers_at_two_ranks(options: str, tmp_path: Path) -> None:
     assert [result["backend"] for result in results] == ["horovod", "ddp"]
     for key in ("samples", "step_losses", "train_loss", "test_loss", "test_accuracy"):
         assert horovod[key] == ddp[key], key
-    if "--max-steps" not in options:
-        assert len(ddp["step_losses"]) == 2
-        assert ddp["samples"] == 60_000
     assert len(set(ddp["step_losses"])) == len(ddp["step_losses"])
     # Each of the 10,000 samples counted once: with padding this would be no whole number.
     assert (ddp["test_accuracy"] * 10_000) == pytest.approx(round(ddp["test_accuracy"] * 10_000))

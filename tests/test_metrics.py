@@ -92,7 +92,6 @@ def alone() -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("backend", "launcher", "size"),
     [
-        pytest.param("ddp", "torchrun", 2, id="ddp-2"),
         pytest.param("ddp", "torchrun", 3, id="ddp-3"),
         pytest.param("horovod", "horovodrun", 3, id="horovod-3", marks=requires("horovod")),
     ],
