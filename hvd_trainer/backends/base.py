@@ -70,7 +70,7 @@ class Backend(ABC):
         self.check_options()
         self.world: World = detect(self.environ)
         self.device = torch.device("cpu")
-        self._held: deque[Tensor] = deque(maxlen=16)
+        self._held: deque[list[Tensor]] = deque(maxlen=4)
 
     def check_options(self) -> None:
         """Refuses what this engine cannot do: all mistakes at once.
@@ -228,16 +228,15 @@ class Backend(ABC):
     def _broadcast(self, tensor: Tensor) -> None:
         """Fills a tensor with rank 0's."""
 
-    def _hold(self, tensor: Tensor) -> Tensor:
-        """Keeps a tensor, which is about to be exchanged, through some more exchanges.
+    def _hold(self, *tensors: Tensor) -> None:
+        """Keeps the tensors of an exchange that is about to start through the next ones, which are soon.
 
         An engine's thread lets go of a tensor a moment after its exchange. If only Python has it then, that thread
         enters the interpreter to say so, and a fork at that moment, such as that of a DataLoader's worker, makes a
         child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view has its base
         outside Python, and so spares the engine's thread that way.
         """
-        self._held.append(tensor.view_as(tensor))
-        return tensor
+        self._held.append([tensor.view_as(tensor) for tensor in tensors])
 
     def all_gather_object(self, value: T) -> list[T]:
         """Collects one picklable value from each rank: a list in rank order, on all ranks."""

@@ -162,17 +162,20 @@ class DDPBackend(Backend):
             refuse_unused(self._names, optimizer)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        result = self._hold(tensor.detach().to(self.device, copy=True))
+        result = tensor.detach().to(self.device, copy=True)
+        self._hold(result)
         dist.all_reduce(result, OPS[op])
         return result.div_(self.world.size) if op == "mean" else result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        mine = self._hold(tensor.to(self.device))
-        gathered = [self._hold(torch.empty_like(mine)) for _ in range(self.world.size)]
+        mine = tensor.to(self.device)
+        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
+        self._hold(mine, *gathered)
         dist.all_gather(gathered, mine)
         return gathered
 
     def _broadcast(self, tensor: Tensor) -> None:
-        sent = self._hold(tensor.to(self.device))
+        sent = tensor.to(self.device)
+        self._hold(sent)
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)

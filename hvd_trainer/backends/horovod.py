@@ -261,20 +261,21 @@ class HorovodBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-        result = self._hold(tensor.detach().to(self.device, copy=True).contiguous())
+        result = tensor.detach().to(self.device, copy=True).contiguous()
+        self._hold(result)
         # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
         name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        mine = self._hold(tensor)
-        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(mine, name="hvd_trainer.gather"))
+        self._hold(tensor)
+        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name="hvd_trainer.gather"))
         return list(gathered.split(len(tensor)))
 
     def _broadcast(self, tensor: Tensor) -> None:
-        held = self._hold(tensor)
-        self._waiter.result(self._hvd.broadcast_async_(held, root_rank=0, name="hvd_trainer.broadcast"))
+        self._hold(tensor)
+        self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=0, name="hvd_trainer.broadcast"))
 
 
 def _can_wake() -> bool:
