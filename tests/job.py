@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,12 @@ class LaunchTimeoutError(LaunchError):
 
 class OrphanError(LaunchError):
     """The launcher ended and something that it started did not."""
+
+
+def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 @dataclass(frozen=True)
@@ -166,15 +172,19 @@ class Job:
         return Result(returncode, self.stdout, self.stderr, time.monotonic() - self._started)
 
     def _ask_for_stacks(self) -> None:
-        """SIGABRT makes a Python rank print the stacks of all its threads, then end."""
+        """SIGABRT makes a Python rank print the stacks of all its threads, then end.
+
+        One rank after the other, with the launcher stopped meanwhile: ranks that share an output would
+        write into each other's lines, and a launcher that sees one rank end kills the others.
+        """
         ranks = self._ranks()
+        others = [process for process in self.processes() if process not in ranks]
+        _send(others, signal.SIGSTOP)
         for rank in ranks:
-            try:
-                rank.send_signal(signal.SIGABRT)
-            except psutil.NoSuchProcess:
-                continue
-        # What they print still has to come through the launcher.
-        process_tree.wait_for_end(ranks, limit_s=2)
+            _send([rank], signal.SIGABRT)
+            process_tree.wait_for_end([rank], limit_s=2)
+        _send(others, signal.SIGCONT)
+        # What they printed still has to come through the launcher.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(2)
 
