@@ -13,6 +13,8 @@ NP ?= 4
 # Options of the Horovod build: make mnist HOROVOD_ARGS="--gpu none --mpi"
 HOROVOD_ARGS ?=
 PYTEST_ARGS ?=
+# Files of tests that run at the same time; 0: all in one process, one after the other.
+TEST_JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -40,7 +42,7 @@ mnist: $(STAMPS)/horovod
 	    $(if $(DATA_DIR),--data-dir "$(DATA_DIR)") $(ARGS)
 
 test: $(STAMPS)/horovod $(STAMPS)/test
-	PATH="$(abspath $(BIN)):$$PATH" python -m pytest $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

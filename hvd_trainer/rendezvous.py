@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -39,7 +40,6 @@ _SESSIONS = itertools.count()
 _STORES: dict[str, dist.Store] = {}
 """Stores at a fixed place serve all of a process's trainings: of two that follow each other at one port or file, a
 fast rank would find the first, which slower ranks are about to close."""
-atexit.register(_STORES.clear)
 RUN_STORE = "HVD_TRAINER_STORE"
 """Where `hvd_trainer.run` tells its children the address of the store."""
 
@@ -50,6 +50,22 @@ class Meeting(NamedTuple):
     store: dist.Store
     host: str
     """Where rank 0 is, as an address that the other ranks reach."""
+
+
+@atexit.register
+def _close_stores() -> None:
+    """Closes the stores of this process, and removes a file that all ranks have done with.
+
+    PyTorch's own removal misses it where two ranks leave at once, and the next job would find it.
+    """
+    done = [
+        urlsplit(where).path
+        for where, store in _STORES.items()
+        if where.startswith("file://") and store.add("left", 1) == store.add("met", 0)
+    ]
+    _STORES.clear()
+    for path in done:
+        Path(path).unlink(missing_ok=True)
 
 
 def open_store(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A make inside `make test` would take over its options, and say that it enters and leaves a folder.
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
+    # A shell that starts a job in the background lets it ignore Ctrl-C, and a program inherits that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A run inside a test of another run carries that one's mark in front.
     outer = os.environ.get(process_tree.MARK, "")
     os.environ[process_tree.MARK] = f"{outer}/pytest-{secrets.token_hex(8)}".lstrip("/")

@@ -32,10 +32,11 @@ import process_tree
 import slurm_cluster
 from child_environment import child_environment
 from job import Job, LaunchError, LaunchTimeoutError, OrphanError, Result
-from requirements import HOROVODRUN, LAUNCHERS, each_launcher, requires
+from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, each_launcher, requires
 
 __all__ = [
     "LAUNCHERS",
+    "QUICKEST",
     "Job",
     "LaunchError",
     "LaunchTimeoutError",
@@ -160,7 +161,7 @@ def run_ranks(
     function: Callable[..., tuple[int, Any]],
     *,
     num_processes: int,
-    launcher: str = "torchrun",
+    launcher: str = QUICKEST,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     options: Sequence[str] = (),

@@ -57,6 +57,10 @@ def missing(name: str) -> str | None:
     return checks[name]()
 
 
+QUICKEST = "torchrun" if missing("horovodrun") else "horovodrun"
+"""For what any launcher can start: torchrun imports PyTorch itself, which takes it longer than many a test."""
+
+
 def requires(*names: str) -> pytest.MarkDecorator:
     """A mark that skips the test unless everything named is there."""
     reasons = [reason for reason in map(missing, names) if reason is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import launch, requires
+from launchers import QUICKEST, launch, requires
 
 from hvd_trainer import checkpoint
 from hvd_trainer.errors import CheckpointError
@@ -100,10 +100,10 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
         "1.5",
     ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    launch("torchrun", 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(whole)])
+    launch(QUICKEST, 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(whole)])
     launch("horovodrun", 2, [*job, "--backend", "horovod", "--epochs", "1", "--log-dir", str(parts)])
     again = launch(
-        "torchrun", 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(parts), "--resume", "auto"]
+        QUICKEST, 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(parts), "--resume", "auto"]
     )
     assert "at epoch 2" in again.stdout
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from data_checks import BATCH, FEW, NUM, STREAMS, Stream, numbers
-from launchers import requires, run_ranks
+from launchers import QUICKEST, requires, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -30,8 +30,8 @@ from hvd_trainer.errors import DataError
 
 WORLDS = [
     pytest.param(("ddp", "python", 1), id="ddp-1"),
-    pytest.param(("ddp", "torchrun", 3), id="ddp-3"),
-    pytest.param(("horovod", "horovodrun", 4), id="horovod-4", marks=requires("horovod")),
+    pytest.param(("ddp", QUICKEST, 3), id="ddp-3"),
+    pytest.param(("horovod", "horovodrun", 2), id="horovod-2", marks=requires("horovod")),
 ]
 
 

@@ -209,13 +209,12 @@ def threads_of_a_held_model(backend: str) -> tuple[int, tuple[bool, list[str]]]:
 
 @pytest.mark.parametrize("use", [threads_of_a_trainer, threads_of_a_held_model])
 def test_no_thread_of_gloo_is_left_after_ddp(use) -> None:
-    for inside, after in run_ranks(use, num_processes=2, launcher="torchrun", args=("ddp",)):
+    for inside, after in run_ranks(use, num_processes=2, args=("ddp",)):
         assert inside
         assert after == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_thread_of_gloo_is_left_in_a_rank_of_run(backend: str) -> None:
-    outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=(backend,))
+def test_no_thread_of_gloo_is_left_in_a_rank_of_run() -> None:
+    outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=("ddp",))
     assert [rank for rank, _ in outcomes] == [0, 1]
     assert [after for _, (_, after) in outcomes] == [[], []]

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from launchers import requires
 
 from hvd_trainer.tools import horovod_messages as messages
 from hvd_trainer.tools import horovod_toolchain, install_horovod
@@ -580,6 +581,16 @@ def test_an_installed_one_is_kept(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert "is installed already" in out
     assert not (tmp_path / "unused").exists()
+
+
+@requires("horovod")
+def test_horovodrun_knows_its_controllers_without_pytorch() -> None:
+    """As published it imports PyTorch twice to learn this, before it starts a rank: 2.7 s of 3.1 s here."""
+    ask = "import sys; sys.modules['torch'] = None; from horovod.common.util import *"
+    printed = subprocess.check_output(
+        [sys.executable, "-c", f"{ask}; print(gloo_built(), mpi_built())"], text=True
+    )
+    assert printed in ("True False\n", "True True\n")
 
 
 # --- make -------------------------------------------------------------------------------------

@@ -89,7 +89,6 @@ def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: byte
     [
         ("env://", "ddp"),
         pytest.param("tcp://", "horovod", marks=requires("horovod")),
-        ("file://", "ddp"),
         pytest.param("file://", "horovod", marks=requires("horovod")),
     ],
 )
@@ -175,22 +174,20 @@ def test_launchers_inside_a_batch_job(slurm: slurm_cluster.SlurmCluster, tmp_pat
 
 
 @requires("horovodrun")
-def test_four_unbound_ranks_share_the_cores() -> None:
-    """horovodrun sets nothing: each rank would start a thread per core, four times too many."""
+def test_unbound_ranks_share_the_cores() -> None:
+    """horovodrun sets nothing: each rank would start a thread per core, twice too many."""
     worlds = run_ranks(
         digits_job.world_of,
-        num_processes=4,
+        num_processes=2,
         launcher="horovodrun",
         args=("horovod",),
         env={"OMP_NUM_THREADS": None},
     )
-    assert [world[7] for world in worlds] == [max(1, len(os.sched_getaffinity(0)) // 4)] * 4
+    assert [world[7] for world in worlds] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
 
 
 def test_omp_num_threads_is_respected() -> None:
-    worlds = run_ranks(
-        digits_job.world_of, num_processes=2, launcher="torchrun", args=("ddp",), env={"OMP_NUM_THREADS": "2"}
-    )
+    worlds = run_ranks(digits_job.world_of, num_processes=2, args=("ddp",), env={"OMP_NUM_THREADS": "2"})
     assert [world[7] for world in worlds] == [2, 2]
 
 

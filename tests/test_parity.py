@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import launch, requires, run_ranks
+from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions, TrainOptions
 from hvd_trainer.models import conv_net
 
 EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per epoch: 20 steps in all
-NATURAL = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python"}
+NATURAL = {"horovod": "horovodrun", "ddp": QUICKEST, "single": "python"}
 
 
 def small_net() -> nn.Module:
@@ -71,7 +71,7 @@ def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> f
 
 
 @requires("horovod")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_engines_give_the_same_bits(size: int) -> None:
     """Also where the order of sums matters: Horovod's buckets are laid out as DDP's."""
     for horovod, ddp in zip(final_weights("horovod", size), final_weights("ddp", size), strict=True):
@@ -91,16 +91,19 @@ def test_ranks_equal_one_process(backend: str, size: int) -> None:
 
 
 @requires("horovod")
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_job_equals_the_script_written_by_hand(backend: str, tmp_path: Path, mnist_dir: Path) -> None:
-    """An epoch of MNIST at 2 ranks, dropout included: the same file, byte for byte."""
+def test_job_equals_the_script_written_by_hand(tmp_path: Path, mnist_dir: Path) -> None:
+    """An epoch of MNIST at 2 ranks, dropout included, on both engines and by hand: the same file, byte for byte.
+
+    The two scripts are compared with each other in test_examples_plain.py.
+    """
     options = (
         "--epochs 1 --batch-size 512 --lr 0.01 --optimizer sgd --max-norm 1.0 --accumulate 2 --seed 3 "
         f"--data-dir {mnist_dir}"
-    )
-    script = [f"examples/mnist/plain_{backend}.py", *options.split(), "--save", str(tmp_path / "hand.safetensors")]
-    job = ["-m", "hvd_trainer.mnist", "--backend", backend, *options.split(), "--log-dir", str(tmp_path)]
-    launch(NATURAL[backend], 2, script, timeout_s=200)
-    launch(NATURAL[backend], 2, job, timeout_s=200)
-    hand, ours = (tmp_path / "hand.safetensors").read_bytes(), (tmp_path / "model.safetensors").read_bytes()
-    assert hand == ours
+    ).split()
+    hand = tmp_path / "hand.safetensors"
+    launch("torchrun", 2, ["examples/mnist/plain_ddp.py", *options, "--save", str(hand)], timeout_s=200)
+    for backend in ("ddp", "horovod"):
+        folder = tmp_path / backend
+        argv = ["-m", "hvd_trainer.mnist", "--backend", backend, *options, "--log-dir", str(folder)]
+        launch("horovodrun", 2, argv, timeout_s=200)
+        assert (folder / "model.safetensors").read_bytes() == hand.read_bytes(), backend

@@ -112,7 +112,8 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "accumulated": train(backend, accumulate=2, global_batch_size=24, max_norm=0.5),
         "bf16": train(backend, precision="bf16"),
         "fp16": train(backend, precision="fp16"),
-        "compiled": train(backend, compile=True, epochs=1),
         "nan": train(backend, f"{log}-nan", loss=not_a_number, epochs=1),
     }
+    if backend == "horovod":  # whose hooks are ours; compiling takes each rank 11 s
+        found["compiled"] = train(backend, compile=True, epochs=1)
     return found["plain"]["rank"], found

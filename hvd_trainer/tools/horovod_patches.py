@@ -13,7 +13,7 @@ from hvd_trainer.tools.horovod_source import Replacement
 from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 3
+PATCH_SET = 4
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -23,6 +23,22 @@ import json
 
 RECORD = json.loads({record!r})
 '''
+
+
+def _built_with(library: str, title: str, answer: str) -> Replacement:
+    """horovodrun's question whether Horovod was built with a library, answered from the record."""
+    return Replacement(
+        "horovod/common/util.py",
+        "    for ext_base_name in EXTENSIONS:\n"
+        f"        built_fn = lambda ext: ext.{library}_built()\n"
+        "        result = _check_extension_lambda(\n"
+        f"            ext_base_name, built_fn, 'built with {title}', verbose)\n"
+        "        if result is not None:\n"
+        "            return result\n"
+        "    return None\n",
+        f"    from horovod.hvd_trainer_build import RECORD\n    return {answer}\n",
+        "horovodrun imported PyTorch in two processes, one after the other, to learn this: seconds per start",
+    )
 
 
 def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object]) -> None:
@@ -128,6 +144,9 @@ RESTART_CHANGE = Replacement(
 )
 
 PYTHON_CHANGES = (
+    _built_with("mpi", "MPI", "RECORD['mpi'] is not None"),
+    # The controller that needs no other library: every build of ours has it.
+    _built_with("gloo", "Gloo", "True"),
     Replacement(
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable",

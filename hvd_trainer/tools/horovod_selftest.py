@@ -13,10 +13,11 @@ def check_collectives(device_name: str) -> str:
     """Allreduce, broadcast and one optimizer step on "cpu" or "cuda"; returns what was proved.
 
     Raises:
-        AssertionError: a collective gave a wrong number.
+        AssertionError: a collective gave a wrong number, or the build's record is wrong.
     """
     import horovod.torch as hvd
     import torch
+    from horovod.common import util
 
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -29,6 +30,8 @@ def check_collectives(device_name: str) -> str:
     first = hvd.broadcast(ranks, root_rank=0, name="first")
     assert not first.any(), first
     _check_optimizer(hvd, torch, device)
+    # What horovodrun chooses by is what the library says of itself.
+    assert (util.mpi_built(), util.gloo_built()) == (hvd.mpi_built(), hvd.gloo_built())
     hvd.shutdown()
     return f"rank {rank} of {size} on {device}: collectives and one optimizer step are right"
 
