@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
-    "hvd_trainer.config": ("LogOptions", "TrainOptions", "TrainerOptions", "parse"),
+    "hvd_trainer.config": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions", "parse"),
     "hvd_trainer.data": ("TensorData", "load_images", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
     "hvd_trainer.job": ("run_job",),
@@ -36,7 +36,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hvd_trainer.backends import Backend, EngineOptions, StepResult
-    from hvd_trainer.config import LogOptions, TrainerOptions, TrainOptions, parse
+    from hvd_trainer.config import LogOptions, SaveOptions, TrainerOptions, TrainOptions, parse
     from hvd_trainer.data import TensorData, load_images, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
     from hvd_trainer.job import run_job

@@ -1,65 +1,118 @@
-"""Checkpoints: whole or not there, whatever stops the process while it writes one.
+"""Checkpoints on the disk: whole or not there, whatever stops the process while it writes one.
 
 checkpoints/.step-000235.4711/      written here, each file synced to the disk
     state.pt                        what to go on from
-    manifest.json                   last: the size and SHA-256 of state.pt
+    manifest.json                   last: what this is, and the size and SHA-256 of state.pt
 checkpoints/step-000235/            renamed to this; no valid manifest, no checkpoint
+
+The marker that is written last is torchsnapshot's protocol. A checkpoint is known by its manifest alone: its
+number counts the saves of a run, so that the newest is the one saved last, whatever the folders are called.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvd_trainer.errors import CheckpointError
 
-FORMAT = 1
-KEEP = 2
+FORMAT = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
+MOST_MANIFEST_BYTES = 1_000_000
 
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Writes a checkpoint and removes all but the newest `KEEP`.
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    format: int
+    number: int
+    """how many were saved before it, in this folder"""
+    step: int
+    """optimizer steps so far"""
+    epoch: int
+    """epochs finished"""
+    figures: Mapping[str, float]
+    """the record of the epoch that had just ended, such as test_loss; empty inside an epoch"""
+    bytes: int
+    sha256: str
+    """of state.pt"""
+
+
+def save(
+    folder: Path, state: Mapping[str, Any], *, step: int, epoch: int, figures: Mapping[str, float] | None = None
+) -> Path:
+    """Writes one checkpoint.
 
     Args:
         folder: the run's `checkpoints` folder.
-        step: optimizer steps so far; names the checkpoint.
         state: tensors, numbers, strings, lists and dictionaries.
+        step, epoch, figures: as in `Manifest`.
 
     Raises:
         CheckpointError: the disk is full or the folder cannot be written to; older checkpoints stay.
     """
-    final = folder / f"step-{step:09d}"
-    temporary = folder / f".{final.name}.{os.getpid()}"
+    name = f"step-{step:09d}"
+    temporary = folder / f".{name}.{os.getpid()}"
     try:
+        number = 1 + max((manifest.number for manifest, _ in whole(folder)[0]), default=-1)
         temporary.mkdir(parents=True, exist_ok=True)
         with (temporary / STATE).open("wb") as file:
-            torch.save(state, file)
+            torch.save(dict(state), file)
             _sync(file)
-        manifest = {"format": FORMAT, "step": step, **_fingerprint(temporary / STATE)}
+        manifest = Manifest(FORMAT, number, step, epoch, _finite(figures or {}), **_fingerprint(temporary / STATE))
         with (temporary / MANIFEST).open("w") as text:
-            json.dump(manifest, text)
+            json.dump(asdict(manifest) | {"self": _digest_of(asdict(manifest))}, text)
             _sync(text)
+        _sync_folder(temporary)
+        # A run that was taken back to an earlier step comes by the same step again.
+        final = folder / name
         if final.exists():
-            shutil.rmtree(final)
+            final = folder / f"{name}.{number}"
         temporary.rename(final)
         _sync_folder(folder)
-        for old in sorted(folder.glob("step-*"))[:-KEEP]:
-            shutil.rmtree(old)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # PyTorch speaks of positions in its file, and the system's reason stands behind that.
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"No checkpoint could be written to {final}: {error}. Older ones are intact."
+            f"No checkpoint could be written to {folder / name}: {reason}. Older ones are intact."
         ) from error
     return final
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads what a checkpoint says of itself, and believes it only if it is whole.
+
+    Raises:
+        CheckpointError: there is none, or it is torn, changed or of another format.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MOST_MANIFEST_BYTES:
+            raise ValueError("it is far too long")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it holds no object")
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {content.get('format')!r}, but this version reads {FORMAT}.")
+        if content.pop("self", None) != _digest_of(content):
+            raise ValueError("it was changed")
+        return _checked(content)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {MANIFEST}: {error}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -68,52 +121,139 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, torn, changed, or of another kind.
     """
+    manifest = read_manifest(path)
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']}, but this version reads {FORMAT}.")
         found = _fingerprint(path / STATE)
-        if any(manifest[key] != found[key] for key in found):
+        if any(getattr(manifest, key) != value for key, value in found.items()):
             raise CheckpointError(f"{path} is damaged: {STATE} is not what its manifest says.")
         state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
     return state
 
 
-def find(folder: Path, resume: str) -> Iterator[Path]:
-    """The checkpoints to try, best first: the given one, or with `auto` the newest in `folder`."""
-    if resume == "auto":
-        yield from sorted(folder.glob("step-*"), reverse=True)
-    else:
-        yield Path(resume).expanduser()
+def whole(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
+    """The checkpoints of a folder with a valid manifest, newest first; and what is wrong with the others."""
+    found, refused = [], []
+    for path in _subfolders(folder):
+        try:
+            found.append((read_manifest(path), path))
+        except CheckpointError as error:
+            refused.append(error)
+    return sorted(found, key=lambda entry: entry[0].number, reverse=True), refused
 
 
-def restore(folder: Path | None, resume: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Loads the newest valid checkpoint that `--resume` allows.
+def prune(folder: Path, *, keep: int, best: str | None) -> None:
+    """Removes checkpoints but for the newest `keep` and the best, and what killed saves have left.
 
-    Returns:
-        The state, or None to start anew, and what there is to say about it.
+    Args:
+        folder: the run's `checkpoints` folder; no other process may be writing to it.
+        keep: how many of the newest stay.
+        best: a figure such as test_loss; the one with the lowest (of a loss), else the highest, stays as well.
 
     Raises:
-        CheckpointError: a path was given and is no valid checkpoint.
+        CheckpointError: one cannot be removed.
+    """
+    found, _ = whole(folder)
+    staying = {path for _, path in found[:keep]}
+    if best is not None and (champion := best_of(found, best)) is not None:
+        staying.add(champion)
+    unwanted = [path for _, path in found if path not in staying]
+    try:
+        for path in [*unwanted, *folder.glob(".step-*")]:
+            # Hidden first: a removal that is interrupted leaves no half checkpoint behind.
+            hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.old"))
+            shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(f"An old checkpoint could not be removed from {folder}: {error}") from error
+
+
+def best_of(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
+    """The checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
+    sign = 1 if figure.endswith("loss") else -1
+    rated = [(sign * m.figures[figure], m.number, path) for m, path in found if figure in m.figures]
+    return min(rated)[2] if rated else None
+
+
+class Found(NamedTuple):
+    """What a run goes on from."""
+
+    state: dict[str, Any] | None = None
+    """None: from nothing"""
+    goes_on: bool = False
+    """whether it is a checkpoint of the run in the log folder itself"""
+    said: Sequence[str] = ()
+    """what there is to say about it"""
+
+
+def restore(log_folder: Path | None, resume: str) -> Found:
+    """Loads the newest valid checkpoint that `--resume` allows.
+
+    Args:
+        log_folder: the run's log folder.
+        resume: none, auto, or the path of a checkpoint, or of a folder with checkpoints.
+
+    Raises:
+        CheckpointError: a path was given, and there is no valid checkpoint.
     """
     if resume == "none":
-        return None, []
-    said: list[str] = []
-    for path in find(folder or Path(), resume):
+        return Found()
+    place = (log_folder or Path()) if resume == "auto" else Path(resume).expanduser()
+    if resume != "auto" and not place.is_dir():
+        raise CheckpointError(f"{place} is not a checkpoint: there is no such folder")
+    if resume != "auto" and ((place / MANIFEST).exists() or (place / STATE).exists()):
+        return Found(load(place), _is_in(place, log_folder), [f"from {place}"])
+    folder = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+    found, refused = whole(folder)
+    for _, path in found:
         try:
-            return load(path), [*said, f"resume   from {path}"]
+            said = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
+            return Found(load(path), _is_in(path, log_folder), said)
         except CheckpointError as error:
-            if resume != "auto":
-                raise
-            said.append(f"resume   not from this one: {error}")
-    return None, [*said, f"resume   nothing to go on from in {folder}: a new start"]
+            refused.append(error)
+    said = [f"not from this one: {error}" for error in refused]
+    if resume != "auto":
+        raise CheckpointError("; ".join([*said, f"{place} has no whole checkpoint"]))
+    return Found(said=[*said, f"nothing to go on from in {folder}: a new start"])
+
+
+def _is_in(path: Path, log_folder: Path | None) -> bool:
+    return log_folder is not None and log_folder.resolve() in path.resolve().parents
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _checked(content: dict[str, Any]) -> Manifest:
+    """The manifest, if every entry is there and is what it should be."""
+    if set(content) != {entry.name for entry in fields(Manifest)}:
+        raise ValueError(f"it has the entries {', '.join(map(str, content))}")
+    counts = [content[name] for name in ("format", "number", "step", "epoch", "bytes")]
+    figures = content["figures"]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("its counts are not all numbers from 0 on")
+    if not isinstance(figures, dict) or not all(type(value) in (int, float) for value in figures.values()):
+        raise ValueError("its figures are not all numbers")
+    if not isinstance(content["sha256"], str):
+        raise ValueError("its checksum is none")
+    return Manifest(**content)
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+    """Plain JSON has no NaN; a figure that is none cannot be the best anyway."""
+    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(2**20):
             digest.update(block)
     return {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}

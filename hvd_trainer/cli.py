@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hvd_trainer.errors import UserError
 
 TOOLS = {
+    "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
     "install-horovod": (
         "hvd_trainer.tools.install_horovod",
         "build, install and prove a Horovod that fits this PyTorch",

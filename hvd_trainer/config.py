@@ -62,12 +62,30 @@ class LogOptions:
     """folder for metrics.jsonl, TensorBoard events, config.yaml, checkpoints and the final weights"""
     log_every: int = 50
     """steps between two lines in metrics.jsonl"""
-    resume: str = "none"
-    """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
     quiet: bool = False
     """print errors only"""
     verbose: bool = False
     """print more of what is decided at the start"""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Checkpoints, in the log folder."""
+
+    resume: str = "none"
+    """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
+    resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "metrics", "data"], ...] = ()
+    """what may be missing in it or different from it, and then starts anew"""
+    save_every_epochs: int | None = 1
+    """save after each n-th epoch, and the last"""
+    save_every_steps: int | None = None
+    """save after each n-th step"""
+    save_every_s: float | None = 600.0
+    """save when the last save is so many seconds ago"""
+    keep: int = 2
+    """how many of the newest checkpoints stay"""
+    keep_best: str | None = "test_loss"
+    """the figure by which the best one stays too: the lowest of a loss, the highest of others"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,7 @@ class TrainerOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
 
     def check(self) -> None:
         """Refuses values that cannot be: all mistakes at once.
@@ -90,7 +109,7 @@ class TrainerOptions:
 
     def mistakes(self) -> list[str]:
         """What is wrong, one text per mistake; a job with options of its own adds to it."""
-        train, log = self.train, self.log
+        train, log, save = self.train, self.log, self.save
         found = [
             *at_least(
                 1,
@@ -99,13 +118,16 @@ class TrainerOptions:
                 global_batch_size=train.global_batch_size,
                 accumulate=train.accumulate,
                 log_every=log.log_every,
+                save_every_epochs=save.save_every_epochs,
+                save_every_steps=save.save_every_steps,
+                keep=save.keep,
             ),
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
-            *more_than(0, max_norm=train.max_norm),
+            *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
         ]
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
-        if log.resume == "auto" and log.log_dir is None:
+        if save.resume == "auto" and log.log_dir is None:
             found.append("--resume auto looks in the log folder: add --log-dir DIR")
         return found
 

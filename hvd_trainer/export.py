@@ -1,11 +1,12 @@
-"""The final weights, for whoever uses the model without this package."""
+"""The weights, for whoever uses the model without this package."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 NAME = "model.safetensors"
 
@@ -16,10 +17,32 @@ def export_weights(model: nn.Module, folder: Path | None) -> None:
     Raises:
         OSError: the folder cannot be written to.
     """
-    if folder is None:
-        return
     from safetensors.torch import save_model
 
-    temporary = folder / f".{NAME}.{os.getpid()}"
-    save_model(model, str(temporary))
-    os.replace(temporary, folder / NAME)
+    if folder is not None:
+        _replace(folder / NAME, lambda file: save_model(model, file))
+
+
+def export_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """The same from a state dict; tensors that a model shares are each written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    _replace(file, lambda temporary: save_file(plain, temporary))
+
+
+def _replace(file: Path, write: Callable[[str], None]) -> None:
+    from safetensors import SafetensorError
+
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(str(temporary))
+        os.replace(temporary, file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)

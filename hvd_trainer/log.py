@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import math
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch import World
 
+METRICS, LOCK = "metrics.jsonl", ".lock"
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
 
@@ -36,6 +41,7 @@ class RunLog:
         self.folder = Path(folder).expanduser() if folder and first else None
         self._board: Any = None
         self._lines: Any = None
+        self._lock: Any = None
         trouble = backend.broadcast_object(self._open()) if folder else None
         if trouble is not None:
             raise OptionError(f"--log-dir {folder} cannot be written to: {trouble}")
@@ -46,14 +52,51 @@ class RunLog:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lines = (self.folder / "metrics.jsonl").open("a", buffering=1)
+            return self._claim(self.folder / LOCK)
+        except OSError as error:
+            return str(error)
+
+    def _claim(self, file: Path) -> str | None:
+        """Takes the folder for this job until it ends, however it ends; returns why it cannot."""
+        self._lock = file.open("a+")
+        try:
+            # Of the process, and not of its open file, which the workers of a killed rank hold a while longer.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self._lock.seek(0)
+            return f"another job is using it ({self._lock.read().strip()}). Name another folder, or end that job"
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        return None
+
+    def begin(self, step: int, epoch: int, *, goes_on: bool) -> None:
+        """Opens the records at a position.
+
+        Args:
+            step: steps done.
+            epoch: epochs finished.
+            goes_on: whether the run in the folder is the one that goes on. Then what its records hold of later
+                steps is dropped, since it comes again; else that run is moved into a folder of its own.
+
+        Raises:
+            OptionError: the records cannot be written to.
+        """
+        if self.folder is None:
+            return
+        file = self.folder / METRICS
+        try:
+            if goes_on:
+                _drop_later(file, step, epoch)
+            elif (aside := _set_aside(self.folder)) is not None:
+                self.say(f"log      the run that was in {self.folder} is now in {aside}")
+            self._lines = file.open("a", buffering=1)
             # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder))
+            self._board = SummaryWriter(str(self.folder), purge_step=step + 1)
         except OSError as error:
-            return str(error)
-        return None
+            raise OptionError(f"--log-dir {self.folder} cannot be written to: {error}") from error
 
     def say(self, text: str) -> None:
         """Prints a line for the person who started the run."""
@@ -71,7 +114,13 @@ class RunLog:
         if self._lines is None:
             return
         clean = {key: _finite(value) for key, value in values.items()}
-        self._lines.write(json.dumps({"event": event, **clean}) + "\n")
+        try:
+            self._lines.write(json.dumps({"event": event, **clean}) + "\n")
+            self._draw(event, clean)
+        except OSError as error:
+            raise OptionError(f"--log-dir {self.folder} cannot be written to any more: {error}") from error
+
+    def _draw(self, event: str, clean: dict[str, Any]) -> None:
         if event == "end":
             return
         prefix = "step/" if event == "step" else ""
@@ -81,10 +130,48 @@ class RunLog:
                 self._board.add_scalar(prefix + name, value, clean["step"])
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-        if self._lines is not None:
-            self._lines.close()
+        try:
+            for record in (self._board, self._lines):
+                if record is not None:
+                    record.close()
+        except OSError as error:
+            say_error(None, f"the last lines could not be written to {self.folder}: {error}")
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Moves an earlier run's files to `earlier-1`, `earlier-2`, ...; None where there is none."""
+    names = (METRICS, "config.yaml", "model.safetensors", "checkpoints")
+    found = [folder / name for name in names if (folder / name).exists()]
+    found += folder.glob("events.out.tfevents.*")
+    if not found:
+        return None
+    aside = next(place for n in itertools.count(1) if not (place := folder / f"earlier-{n}").exists())
+    aside.mkdir()
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
+def _drop_later(file: Path, step: int, epoch: int) -> None:
+    """Keeps the whole lines of metrics.jsonl up to a position: a killed run wrote on after its last checkpoint."""
+    if not file.exists():
+        return
+    kept = [line for line in file.read_bytes().splitlines() if _is_before(line, step, epoch)]
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+    temporary.replace(file)
+
+
+def _is_before(line: bytes, step: int, epoch: int) -> bool:
+    try:
+        record = json.loads(line)
+        if record["event"] == "step":
+            return int(record["step"]) <= step
+        return record["event"] == "epoch" and int(record["epoch"]) <= epoch
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return False  # torn, or not ours
 
 
 def _finite(value: Any) -> Any:

@@ -44,6 +44,37 @@ def _never() -> bool:
     return False
 
 
+def kept(metric: Any) -> Any:
+    """What one rank has gathered, in plain values and tensors for a checkpoint; None where it cannot be told.
+
+    An object of another kind than torchmetrics' tells it by `state_dict` and `load_state_dict`.
+    """
+    if parts := _parts(metric):
+        # Per part a list over ranks, of one as yet.
+        return [[(part.update_count, _on(torch.device("cpu"), part.metric_state))] for part in parts]
+    return metric.state_dict() if hasattr(metric, "state_dict") else None
+
+
+def combined(states: Sequence[Any]) -> Any:
+    """One rank's `kept` out of several ranks'; None where that cannot be told."""
+    if all(isinstance(state, list) for state in states):
+        return [[entry for rank in part for entry in rank] for part in zip(*states, strict=True)]
+    return states[0] if len(states) == 1 else None
+
+
+def refill(metric: Any, state: Any, device: torch.device) -> bool:
+    """Puts back what `kept` took out of the same kind of metric; returns whether it could."""
+    parts = _parts(metric)
+    if state is None or (parts and len(parts) != len(state)):
+        return False
+    if parts:
+        for part, everyone in zip(parts, state, strict=True):
+            _load(part, everyone, device)
+    else:
+        metric.load_state_dict(state)
+    return True
+
+
 def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict[str, float]:
     """Each metric over all samples of all ranks, the same on all ranks. A collective, unless there are none.
 

@@ -8,7 +8,7 @@ their shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
-from hvd_trainer.merge import MetricObject, merged_values, reset
+from hvd_trainer.merge import MetricObject, combined, kept, merged_values, refill, reset
 
 MetricFunction = Callable[[Any, Any], Tensor]
 Metric = MetricFunction | MetricObject
@@ -74,6 +74,35 @@ class Meter:
         """Means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
         return self._means(self._totals()) | merged_values(self._objects, self._backend)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has gathered so far, as a checkpoint holds it."""
+        return {
+            "names": list(self._functions),
+            "sums": self._sums.cpu(),
+            "before": self._before.cpu(),
+            "samples": self.samples,
+            "objects": {name: kept(metric) for name, metric in self._objects.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Goes on where `state_dict` was taken; returns the metrics that cannot, and start anew.
+
+        Sums are exact in float64, so that the pass ends with the figures of an undisturbed one.
+        """
+        names = ["loss", *self._functions]
+        there = {name: place for place, name in enumerate(["loss", *state["names"]])}
+        for place, name in enumerate(names):
+            if name in there:
+                self._sums[place] = state["sums"][there[name]]
+                self._before[place] = state["before"][there[name]]
+        self._before[-1] = state["before"][-1]
+        self.samples = state["samples"]
+        anew = [name for name in names if name not in there]
+        for name, metric in self._objects.items():
+            if not refill(metric, state["objects"].get(name), self._backend.device):
+                anew.append(name)
+        return anew
+
     def _totals(self) -> Tensor:
         return self._backend.all_reduce(torch.cat([self._sums, self._sums.new_tensor([self.samples])]))
 
@@ -82,6 +111,18 @@ class Meter:
         names = ("loss", *self._functions)
         means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
         return {**means, "samples": int(samples)}
+
+
+def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `Meter.state_dict` of one rank that has gathered what several had; the others start empty."""
+    first = states[0]
+    return {
+        "names": first["names"],
+        "sums": torch.stack([state["sums"] for state in states]).sum(0),
+        "before": first["before"],  # of all ranks, the same on each
+        "samples": sum(state["samples"] for state in states),
+        "objects": {name: combined([state["objects"][name] for state in states]) for name in first["objects"]},
+    }
 
 
 def _summed(name: str, value: Tensor, samples: int) -> Tensor:

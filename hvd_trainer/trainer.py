@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer import backends, checkpoint
+from hvd_trainer.agreement import Agreement
 from hvd_trainer.backends import StepResult
 from hvd_trainer.banner import banner, epoch_line, summary_line
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
@@ -23,7 +25,8 @@ from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.progress import Bar, Progress
-from hvd_trainer.random_state import random_state, set_random_state
+from hvd_trainer.run_state import RunState
+from hvd_trainer.saver import Saver
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
 from hvd_trainer.train_step import LossFunction, TrainStep, mixed_precision
 
@@ -133,10 +136,11 @@ class Trainer:
             self.train_loader = self._loader(train_data, collate, shuffle=True)
             self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
             self._prepare(model, optimizer, loss, scheduler)
-            self.log.write_config(flatten(options))
             self.log.say(banner(self))
             self._restore()
-            return self._run()
+            self.log.write_config(flatten(options))
+            with self._saving():
+                return self._run()
         finally:
             self.log.close()
 
@@ -148,8 +152,10 @@ class Trainer:
             record |= self.evaluate()
             self._finish_epoch(record)
             history.epochs.append(record)
+        self.saver.wait()
         export_weights(self.model, self.log.folder)
-        self.log.record("end", self._position() | history.end)
+        saving = {"saves": self.saver.saves, "save_stall_s": self.saver.stalled_s}
+        self.log.record("end", self._position() | history.end | saving)
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
 
@@ -157,6 +163,10 @@ class Trainer:
         self.model.train()
         progress, first = self.progress, self.progress.samples
         meter = Meter(self.metrics, self.backend)
+        if self.state.metrics is not None:
+            for name in meter.load_state_dict(self.state.metrics):
+                self.log.say(f"resume   the metric {name} counts from here on only")
+            self.state.metrics = None
         batches = self.train_loader.epoch(progress.epoch, progress.consumed)
         windows = Windows(batches, self.plan.accumulate)
         started = time.perf_counter()
@@ -182,6 +192,14 @@ class Trainer:
             callback.on_step_end(self, result)
         if progress.step % self.options.log.log_every == 0:
             self.log.record("step", self._position() | prefixed("train", meter.recent()))
+        if self.keeps and (self._time_to_save() | self.saver.after_step(progress.step)):
+            self._save(meter)
+
+    def _time_to_save(self) -> bool:
+        """Whether rank 0's clock says so; asked and answered on all ranks alike."""
+        if self.saver.overdue:
+            self.agreement.want("save")
+        return "save" in self.agreement.after_step()
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
         advance(self.scheduler, record)
@@ -189,7 +207,8 @@ class Trainer:
         self.progress.consumed = 0
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
-        self._save()
+        if self.keeps and self.saver.after_epoch(self.progress.epoch, self.options.train.epochs):
+            self._save(None, record)
         for callback in self.callbacks:
             callback.on_epoch_end(self, record)
 
@@ -215,55 +234,54 @@ class Trainer:
 
     # State.
 
-    def _stateful(self) -> dict[str, Any]:
-        """Everything that a run goes on from, but for the random state, which each rank has its own."""
-        parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "scaler": self.scaler,
-            "progress": self.progress,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+    @property
+    def keeps(self) -> bool:
+        """Whether this run has a log folder; the same on all ranks."""
+        return self.options.log.log_dir is not None
 
-    def _save(self) -> None:
-        if self.options.log.log_dir is None:
-            return
-        self.backend.average_buffers(self.model)
-        random = self.backend.all_gather_object(random_state(self.device))
-        if self.log.folder is not None:
-            state = {name: part.state_dict() for name, part in self._stateful().items()}
-            checkpoint.save(self.log.folder / "checkpoints", self.progress.step, {**state, "random": random})
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        folder = None if self.log.folder is None else self.log.folder / "checkpoints"
+        self.saver = Saver(folder, self.options.save)
+        self.agreement = Agreement(self.backend, ["save"])
+        try:
+            yield
+        finally:
+            self.saver.close()
+
+    def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None) -> None:
+        """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
+        began = self.saver.begin()
+        figures = {name: value for name, value in (record or {}).items() if name.startswith(("train_", "test_"))}
+        state = self.state.collect(meter)
+        progress = self.progress
+        self.saver.hand_over(began, state, step=progress.step, epoch=progress.epoch, figures=figures)
 
     def _restore(self) -> None:
         """Goes on from a checkpoint, which rank 0 reads for all, or starts the random state of a new run."""
+        save = self.options.save
         outcome: Any = None
         if self.world.is_first:
-            folder = self.log.folder / "checkpoints" if self.log.folder else None
             try:
-                outcome = checkpoint.restore(folder, self.options.log.resume)
+                outcome = checkpoint.restore(self.log.folder, save.resume)
             except CheckpointError as error:
                 outcome = error
         outcome = self.backend.broadcast_object(outcome)
         if isinstance(outcome, CheckpointError):
             raise outcome
-        state, said = outcome
-        for line in said:
-            self.log.say(line)
+        found: checkpoint.Found = outcome
+        said = list(found.said)
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(self.options.train.seed + 1 + self.world.rank)
-        if state is None:
-            return
-        for name, part in self._stateful().items():
-            if name in state:
-                part.load_state_dict(state[name])
-            else:
-                self.log.say(f"resume   the checkpoint has no {name}: it starts anew")
-        if len(state["random"]) == self.world.size:
-            set_random_state(state["random"][self.world.rank], self.device)
-        else:
-            self.log.say("resume   another number of ranks: dropout goes on with another random state")
-        self.log.say(f"resume   at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
+        rate = self.rate.full
+        if found.state is not None:
+            said += self.state.restore(found.state, save.resume_partial)
+            said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
+            if self.rate.full != rate:
+                said.append(f"with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        for line in said:
+            self.log.say(f"resume   {line}")
+        self.log.begin(self.progress.step, self.progress.epoch, goes_on=found.goes_on)
 
     # Setting up.
 
@@ -295,8 +313,15 @@ class Trainer:
             max_norm=train.max_norm,
             precision=train.precision,
         )
-        self.scaler = self.step.scaler
         self.scheduler = make_scheduler(scheduler, self.optimizer)
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
+        self.state = RunState(
+            self.backend,
+            model,
+            self.progress,
+            {name: part for name, part in parts.items() if part is not None},
+            {"seed": train.seed, "samples": self.train_loader.num_samples},
+        )
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
 

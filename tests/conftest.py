@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,21 @@ def mnist_dir(pytestconfig: pytest.Config) -> Path:
     if not (folder / "MNIST/raw").is_dir():
         pytest.skip("no MNIST in ../shared/data/mnist (torchvision's layout, MNIST/raw/...)")
     return folder.resolve()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"this machine lets nobody mount a file system: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def _is_pythons_own_helper(process: psutil.Process) -> bool:

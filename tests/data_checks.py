@@ -28,7 +28,7 @@ def numbers(count: int) -> TensorData:
 
 
 class Seeds(Dataset[Any]):
-    """Targets are the random seeds of the workers that loaded them."""
+    """Targets are the random seeds that they were loaded with."""
 
     def __len__(self) -> int:
         return 8

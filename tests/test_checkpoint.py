@@ -1,32 +1,92 @@
-"""Checkpoints at epoch ends: a resumed run equals an undisturbed one; a damaged checkpoint is not believed."""
+"""Checkpoints on the disk: whole or not believed, the right ones kept; and what is said when one does not fit."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import digits_job
 import pytest
 import torch
-from launchers import QUICKEST, launch, requires
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launchers import launch, start
+from safetensors.torch import load_file
+from torch import nn
 
-from hvd_trainer import checkpoint
+from hvd_trainer import (
+    EngineOptions,
+    LogOptions,
+    SaveOptions,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    checkpoint,
+    cli,
+)
+from hvd_trainer.checkpoint import Manifest
 from hvd_trainer.errors import CheckpointError
+from hvd_trainer.log import _drop_later
 
 STATE = {"model": {"w": torch.arange(3.0)}, "progress": {"step": 7}}
 
 
+def save(folder: Path, step: int, state: Any = None, **figures: float) -> Path:
+    return checkpoint.save(folder, STATE if state is None else state, step=step, epoch=0, figures=figures)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# On the disk.
+
+
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 7, STATE)
+    path = save(tmp_path, 7, loss=1.5)
     assert path.name == "step-000000007"
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
-    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+    manifest = checkpoint.read_manifest(path)
+    assert (manifest.number, manifest.step, manifest.epoch, manifest.figures) == (0, 7, 0, {"loss": 1.5})
+    assert names(tmp_path) == [path.name], "nothing temporary is left"
 
 
-def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    for step in (1, 20, 3):
-        checkpoint.save(tmp_path, step, STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000003", "step-000000020"]
+def test_the_newest_is_the_one_saved_last_whatever_it_is_called(tmp_path: Path) -> None:
+    """A run that was taken back to step 200 and trains on must not lose to its own past at step 300."""
+    for step in (300, 200, 300):
+        save(tmp_path, step, {"at": [step, len(names(tmp_path))]})
+    assert names(tmp_path) == ["step-000000200", "step-000000300", "step-000000300.2"]
+    (tmp_path / "step-000000300.2").rename(tmp_path / "mine")
+    found = checkpoint.restore(tmp_path, "auto")
+    assert found.state == {"at": [300, 2]}
+    checkpoint.prune(tmp_path, keep=2, best=None)
+    assert names(tmp_path) == ["mine", "step-000000200"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "best"), [("test_loss", 2), ("test_accuracy", 3), ("other", None), (None, None)]
+)
+def test_the_best_stays_too(figure: str | None, best: int | None, tmp_path: Path) -> None:
+    for step, loss, accuracy in (
+        (1, 0.5, 0.1),
+        (2, 0.3, 0.7),
+        (3, 0.4, 0.9),
+        (4, float("nan"), 0.2),
+        (5, 0.6, 0.2),
+    ):
+        save(tmp_path, step, test_loss=loss, test_accuracy=accuracy)
+    (tmp_path / ".step-000000009.77").mkdir()  # a save that was killed
+    checkpoint.prune(tmp_path, keep=1, best=figure)
+    steps = sorted({5} | ({best} if best else set()))
+    assert names(tmp_path) == [f"step-{step:09d}" for step in steps]
 
 
 def _flip(path: Path) -> None:
@@ -39,23 +99,66 @@ def _flip(path: Path) -> None:
     "damage",
     [
         pytest.param(lambda p: _flip(p / "state.pt"), id="flipped"),
+        pytest.param(lambda p: _flip(p / "manifest.json"), id="flipped-manifest"),
         pytest.param(lambda p: (p / "state.pt").write_bytes((p / "state.pt").read_bytes()[:100]), id="cut"),
         pytest.param(lambda p: (p / "manifest.json").unlink(), id="no-manifest"),
         pytest.param(lambda p: (p / "manifest.json").write_text("{"), id="torn-manifest"),
         pytest.param(lambda p: (p / "manifest.json").write_text("[]"), id="foreign-manifest"),
+        pytest.param(lambda p: (p / "manifest.json").write_text('{"format": 1}'), id="older-format"),
         pytest.param(lambda p: (p / "state.pt").unlink(), id="no-state"),
     ],
 )
-def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage: object) -> None:
-    checkpoint.save(tmp_path, 1, {**STATE, "progress": {"step": 1}})
-    newest = checkpoint.save(tmp_path, 2, STATE)
-    damage(newest)  # type: ignore[operator]
+def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage: Any) -> None:
+    save(tmp_path, 1, {**STATE, "progress": {"step": 1}})
+    newest = save(tmp_path, 2)
+    damage(newest)
     with pytest.raises(CheckpointError, match="step-000000002"):
         checkpoint.load(newest)
-    state, said = checkpoint.restore(tmp_path, "auto")
-    assert state is not None
-    assert state["progress"] == {"step": 1}
-    assert any("step-000000002" in line for line in said), "what was refused is said"
+    found = checkpoint.restore(tmp_path, "auto")
+    assert found.state is not None
+    assert found.state["progress"] == {"step": 1}
+    assert any("step-000000002" in line for line in found.said), "what was refused is said"
+    with pytest.raises(CheckpointError, match="step-000000002"):
+        checkpoint.restore(None, str(newest))
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+FIELDS = st.sampled_from([*Manifest.__dataclass_fields__, "more"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.dictionaries(FIELDS, ANY_JSON, max_size=3), removed=st.sets(FIELDS, max_size=2), fits=st.booleans()
+)
+def test_no_manifest_does_harm(
+    changes: dict[str, Any], removed: set[str], fits: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever it holds, also with a checksum that fits: it is read as it should be, or refused by name."""
+    path = tmp_path_factory.getbasetemp() / "step-000000001"
+    path.mkdir(exist_ok=True)
+    content = {"format": 2, "number": 0, "step": 1, "epoch": 0, "figures": {}, "bytes": 1, "sha256": "0"}
+    content = {name: value for name, value in (content | changes).items() if name not in removed}
+    own = checkpoint._digest_of(content) if fits else "0"
+    (path / "manifest.json").write_text(json.dumps(content | {"self": own}))
+    try:
+        manifest = checkpoint.read_manifest(path)
+    except CheckpointError:
+        return
+    assert fits
+    assert manifest.step >= 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(content=st.binary(max_size=300))
+def test_no_bytes_in_a_manifest_do_harm(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "step-000000002"
+    path.mkdir(exist_ok=True)
+    (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="step-000000002"):
+        checkpoint.read_manifest(path)
 
 
 def test_a_pickle_is_not_run(tmp_path: Path) -> None:
@@ -65,50 +168,187 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
         def __reduce__(self) -> object:
             return (Path.touch, (tmp_path / "ran",))
 
-    path = checkpoint.save(tmp_path / "c", 1, {"model": Code()})
+    path = save(tmp_path / "c", 1, {"model": Code()})
     with pytest.raises(CheckpointError):
         checkpoint.load(path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_full_disk_leaves_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = checkpoint.save(tmp_path, 1, STATE)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "_sync", full)
+def test_a_full_disk_leaves_the_old_ones(small_disk: Path) -> None:
+    old = save(small_disk, 1)
     with pytest.raises(CheckpointError, match=r"No space left.*Older ones are intact"):
-        checkpoint.save(tmp_path, 2, STATE)
-    assert [p.name for p in tmp_path.iterdir()] == [old.name]
+        save(small_disk, 2, {"model": torch.zeros(5_000_000)})
+    assert names(small_disk) == [old.name]
     checkpoint.load(old)
 
 
-@requires("horovod")
-def test_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
-    """Dropout, Adam's state, warm-up and the data order go on: one epoch and one more is two, on either engine."""
-    job = [
-        "-m",
-        "hvd_trainer.mnist",
-        "--dataset",
-        "digits",
-        "--batch-size",
-        "64",
-        "--lr-scaling",
-        "linear",
-        "--warmup-epochs",
-        "1.5",
-    ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    launch(QUICKEST, 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(whole)])
-    launch("horovodrun", 2, [*job, "--backend", "horovod", "--epochs", "1", "--log-dir", str(parts)])
-    again = launch(
-        QUICKEST, 2, [*job, "--backend", "ddp", "--epochs", "2", "--log-dir", str(parts), "--resume", "auto"]
+# In a run.
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, width), nn.Linear(width, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs))
+
+
+def fit(
+    folder: Path, *, width: int = 3, optimizer: Any = torch.optim.Adam, num: int = 12, **options: Any
+) -> Trainer:
+    """A few steps in this process."""
+    save = {name: options.pop(name) for name in [*options] if name in SaveOptions.__dataclass_fields__}
+    trainer = Trainer(
+        TrainerOptions(
+            engine=EngineOptions(backend="single"),
+            train=TrainOptions(**{"epochs": 2, "batch_size": 4, **options}),
+            log=LogOptions(log_dir=str(folder), log_every=1),
+            save=SaveOptions(**save),
+        )
     )
-    assert "at epoch 2" in again.stdout
-    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
-    events = [json.loads(line) for line in (parts / "metrics.jsonl").read_text().splitlines()]
-    assert [e["epoch"] for e in events if e["event"] == "epoch"] == [1, 2]
+    with trainer:
+        model = Net(width)
+        data = TensorData(torch.ones(num, 2), torch.zeros(num).long())
+        trainer.fit(model, optimizer(model.parameters(), lr=0.1), nn.functional.cross_entropy, data, data)
+    return trainer
+
+
+def test_when_it_saves_and_what_stays(tmp_path: Path) -> None:
+    fit(tmp_path / "default")
+    assert names(tmp_path / "default/checkpoints") == ["step-000000003", "step-000000006"]
+    fit(tmp_path / "steps", save_every_steps=2, save_every_epochs=None, keep=2, keep_best=None)
+    assert names(tmp_path / "steps/checkpoints") == ["step-000000004", "step-000000006"]
+    fit(tmp_path / "seconds", save_every_s=1e-9, save_every_epochs=None, keep=100)
+    assert "step-000000001" in names(tmp_path / "seconds/checkpoints")
+    fit(tmp_path / "epochs", epochs=5, save_every_epochs=2, keep=100)
+    assert names(tmp_path / "epochs/checkpoints") == ["step-000000006", "step-000000012", "step-000000015"]
+    fit(tmp_path / "never", save_every_epochs=None)
+    assert not (tmp_path / "never/checkpoints").exists()
+
+
+def lines(folder: Path) -> list[tuple[str, int]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["event"], record["step"]) for record in records]
+
+
+def test_records_after_the_checkpoint_come_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = fit(tmp_path)
+    before = lines(tmp_path)
+    assert whole.saver.saves == 2
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 5, "torn')
+    fit(tmp_path, resume=str(tmp_path / "checkpoints/step-000000003"))
+    assert lines(tmp_path) == before
+    said = capsys.readouterr().out
+    assert "resume   restored model, optimizer, random\nresume   at epoch 2, after 3 steps" in said
+    fit(tmp_path, resume="auto")
+    assert "at epoch 3, after 6 steps" in capsys.readouterr().out
+
+
+def test_a_new_run_in_a_used_folder_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        fit(tmp_path, epochs=1)
+    assert f"the run that was in {tmp_path} is now in {tmp_path}/earlier-2" in capsys.readouterr().out
+    for folder in (tmp_path, tmp_path / "earlier-1", tmp_path / "earlier-2"):
+        assert lines(folder)[-1] == ("end", 3)
+        assert names(folder / "checkpoints") == ["step-000000003"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=st.binary(max_size=200) | st.lists(ANY_JSON, max_size=4).map(lambda v: json.dumps(v).encode()))
+def test_no_content_of_metrics_jsonl_does_harm(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
+    good = b'{"event": "step", "step": 3}\n'
+    file.write_bytes(good + content)
+    _drop_later(file, 3, 0)
+    assert file.read_bytes().startswith(good)
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    fit(tmp_path, epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, width=5, resume="auto")
+    assert "first.weight is float32 [3, 2], and here float32 [5, 2]; first.bias is" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"its optimizer is Adam, not SGD .*--resume-partial optimizer"):
+        fit(tmp_path, optimizer=torch.optim.SGD, resume="auto")
+    assert names(tmp_path / "checkpoints") == ["step-000000003"], "nothing was touched"
+
+
+def test_what_may_start_anew_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, epochs=1)
+    fit(tmp_path, optimizer=torch.optim.SGD, resume="auto", resume_partial=("optimizer",))
+    assert "resume   restored model, random\nresume   anew: optimizer\n" in capsys.readouterr().out
+
+
+def test_inside_an_epoch_of_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, save_every_steps=5, save_every_epochs=None)
+    with pytest.raises(CheckpointError, match=r"samples 12 \(here 16\).*--resume-partial data"):
+        fit(tmp_path, num=16, resume="auto")
+    fit(tmp_path, num=16, resume="auto", resume_partial=("data",))
+    assert "anew: data (the epoch begins again)" in capsys.readouterr().out
+
+
+def test_a_writer_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"No checkpoint could be written to .*No space left"):
+        fit(tmp_path)
+    assert not any(thread.name.startswith("checkpoint-writer") for thread in threading.enumerate())
+
+
+# As a user starts it.
+
+
+def test_weights_are_exported_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They load in a plain module, and are those of the end of the run."""
+    fit(tmp_path)
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 0
+    assert f"from {tmp_path}/checkpoints/step-000000006" in capsys.readouterr().out
+    assert (tmp_path / "weights.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    Net().load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    older = str(tmp_path / "checkpoints/step-000000003")
+    assert cli.main(["export", older, str(tmp_path / "older.safetensors")]) == 0
+    assert (tmp_path / "older.safetensors").read_bytes() != (tmp_path / "model.safetensors").read_bytes()
+    assert cli.main(["export", str(tmp_path / "nothing")]) == 2
+    assert cli.main(["export", older, str(tmp_path / "no/folder")]) == 2
+    assert len(re.findall("^error: ", capsys.readouterr().err, re.MULTILINE)) == 2
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """A job that saves after each step, in `tmp_path / "log"`."""
+    extra = ["--epochs", "100000", "--save-every-steps", "1", "--workers", "1"]
+    with start("python", 1, digits_job.argv("single", tmp_path / "log", extra)) as job:
+        job.wait_for_output("epoch 1/")
+        yield job
+
+
+def test_two_jobs_on_one_folder(running: Any, tmp_path: Path) -> None:
+    second = launch("python", 1, digits_job.argv("single", tmp_path / "log"), check=False)
+    assert second.returncode == 2
+    assert f"another job is using it (process {running.popen.pid} on" in second.stderr
+    running.popen.send_signal(signal.SIGKILL)
+    running.popen.wait()
+    # Its loader process may live on for seconds, and must not hold the folder.
+    third = launch("python", 1, digits_job.argv("single", tmp_path / "log", ["--epochs", "1", "--resume", "auto"]))
+    assert "resume   restored model, optimizer, random" in third.stdout
+    assert not list((tmp_path / "log/checkpoints").glob(".*")), "what the kill left of a save is gone"
+
+
+def test_a_disk_that_fills_up(small_disk: Path) -> None:
+    """3.3 of 4 MB are taken: two checkpoints of 0.27 MB fit, and not a third beside them."""
+    (small_disk / "filler").write_bytes(os.urandom(3_350_000))
+    result = launch("python", 1, digits_job.argv("single", small_disk / "log", ["--epochs", "9"]), check=False)
+    assert result.returncode == 2, result.stderr
+    assert "Older ones are intact" in result.stderr
+    assert "Traceback" not in result.stderr
+    whole, refused = checkpoint.whole(small_disk / "log/checkpoints")
+    assert whole
+    assert not refused
+    assert all(checkpoint.load(path) for _, path in whole)
 
 
 def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:
@@ -124,5 +364,5 @@ def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:
     ]
     result = launch("python", 1, job, check=False)
     assert result.returncode == 2
-    assert "is not a whole checkpoint" in result.stderr
+    assert "none is not a checkpoint: there is no such folder" in result.stderr
     assert "Traceback" not in result.stderr

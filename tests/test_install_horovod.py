@@ -430,21 +430,6 @@ def test_a_wheel_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot be written to" in message
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small file system")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"this machine lets nobody mount a file system: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_is_seen_before_the_build(small_disk: Path) -> None:
     message = refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk))
     assert "the disk is full" in message

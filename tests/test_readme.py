@@ -49,6 +49,7 @@ TYPED_ELSEWHERE = {
     "source .venv/bin/activate": "Makefile",
     "pip install -c constraints.txt .": "Makefile",
     "python -m hvd_trainer install-horovod": "tests/test_install_horovod.py",
+    "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": "tests/test_checkpoint.py",
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         "benchmarks/run.py"
@@ -242,7 +243,7 @@ def test_options_in_commands_exist() -> None:
 
 def test_options_in_prose_exist() -> None:
     known = {"--help"}.union(*OF_OTHERS.values())
-    for what in ("hvd_trainer.mnist", "hvd_trainer install-horovod", "benchmarks"):
+    for what in ("hvd_trainer.mnist", "hvd_trainer install-horovod", "hvd_trainer export", "benchmarks"):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:
         named = set().union(*(documents.options_in(code) for code in documents.inline_code(document)))

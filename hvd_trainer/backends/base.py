@@ -271,14 +271,23 @@ class Backend(ABC):
         forward): here each rank keeps its own while training, and before they are used (evaluation, saving)
         floating-point buffers become their mean over ranks. Integer buffers count steps and are equal already.
         """
+        means = self.mean_buffers(model)
+        for name, buffer in model.named_buffers():
+            if name in means:
+                buffer.detach().copy_(means[name])
+
+    def mean_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """What `average_buffers` would make of the floating-point buffers, by name; the model stays as it is."""
         if self.world.size == 1:
-            return
-        buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
-        for dtype in dict.fromkeys(b.dtype for b in buffers):
-            same = [b for b in buffers if b.dtype == dtype]
-            flat = self.all_reduce(torch.cat([b.detach().reshape(-1) for b in same]), "mean")
-            for buffer, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
-                buffer.detach().copy_(part.view_as(buffer))
+            return {}
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+        means: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
+            same = {name: b for name, b in buffers.items() if b.dtype == dtype}
+            flat = self.all_reduce(torch.cat([b.detach().reshape(-1) for b in same.values()]), "mean")
+            parts = flat.split([b.numel() for b in same.values()])
+            means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
+        return means
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, first_samples, samples_in
-from hvd_trainer.data.loader import Loader, torch_loader
+from hvd_trainer.data.loader import CPU, EVALUATION, Loader, torch_loader
 from hvd_trainer.errors import DataError
+from hvd_trainer.random_state import drawing_apart, seed_of
 
 
 class _Share(IterableDataset[Any]):
@@ -63,11 +64,14 @@ class StreamLoader(Loader):
         super().__init__(data, None, backend, batch_size)
         self._share = _Share(data, backend.world.rank, backend.world.size, batch_size)
         # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
-        self._loader = torch_loader(self._share, backend, batch_size, seed, num_workers, collate)
+        self._generator = torch.Generator()
+        self._loader = torch_loader(
+            self._share, backend, batch_size, num_workers, collate, generator=self._generator
+        )
+        self._seed = seed
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        self._share.epoch, self._share.consumed = epoch, consumed
-        batches = self._moved(self._loader)
+        batches = self._pass(epoch, consumed)
         for number in itertools.count():
             batch = next(batches, None)
             mine = 0 if batch is None else samples_in(batch)
@@ -79,5 +83,17 @@ class StreamLoader(Loader):
             yield batch if smallest == mine else first_samples(batch, smallest)
 
     def evaluation(self) -> Iterator[Batch]:
-        self._share.consumed = 0
-        return self._moved(self._loader)
+        return self._pass(EVALUATION, 0)
+
+    def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
+        """One reading of the stream. Its random transforms draw by seed, epoch and rank, also of what is skipped.
+
+        So a pass that is taken up in the middle goes on with the numbers that it would have drawn.
+        """
+        self._share.consumed = consumed
+        if epoch != EVALUATION:
+            self._share.epoch = epoch
+        seed = seed_of(self._seed, epoch, self.backend.world.rank)
+        self._generator.manual_seed(seed)
+        batches = self._moved(self._loader)
+        return batches if self._loader.num_workers else drawing_apart(batches, seed, CPU)

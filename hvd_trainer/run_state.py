@@ -1,0 +1,191 @@
+"""All that a run goes on from: collected from all ranks, and put back on as many ranks or on others.
+
+What is the same on all ranks is kept once; what is a rank's own is kept per rank:
+
+    model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
+    data                                           which samples, in which order: what the position in it means
+    ranks: random, metrics, buffers                with another number of ranks random numbers are drawn anew,
+                                                   metrics are added up, and buffers start from their mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.errors import CheckpointError
+from hvd_trainer.metrics import Meter, combined_state
+from hvd_trainer.progress import Progress
+from hvd_trainer.random_state import random_state, seed_all, seed_of, set_random_state
+
+MOST_LINES = 20
+
+
+class Stateful(Protocol):
+    """What is part of a run's state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class RunState:
+    """The state of a run.
+
+    Args:
+        backend: the engine.
+        model: the bare module.
+        progress: the counters.
+        others: optimizer, scheduler and scaler, by these names; those that there are.
+        data: seed and number of samples of the training set.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        progress: Progress,
+        others: Mapping[str, Stateful],
+        data: Mapping[str, Any],
+    ) -> None:
+        self._backend, self._model, self._progress = backend, model, progress
+        self._others, self._data = others, data
+        self.metrics: Mapping[str, Any] | None = None
+        """Where the metrics of a restored epoch stood on this rank; None at an epoch's start."""
+
+    def collect(self, meter: Meter | None) -> dict[str, Any] | None:
+        """The state as it is now: on rank 0, and None on the others. A collective.
+
+        Args:
+            meter: what the running epoch has gathered; None between epochs.
+        """
+        means = self._backend.mean_buffers(self._model)
+        mine: dict[str, Any] = {"random": random_state(self._backend.device)}
+        if meter is not None:
+            mine["metrics"] = meter.state_dict()
+            own = dict(self._model.named_buffers())
+            mine["buffers"] = {name: own[name] for name in means}
+        ranks = self._backend.all_gather_object(mine)
+        if not self._backend.world.is_first:
+            return None
+        return {
+            "model": {name: means.get(name, value) for name, value in self._model.state_dict().items()},
+            "progress": self._progress.state_dict(),
+            "data": dict(self._data),
+            "kinds": {name: type(part).__name__ for name, part in self._others.items()},
+            "ranks": ranks,
+            **{name: part.state_dict() for name, part in self._others.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], partial: Collection[str] = ()) -> list[str]:
+        """Puts a state back, the same on all ranks; returns what there is to say about it.
+
+        Args:
+            state: from `collect`, on as many ranks or on others, under this engine or another.
+            partial: what may be missing or different, and then starts anew: optimizer, scheduler, scaler, random,
+                metrics, data.
+
+        Raises:
+            CheckpointError: something is missing or does not fit; nothing has been changed then.
+        """
+        wrong = self._mistakes(state, partial)
+        if wrong:
+            raise CheckpointError("The checkpoint does not fit: " + "; ".join(wrong))
+        restored, anew = ["model"], []
+        self._model.load_state_dict(state["model"])
+        for name, part in self._others.items():
+            if self._fits(state, name):
+                part.load_state_dict(state[name])
+                restored.append(name)
+            else:
+                anew.append(name)
+        self._progress.load_state_dict(state["progress"])
+        if state["data"] != self._data and self._progress.consumed:
+            anew.append("data (the epoch begins again)")
+            self._progress.consumed = 0
+        notes = self._restore_ranks(state["ranks"], partial, restored, anew)
+        said = [f"restored {', '.join(restored)}"]
+        said += [f"anew: {', '.join(anew)}"] if anew else []
+        return said + notes
+
+    def _restore_ranks(
+        self, ranks: Sequence[Mapping[str, Any]], partial: Collection[str], restored: list[str], anew: list[str]
+    ) -> list[str]:
+        world, device = self._backend.world, self._backend.device
+        same = len(ranks) == world.size
+        mine = ranks[world.rank] if same else {}
+        notes = []
+        if "random" in mine:
+            set_random_state(mine["random"], device)
+            restored.append("random")
+        else:
+            seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
+            anew.append("random")
+        if not same:
+            notes.append(
+                f"it was saved by {len(ranks)} ranks: dropout draws other numbers now, and all else goes on"
+            )
+        for name, buffer in mine.get("buffers", {}).items():
+            self._model.get_buffer(name).copy_(buffer)
+        gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
+        if gathered:
+            # With other ranks, the first has gathered what all had.
+            whole = gathered[world.rank] if same else combined_state(gathered) if world.is_first else None
+            self.metrics = whole
+            restored.append("metrics")
+        elif self._progress.consumed:
+            anew.append("metrics")
+        return notes
+
+    def _fits(self, state: Mapping[str, Any], name: str) -> bool:
+        return name in state and state["kinds"].get(name) == type(self._others[name]).__name__
+
+    def _mistakes(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+        missing = [name for name in ("model", "progress", "data", "kinds", "ranks") if name not in state]
+        if missing:
+            return [f"it has no {', '.join(missing)}, so it is not one of ours"]
+        found = differences(self._model.state_dict(), state["model"])
+        for name in self._others:
+            if name in partial or self._fits(state, name):
+                continue
+            there = f"its {name} is {state['kinds'][name]}, not {type(self._others[name]).__name__}"
+            found.append(
+                (there if name in state["kinds"] else f"it has no {name}")
+                + f" (to start that anew: --resume-partial {name})"
+            )
+        if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
+            found.append("it has no random state (to start that anew: --resume-partial random)")
+        if state["progress"]["consumed"] and state["data"] != self._data and "data" not in partial:
+            theirs, ours = state["data"], self._data
+            changed = [
+                f"{key} {theirs.get(key)} (here {ours[key]})" for key in ours if theirs.get(key) != ours[key]
+            ]
+            found.append(
+                f"it was saved inside an epoch of other data: {', '.join(changed)} (to begin that epoch again: "
+                f"--resume-partial data)"
+            )
+        return found
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """How the tensors of a saved model differ from this model's: by name, by shape, by type."""
+    lines = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in theirs:
+            lines.append(f"{name} {_form(ours[name])} is not in it")
+        elif name not in ours:
+            lines.append(f"{name} {_form(theirs[name])} is not in this model")
+        elif _form(ours[name]) != _form(theirs[name]):
+            lines.append(f"{name} is {_form(theirs[name])}, and here {_form(ours[name])}")
+    more = len(lines) - MOST_LINES
+    return [*lines[:MOST_LINES], f"and {more} more"] if more > 0 else lines
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

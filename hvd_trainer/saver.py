@@ -1,0 +1,128 @@
+"""When to save, and saving beside the training: only the copy to host memory holds it up.
+
+training   ... step | copy | step  step  step ...
+writer              |      | write, sync, rename, remove old ones |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_trainer import checkpoint
+from hvd_trainer.config import SaveOptions
+
+
+class Saver:
+    """Writes rank 0's checkpoints; on other ranks it only knows when.
+
+    Args:
+        folder: the run's `checkpoints` folder; None on other ranks than 0 and where nothing is kept.
+        options: when to save and what to keep.
+
+    Attributes:
+        stalled_s: how long training stood still for saving so far, in seconds, on this rank.
+        saves: how many times.
+
+    Raises:
+        CheckpointError: what killed saves have left cannot be removed.
+    """
+
+    def __init__(self, folder: Path | None, options: SaveOptions) -> None:
+        self._folder, self._options = folder, options
+        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._last = time.monotonic()
+        self.stalled_s, self.saves = 0.0, 0
+        if folder is not None:
+            self._prune()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the last save is longer ago than `--save-every-s`; by this rank's clock."""
+        every = self._options.save_every_s
+        return every is not None and time.monotonic() - self._last >= every
+
+    def after_step(self, step: int) -> bool:
+        """Whether to save after this step because of its number; the same on all ranks."""
+        every = self._options.save_every_steps
+        return every is not None and step % every == 0
+
+    def after_epoch(self, epoch: int, epochs: int) -> bool:
+        """Whether to save after this many of all epochs; the last is always saved."""
+        every = self._options.save_every_epochs
+        return every is not None and (epoch % every == 0 or epoch == epochs)
+
+    def begin(self) -> float:
+        """The start of a save, to be given to `hand_over`; all ranks call both."""
+        return time.perf_counter()
+
+    def hand_over(
+        self, began: float, state: Mapping[str, Any] | None, *, step: int, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Copies the state to host memory and has it written; the state may change afterwards.
+
+        Waits for the save before, if that is still being written.
+
+        Raises:
+            CheckpointError: the save before could not be written.
+        """
+        self.wait()
+        if self._folder is not None and state is not None:
+            self._writing = self._writer.submit(self._write, on_host(state), step, epoch, dict(figures))
+        self._last = time.monotonic()
+        self.saves += 1
+        self.stalled_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more.
+
+        Raises:
+            CheckpointError: what was being written could not be.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Lets the writer end what it began; its errors have been told by `wait`."""
+        self._writer.shutdown()
+
+    def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
+        assert self._folder is not None
+        checkpoint.save(self._folder, state, step=step, epoch=epoch, figures=figures)
+        self._prune()
+
+    def _prune(self) -> None:
+        assert self._folder is not None
+        checkpoint.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
+
+
+def on_host(value: Any) -> Any:
+    """A copy of nested dictionaries, lists and tuples with every tensor copied to host memory.
+
+    Copies from a GPU are started all together and waited for once.
+    """
+    copied = _copied(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copied
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        if tensor.device.type == "cpu":
+            return tensor.clone()
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,31 @@
+"""`python -m hvd_trainer export CHECKPOINT [FILE]`: the weights of a checkpoint, for use without this package."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_trainer import checkpoint
+from hvd_trainer.errors import CheckpointError
+from hvd_trainer.export import export_tensors
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the weights; returns the exit code.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or the file cannot be written.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hvd_trainer export", description=__doc__)
+    parser.add_argument("checkpoint", help="a checkpoint, or a log folder, of which the newest is taken")
+    parser.add_argument("file", nargs="?", type=Path, default=Path("model.safetensors"))
+    options = parser.parse_args(argv)
+    found = checkpoint.restore(None, options.checkpoint)
+    assert found.state is not None
+    try:
+        export_tensors(found.state["model"], options.file)
+    except (OSError, KeyError) as error:
+        raise CheckpointError(f"{options.file} cannot be written: {error}") from error
+    print("\n".join([*found.said, f"weights are in {options.file}"]))
+    return 0

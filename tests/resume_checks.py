@@ -1,0 +1,191 @@
+"""What `test_resume.py` runs in every rank: a training, undisturbed or stopped in the middle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from hvd_trainer import (
+    Callback,
+    EngineOptions,
+    LogOptions,
+    SaveOptions,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    accuracy,
+)
+
+NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
+
+
+class InterruptedRunError(Exception):
+    """Stands for whatever ends a run."""
+
+
+class Audit(Callback):
+    """Notes the samples of each epoch as they are trained on, and interrupts after a step."""
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.stop_after = stop_after
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        if trainer.progress.step == self.stop_after:
+            raise InterruptedRunError
+
+
+class Numbered(nn.Module):
+    """A small net with dropout and batch norm; it notes which samples it trained on, by their first input."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 16), nn.Tanh()]
+        layers += [] if plain else [nn.BatchNorm1d(16), nn.Dropout(0.3)]
+        self.net = nn.Sequential(*layers, nn.Linear(16, 3))
+        self.seen: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += inputs[:, 0].round().long().tolist()
+        return self.net(inputs[:, 1:])
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    """The first input is the sample's number."""
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(0, 3, (NUM,), generator=generator)
+    inputs = torch.randn(NUM, 6, generator=generator) + targets.view(-1, 1)
+    return torch.cat([torch.arange(NUM).view(-1, 1), inputs], 1), targets
+
+
+def noisy(inputs: Tensor) -> Tensor:
+    """A random transform of a whole batch; the sample's number stays."""
+    noise = 0.1 * torch.randn_like(inputs)
+    noise[:, 0] = 0
+    return inputs + noise
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """The same data one by one, with a random transform, for loader processes."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = tensors()
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return noisy(self.inputs[index : index + 1])[0], self.targets[index]
+
+
+class Flow(IterableDataset[tuple[Tensor, Tensor]]):
+    """And as a stream, which draws for every sample that it passes."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, target in zip(*tensors(), strict=True):
+            yield noisy(inputs.view(1, -1))[0], target
+
+
+def halve(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "random transform": {"data": lambda: TensorData(*tensors(), noisy)},
+    "workers": {"data": Items, "train": {"workers": 2}},
+    "no workers": {"data": Items, "train": {"workers": 0}},
+    "stream": {"data": Flow, "train": {"workers": 0}},
+    "stream through a worker": {"data": Flow, "train": {"workers": 1}},
+    "scheduler, clipping, accumulation": {"scheduler": halve, "train": {"accumulate": 2, "max_norm": 0.5}},
+    "fp16": {"train": {"precision": "fp16"}},
+}
+
+
+def run(
+    backend: str,
+    folder: str,
+    setup: dict[str, Any],
+    *,
+    plain: bool = False,
+    stop_after: int | None = None,
+    global_batch: int = GLOBAL_BATCH,
+    **save: Any,
+) -> dict[str, Any]:
+    """One training, to its end or interrupted; what a rank has then."""
+    options = TrainerOptions(
+        engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
+        train=TrainOptions(**{"epochs": EPOCHS, "global_batch_size": global_batch, **setup.get("train", {})}),
+        log=LogOptions(log_dir=folder, log_every=2, quiet=True),
+        save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **save}),
+    )
+    make: Callable[[], Any] = setup.get("data", lambda: TensorData(*tensors()))
+    audit = Audit(stop_after)
+    with Trainer(options) as trainer:
+        model = Numbered(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        history = None
+        try:
+            history = trainer.fit(
+                model,
+                optimizer,
+                nn.functional.cross_entropy,
+                make(),
+                TensorData(*tensors()),
+                scheduler=setup.get("scheduler"),
+                metrics={"accuracy": accuracy},
+                callbacks=[audit],
+            )
+        except InterruptedRunError:
+            trainer.saver.wait()
+        rank = trainer.world.rank
+        figures = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "step", "samples", "lr")
+        return {
+            "rank": rank,
+            "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            "optimizer": fingerprint(optimizer.state_dict()),
+            "seen": model.seen,
+            "records": [[record[name] for name in figures] for record in (history.epochs if history else [])],
+        }
+
+
+def fingerprint(state: Any) -> str:
+    """Of nested dictionaries, lists, tensors and numbers."""
+    if isinstance(state, dict):
+        text = "".join(f"{key}:{fingerprint(value)}" for key, value in state.items())
+    elif isinstance(state, list | tuple):
+        text = "".join(map(fingerprint, state))
+    else:
+        text = repr((state.dtype, state.numpy().tobytes()) if isinstance(state, Tensor) else state)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    """Each set-up undisturbed, and stopped inside the second epoch, 2 steps after the last save, then resumed."""
+    found, rank = {}, 0
+    for number, (name, setup) in enumerate(SETUPS.items()):
+        place = Path(folder) / f"{backend}-{number}"
+        whole = run(backend, str(place / "whole"), setup)
+        run(backend, str(place / "parts"), setup, save_every_steps=9, stop_after=11)
+        resumed = run(backend, str(place / "parts"), setup, resume="auto")
+        found[name] = whole, resumed
+        rank = whole["rank"]
+    return rank, found
+
+
+def first_part(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Saved in the middle of the second epoch, then two steps more that are lost."""
+    result = run(backend, folder, {}, plain=True, global_batch=48, save_every_steps=4, stop_after=5)
+    return result["rank"], result
+
+
+def second_part(backend: str, folder: str, resume: str) -> tuple[int, dict[str, Any]]:
+    result = run(backend, folder, {}, plain=True, global_batch=48, resume=resume)
+    return result["rank"], result

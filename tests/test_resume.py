@@ -1,0 +1,126 @@
+"""Exact resume: an interrupted run ends as one that was not, bit for bit; on other ranks, within rounding."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resume_checks
+from launchers import QUICKEST, launch, requires, run_ranks, start
+
+BACKENDS = ["ddp", pytest.param("horovod", marks=requires("horovod"))]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return run_ranks(
+        resume_checks.interrupted_and_not,
+        num_processes=2,
+        launcher=QUICKEST,
+        args=(request.param, folder),
+        timeout_s=240,
+    )
+
+
+@pytest.mark.parametrize("name", resume_checks.SETUPS)
+def test_the_interrupted_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
+    """Dropout, batch norm, transforms, optimizer, scheduler, scaler, and the figures of the interrupted epoch."""
+    for rank in runs:
+        whole, resumed = rank[name]
+        for key, tensor in whole["weights"].items():
+            assert tensor.equal(resumed["weights"][key]), key
+        assert resumed["optimizer"] == whole["optimizer"]
+        assert resumed["records"] == whole["records"][1:]
+
+
+@pytest.mark.parametrize("name", resume_checks.SETUPS)
+def test_each_sample_is_trained_on_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
+    """The resumed run takes up the second epoch after 9 steps of 16, and a repeated sample is one too many."""
+    seen = Counter(sample for rank in runs for sample in rank[name][1]["seen"])
+    left = 2 * resume_checks.NUM - 2 * resume_checks.GLOBAL_BATCH
+    assert sum(seen.values()) == left
+    assert set(seen.values()) <= {1, 2}
+    assert len(seen) == resume_checks.NUM
+
+
+@cache
+def saved(backend: str, size: int) -> tuple[str, list[dict[str, Any]]]:
+    """Interrupted in the middle of the second epoch; the folder, and what each rank did."""
+    folder = tempfile.mkdtemp(prefix="hvd-saved-")
+    atexit.register(shutil.rmtree, folder)
+    return folder, run_ranks(resume_checks.first_part, num_processes=size, args=(backend, folder))
+
+
+@cache
+def undisturbed() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return resume_checks.run("single", folder, {}, plain=True, global_batch=48)
+
+
+@requires("horovod")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("horovod", 4), ("ddp", 2)),
+        (("horovod", 4), ("horovod", 3)),
+        (("horovod", 4), ("single", 1)),
+        (("ddp", 2), ("horovod", 4)),
+    ],
+    ids=lambda part: "-".join(map(str, part)),
+)
+def test_it_goes_on_with_other_ranks_and_engines(
+    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
+) -> None:
+    """Every sample of the epoch once, by its number; the end within 1e-5 of an undisturbed run of one process."""
+    (folder, first), whole = saved(*before), undisturbed()
+    backend, size = after
+    resumed = run_ranks(
+        resume_checks.second_part,
+        num_processes=size,
+        launcher="python" if size == 1 else QUICKEST,
+        args=(backend, str(tmp_path), folder),
+    )
+    # Three epochs in all, of which the first 4 steps were saved, and the fifth was lost.
+    share = resume_checks.NUM // len(first) + 48 // len(first)
+    seen = Counter(sample for rank in first for sample in rank["seen"][:share])
+    seen += Counter(sample for rank in resumed for sample in rank["seen"])
+    assert seen == Counter(dict.fromkeys(range(resume_checks.NUM), resume_checks.EPOCHS))
+    for rank in resumed:
+        for key, tensor in whole["weights"].items():
+            assert float((rank["weights"][key] - tensor).norm() / tensor.norm()) < 1e-5, key
+        for ours, theirs in zip(rank["records"], whole["records"][1:], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@requires("horovod")
+def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """kill -9 of one rank under horovodrun, then the other engine: with dropout and warm-up, the same file."""
+    options = "--dataset digits --batch-size 64 --epochs 16 --lr-scaling linear --warmup-epochs 1.5"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def argv(backend: str, folder: Path, *more: str) -> list[str]:
+        return ["-m", "hvd_trainer.mnist", *options.split(), "--backend", backend, "--log-dir", str(folder), *more]
+
+    launch(QUICKEST, 2, argv("ddp", whole))
+    with start("horovodrun", 2, argv("horovod", parts, "--save-every-steps", "5")) as running:
+        running.wait_for_output("epoch 2/")
+        running.ranks(2)[1].kill()
+        assert running.wait(30).returncode != 0
+    again = launch(QUICKEST, 2, argv("ddp", parts, "--resume", "auto"))
+    assert "resume   restored model, optimizer, random" in again.stdout
+    assert "epoch 1/" not in again.stdout
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    records = [
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, parts)
+    ]
+    for mine, theirs in zip(*records, strict=True):
+        same = ("event", "step", "epoch", "samples", "lr", "train_loss", "train_accuracy", "test_loss")
+        assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]
