@@ -26,6 +26,13 @@ from hvd_trainer.launch import World
 T = TypeVar("T")
 
 
+EXCHANGE_OPTIONS = (
+    *("compression", "powersgd_rank", "static_graph", "sync_batch_norm"),
+    *("adasum", "num_groups", "autotune"),
+)
+"""Engine options about exchanging gradients that the engine does not exchange in reproducible mode."""
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Training."""
@@ -46,6 +53,9 @@ class TrainOptions:
     """clip the norm of the averaged gradient to this"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """mixed precision of forward and backward; fp16 scales the loss"""
+    reproducible: int | None = None
+    """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
+    either engine; then --batch-size is per virtual rank"""
     compile: bool = False
     """compile the model with torch.compile"""
     seed: int = 0
@@ -125,6 +135,14 @@ class TrainerOptions:
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
             *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
         ]
+        if train.reproducible is not None and (train.reproducible < 1 or train.reproducible.bit_count() != 1):
+            found.append(f"--reproducible must be a power of two, not {train.reproducible}")
+        if train.reproducible is not None:
+            found += [
+                f"--reproducible sums gradients itself: leave out {_flag(name)}"
+                for name in EXCHANGE_OPTIONS
+                if getattr(self.engine, name) != getattr(EngineOptions(), name)
+            ]
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
         if save.resume == "auto" and log.log_dir is None:
@@ -159,20 +177,31 @@ class BatchPlan:
     """The arithmetic that makes a run comparable with another: who takes how many samples per step."""
 
     size: int
+    """ranks, or virtual ranks, that share a global batch"""
     batch_size: int
     accumulate: int
+    per_rank: int = 1
+    """virtual ranks of each rank"""
 
     @classmethod
     def of(cls, options: TrainOptions, world: World) -> BatchPlan:
         """Derives the batch per rank.
 
         Raises:
-            OptionError: the global batch does not divide among the ranks.
+            OptionError: the global batch does not divide among the ranks, or the virtual ranks do not.
         """
-        wanted, parts = options.global_batch_size, world.size * options.accumulate
+        size = options.reproducible or world.size
+        if size % world.size:
+            possible = ", ".join(str(2**power) for power in range(size.bit_length()))
+            raise OptionError(
+                f"--reproducible {size} runs on {possible} ranks, each with as many virtual ranks, and not on "
+                f"{world.size}."
+            )
+        wanted, parts = options.global_batch_size, size * options.accumulate
         if wanted is None:
-            return cls(world.size, options.batch_size, options.accumulate)
-        among = f"{world.size} {'rank' if world.size == 1 else 'ranks'} x --accumulate {options.accumulate}"
+            return cls(size, options.batch_size, options.accumulate, size // world.size)
+        kind = "virtual rank" if options.reproducible else "rank"
+        among = f"{size} {kind if size == 1 else kind + 's'} x --accumulate {options.accumulate}"
         batch_size, rest = divmod(wanted, parts)
         if rest or batch_size == 0:
             near = max(1, round(wanted / parts)) * parts
@@ -185,7 +214,12 @@ class BatchPlan:
                 f"--batch-size {options.batch_size} and --global-batch-size {wanted} contradict each other: with "
                 f"{among} the batch size is {batch_size}. Leave one out."
             )
-        return cls(world.size, batch_size, options.accumulate)
+        return cls(size, batch_size, options.accumulate, size // world.size)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of one rank in a step."""
+        return self.accumulate * self.per_rank
 
     @property
     def global_batch_size(self) -> int:

@@ -64,15 +64,20 @@ class TrainStep:
         """
         counts = [samples_in(batch) for batch in window]
         last = len(window) - 1
-        for position, ((inputs, targets), count) in enumerate(zip(window, counts, strict=True)):
+        for position, (batch, count) in enumerate(zip(window, counts, strict=True)):
             with self.backend.gradient_sync(self.model, enabled=position == last):
-                with mixed_precision(self.backend.device, self.precision):
-                    outputs = self.model(inputs)
-                    loss = self.loss(outputs, targets)
-                share = loss if last == 0 else loss * (count / sum(counts))
-                (share if self.scaler is None else self.scaler.scale(share)).backward()
-            meter.add(loss, outputs, targets, count)
+                self.backward(batch, 1 if last == 0 else count / sum(counts), meter)
         meanwhile()
         result = self.backend.step(self.optimizer, max_norm=self.max_norm, scaler=self.scaler)
         self.optimizer.zero_grad(set_to_none=True)
         return result
+
+    def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
+        """Forward and backward of one batch, whose mean loss counts by `weight`."""
+        inputs, targets = batch
+        with mixed_precision(self.backend.device, self.precision):
+            outputs = self.model(inputs)
+            loss = self.loss(outputs, targets)
+        share = loss if weight == 1 else loss * weight
+        (share if self.scaler is None else self.scaler.scale(share)).backward()
+        meter.add(loss, outputs, targets, samples_in(batch))

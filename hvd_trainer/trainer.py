@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from hvd_trainer.agreement import Agreement
 from hvd_trainer.backends import StepResult
 from hvd_trainer.banner import banner, epoch_line, summary_line
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
-from hvd_trainer.data import Batch, Loader, make_loader, samples_in
+from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.export import export_weights
@@ -25,6 +25,7 @@ from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.progress import Bar, Progress
+from hvd_trainer.reproducible import ReproducibleStep, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.saver import Saver
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
@@ -139,7 +140,7 @@ class Trainer:
             self.log.say(banner(self))
             self._restore()
             self.log.write_config(flatten(options))
-            with self._saving():
+            with self._saving(), self._computing():
                 return self._run()
         finally:
             self.log.close()
@@ -168,7 +169,7 @@ class Trainer:
                 self.log.say(f"resume   the metric {name} counts from here on only")
             self.state.metrics = None
         batches = self.train_loader.epoch(progress.epoch, progress.consumed)
-        windows = Windows(batches, self.plan.accumulate)
+        windows = Windows(batches, self.plan.passes)
         started = time.perf_counter()
         with Bar(self.log.prints, progress, self.options.train.epochs, self.train_loader.num_samples) as bar:
             for window in windows:
@@ -183,7 +184,7 @@ class Trainer:
 
     def _finish_step(self, window: list[Batch], result: StepResult, meter: Meter) -> None:
         progress = self.progress
-        samples = sum(map(samples_in, window)) * self.plan.size
+        samples = sum(map(samples_in, window)) * self.world.size
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
@@ -239,6 +240,9 @@ class Trainer:
         """Whether this run has a log folder; the same on all ranks."""
         return self.options.log.log_dir is not None
 
+    def _computing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.options.train.reproducible is None else one_way_to_compute(self.device)
+
     @contextmanager
     def _saving(self) -> Iterator[None]:
         folder = None if self.log.folder is None else self.log.folder / "checkpoints"
@@ -290,9 +294,7 @@ class Trainer:
         return make_loader(
             data,
             self.backend,
-            self.plan.batch_size,
-            seed=train.seed,
-            shuffle=shuffle,
+            LoaderPlan(self.plan.batch_size, train.seed, shuffle, train.reproducible, train.accumulate),
             num_workers=train.workers,
             collate=collate,
         )
@@ -304,15 +306,8 @@ class Trainer:
         self.loss, self.model = loss, model
         if train.compile:
             model.compile()
-        wrapped, self.optimizer = self.backend.prepare(model, optimizer)
-        self.step = TrainStep(
-            self.backend,
-            wrapped,
-            self.optimizer,
-            loss,
-            max_norm=train.max_norm,
-            precision=train.precision,
-        )
+        wrapped, self.optimizer = self.backend.prepare(model, optimizer, exchange=train.reproducible is None)
+        self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
         self.state = RunState(
@@ -325,11 +320,28 @@ class Trainer:
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
 
+    def _make_step(self, model: nn.Module, loss: LossFunction) -> TrainStep:
+        train = self.options.train
+        how: dict[str, Any] = {"max_norm": train.max_norm, "precision": train.precision}
+        if train.reproducible is None:
+            return TrainStep(self.backend, model, self.optimizer, loss, **how)
+        return ReproducibleStep(
+            self.backend,
+            model,
+            self.optimizer,
+            loss,
+            virtual_ranks=train.reproducible,
+            seed=train.seed,
+            progress=self.progress,
+            find_unused_parameters=self.options.engine.find_unused_parameters,
+            **how,
+        )
+
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in a whole epoch; None for a stream."""
         batches = self.train_loader.batches_per_epoch
-        return None if batches is None else -(-batches // self.plan.accumulate)
+        return None if batches is None else -(-batches // self.plan.passes)
 
     def _position(self) -> dict[str, Any]:
         """The work accounting of every line in metrics.jsonl."""

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
-from hvd_trainer.data import Loader, TensorData, make_loader, once_per_node
+from hvd_trainer.data import Loader, LoaderPlan, TensorData, make_loader, once_per_node
 from hvd_trainer.errors import DataError
 
 NUM, FEW, BATCH = 23, 2, 4
@@ -74,7 +74,7 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
 
 
 def loader(backend: Backend, data: Any, num_workers: int = 0) -> Loader:
-    return make_loader(data, backend, BATCH, seed=5, num_workers=num_workers)
+    return make_loader(data, backend, LoaderPlan(BATCH, seed=5), num_workers=num_workers)
 
 
 def training(backend: Backend, kind: str) -> list[list[list[int]]]:

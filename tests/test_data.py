@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hvd_trainer import Trainer, TrainerOptions, backends
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.config import TrainOptions
-from hvd_trainer.data import ImageOptions, load_images, make_loader, samples_in
+from hvd_trainer.data import ImageOptions, LoaderPlan, load_images, make_loader, samples_in
 from hvd_trainer.data import mnist as mnist_module
 from hvd_trainer.data.shard import epoch_order
 from hvd_trainer.errors import DataError
@@ -268,7 +268,7 @@ def test_mnist_is_read_plain_and_gzipped(mnist_dir: Path, tmp_path: Path, alone:
     assert (len(images.train), len(images.test)) == (60_000, 10_000)
     assert images.train.inputs.shape == (60_000, 1, 28, 28)
     assert images.train.targets[:5].tolist() == [5, 0, 4, 1, 9]
-    batch, _ = next(make_loader(images.train, alone, 1000).epoch(0))
+    batch, _ = next(make_loader(images.train, alone, LoaderPlan(1000)).epoch(0))
     assert abs(float(batch.mean())) < 0.1
     assert abs(float(batch.std()) - 1) < 0.1
     for path in (mnist_dir / "MNIST" / "raw").glob("*-ubyte"):

@@ -38,6 +38,7 @@ LAYERS = (
     ("progress",),
     ("run_state",),
     ("train_step", "banner"),
+    ("reproducible",),
     ("trainer",),
     ("job",),
     ("tools",),

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
-from hvd_trainer.data import ImageOptions, load_images, make_loader
+from hvd_trainer.data import ImageOptions, LoaderPlan, load_images, make_loader
 from hvd_trainer.models import conv_net
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     with backends.create(EngineOptions(backend=args.backend)) as backend:
         torch.manual_seed(0)
         images = load_images(ImageOptions("mnist", args.data_dir), backend)
-        loader = make_loader(images.train, backend, 128, seed=0, shuffle=True)
+        loader = make_loader(images.train, backend, LoaderPlan(128))
         bare = conv_net()
         model, optimizer = backend.prepare(bare, torch.optim.Adam(bare.parameters(), lr=1e-4))
 

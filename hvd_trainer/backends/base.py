@@ -15,7 +15,7 @@ import pickle
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
@@ -30,6 +30,9 @@ from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.errors import BackendError, LaunchError, OptionError, PeerError, UserError, first_line
 from hvd_trainer.launch import World, cpu_ids, detect
 from hvd_trainer.peers import Peer
+
+GATHERED_WHOLE_BYTES = 2**20
+"""Up to so many bytes in all, one exchange of whole tensors is quicker than two of slices."""
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
@@ -155,11 +158,17 @@ class Backend(ABC):
     # Training.
 
     @abstractmethod
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
+    ) -> tuple[nn.Module, Optimizer]:
         """Makes all ranks start equal and connects the engine's gradient exchange.
 
         Moves the model to `device`; then parameters, buffers and the optimizer's state and settings are rank
         0's everywhere. State that the optimizer has is kept.
+
+        Args:
+            exchange: whether the engine averages the gradients; else the caller gives each rank the same ones,
+                from `tree_sum`, before it calls `step`.
 
         Returns:
             The module to call in training (the given one may still be called for evaluation: they share all
@@ -260,6 +269,29 @@ class Backend(ABC):
         received: T = pickle.loads(_bytes(tensor))
         return received
 
+    @abstractmethod
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        """Row i goes to rank i; the result's row i is from rank i. Shape (ranks, n) both."""
+
+    def tree_sum(self, tensor: Tensor) -> Tensor:
+        """The ranks' sum of a flat tensor in one fixed order, whatever the engine: pairs, then pairs of pairs.
+
+            ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
+
+        A power of two of ranks is needed. Each rank sums one slice of all ranks' tensors, and then all gather the
+        slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole, which sends
+        more and waits once only.
+        """
+        size = self.world.size
+        if size == 1:
+            return tensor
+        if size == 2 or size * tensor.numel() * tensor.element_size() <= GATHERED_WHOLE_BYTES:
+            return pairwise_sum(self._all_gather(tensor))
+        length = -(-len(tensor) // size)
+        rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
+        mine = pairwise_sum(list(self._all_to_all(rows)))
+        return torch.cat(self._all_gather(mine))[: len(tensor)]
+
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         float(self.all_reduce(torch.zeros(1)))  # on a GPU, only reading it waits for it
@@ -288,6 +320,14 @@ class Backend(ABC):
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
+
+
+def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors: of neighbours first, then of their sums, and so on."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -114,7 +114,9 @@ class DDPBackend(Backend):
         gc.collect()
         dist.destroy_process_group()
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
+    ) -> tuple[nn.Module, Optimizer]:
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
@@ -124,6 +126,10 @@ class DDPBackend(Backend):
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
+        if not exchange:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
+            return model, optimizer
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
@@ -173,6 +179,13 @@ class DDPBackend(Backend):
         self._hold(mine, *gathered)
         dist.all_gather(gathered, mine)
         return gathered
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        sent = rows.contiguous()
+        received = torch.empty_like(sent)
+        self._hold(sent, received)
+        dist.all_to_all_single(received, sent)
+        return received
 
     def _broadcast(self, tensor: Tensor) -> None:
         sent = tensor.to(self.device)

@@ -176,7 +176,9 @@ class HorovodBackend(Backend):
 
     # Training.
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
+    ) -> tuple[nn.Module, Optimizer]:
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
@@ -185,7 +187,8 @@ class HorovodBackend(Backend):
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         if self._exchange is not None:
             self._exchange.close()
-        self._exchange = self._make_exchange(model, optimizer) if self.world.size > 1 else None
+        connected = exchange and self.world.size > 1
+        self._exchange = self._make_exchange(model, optimizer) if connected else None
         return model, optimizer
 
     def _broadcast_model(self, model: nn.Module) -> None:
@@ -272,6 +275,13 @@ class HorovodBackend(Backend):
         self._hold(tensor)
         gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name="hvd_trainer.gather"))
         return list(gathered.split(len(tensor)))
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        sent = rows.contiguous()
+        self._hold(sent)
+        handle = self._hvd.alltoall_async(sent, name=f"hvd_trainer.all_to_all.{sent.dtype}.{tuple(sent.shape)}")
+        received: Tensor = self._waiter.result(handle)[0]
+        return received
 
     def _broadcast(self, tensor: Tensor) -> None:
         self._hold(tensor)

@@ -42,7 +42,9 @@ class SingleBackend(Backend):
     def _stop(self, failed: bool) -> None:
         pass
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
+    ) -> tuple[nn.Module, Optimizer]:
         return model.to(self.device), optimizer
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
@@ -53,6 +55,9 @@ class SingleBackend(Backend):
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        return rows
 
     def _broadcast(self, tensor: Tensor) -> None:
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair, to_device
 from hvd_trainer.data.dataset import TensorData
-from hvd_trainer.data.shard import epoch_order, evaluation_share, num_batches, training_share
+from hvd_trainer.data.shard import Place, epoch_order, evaluation_share, num_batches, training_batches
 from hvd_trainer.peers import fair_cpus
 from hvd_trainer.random_state import apart, seed_all, seed_of
 
@@ -26,6 +27,25 @@ MOST_WORKERS = 8
 EVALUATION = -1
 """Stands for the epoch in the seeds of random transforms."""
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """How data is shared out."""
+
+    batch_size: int
+    """samples per batch of a rank, or of a virtual rank"""
+    seed: int = 0
+    shuffle: bool = True
+    virtual_ranks: int | None = None
+    """how many virtual ranks share a global batch; None: the ranks themselves do"""
+    accumulate: int = 1
+    """batches of a virtual rank in a step: they come one after the other"""
+
+    def parts(self, rank: int, size: int) -> Sequence[int]:
+        """Which shares of a global batch are this rank's."""
+        each = (self.virtual_ranks or size) // size
+        return range(rank * each, (rank + 1) * each)
 
 
 class Loader(ABC):
@@ -37,12 +57,16 @@ class Loader(ABC):
         batches_per_epoch: this rank's training batches in a whole epoch, or None.
     """
 
-    def __init__(self, data: Any, num_samples: int | None, backend: Backend, batch_size: int) -> None:
+    def __init__(self, data: Any, num_samples: int | None, backend: Backend, plan: LoaderPlan) -> None:
         name = getattr(data, "name", None)
         self.name = name if isinstance(name, str) else type(data).__name__
-        self.num_samples, self.backend, self.batch_size = num_samples, backend, batch_size
+        self.num_samples, self.backend, self.plan = num_samples, backend, plan
+        world = backend.world
+        self._parts, self._size = plan.parts(world.rank, world.size), plan.virtual_ranks or world.size
         self.batches_per_epoch = (
-            None if num_samples is None else num_batches(num_samples, backend.world.size, batch_size)
+            None
+            if num_samples is None
+            else num_batches(num_samples, self._size, plan.batch_size) * len(self._parts)
         )
 
     @abstractmethod
@@ -52,6 +76,24 @@ class Loader(ABC):
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
         """This rank's share of all samples, in batches; over all ranks each sample comes exactly once."""
+
+    def _training(self, epoch: int, consumed: int) -> list[tuple[Place, Tensor]]:
+        """Where this rank's batches stand and which samples they take."""
+        assert self.num_samples is not None
+        plan = self.plan
+        order = epoch_order(self.num_samples, seed=plan.seed, epoch=epoch, shuffle=plan.shuffle)
+        return training_batches(
+            order, self._parts, self._size, plan.batch_size, accumulate=plan.accumulate, consumed=consumed
+        )
+
+    def _evaluation(self) -> list[tuple[Place, Tensor]]:
+        """The same for evaluation."""
+        assert self.num_samples is not None
+        world = self.backend.world
+        share = evaluation_share(self.num_samples, world.rank, world.size)
+        # `split` gives one empty part of an empty tensor, and no batch may be empty.
+        batches = share.split(self.plan.batch_size) if len(share) else ()
+        return [(Place(number, world.rank), chosen) for number, chosen in enumerate(batches)]
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[Batch]:
         for batch in batches:
@@ -63,9 +105,9 @@ class TensorLoader(Loader):
 
     FRACTION_OF_FREE_GPU = 0.5
 
-    def __init__(self, data: TensorData, backend: Backend, batch_size: int, *, seed: int, shuffle: bool) -> None:
-        super().__init__(data, len(data), backend, batch_size)
-        self._data, self._seed, self._shuffle = data, seed, shuffle
+    def __init__(self, data: TensorData, backend: Backend, plan: LoaderPlan) -> None:
+        super().__init__(data, len(data), backend, plan)
+        self._data = data
         self._inputs, self._targets = data.inputs, data.targets
         device = backend.device
         if device.type == "cuda":
@@ -74,43 +116,42 @@ class TensorLoader(Loader):
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        world = self.backend.world
-        order = epoch_order(len(self._data), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return self._batches(training_share(order, world.rank, world.size, consumed=consumed), epoch, consumed)
+        return self._batches(epoch, self._training(epoch, consumed))
 
     def evaluation(self) -> Iterator[Batch]:
-        world = self.backend.world
-        return self._batches(evaluation_share(len(self._data), world.rank, world.size), EVALUATION)
+        return self._batches(EVALUATION, self._evaluation())
 
-    def _batches(self, indices: Tensor, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        device, world = self.backend.device, self.backend.world
+    def _batches(self, epoch: int, batches: list[tuple[Place, Tensor]]) -> Iterator[Batch]:
+        device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
-        # `split` gives one empty part of an empty tensor, and no batch may be empty.
-        parts = indices.to(self._inputs.device).split(self.batch_size) if len(indices) else ()
-        for number, chosen in enumerate(parts):
+        if not batches:
+            return
+        lengths = [len(indices) for _, indices in batches]
+        # To the device in one piece.
+        moved = torch.cat([indices for _, indices in batches]).to(self._inputs.device).split(lengths)
+        for (place, _), chosen in zip(batches, moved, strict=True):
             inputs, targets = self._inputs.index_select(0, chosen), self._targets.index_select(0, chosen)
             if inputs.device != device:
                 inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
             with apart(device) if draws else nullcontext():
                 if draws:
-                    position = consumed + number * self.batch_size * world.size
-                    seed_all(seed_of(self._seed, epoch, position, world.rank), device)
+                    seed_all(seed_of(self.plan.seed, epoch, *place), device)
                 batch = self._data.take(inputs, targets)
             yield batch
 
 
-class _ShareSampler(Sampler[tuple[int, int]]):
-    """The epoch and the indices of one pass, set before it: a `DataLoader` keeps its workers meanwhile."""
+class _Batches(Sampler[list[tuple[int, int]]]):
+    """The (epoch, index) pairs of each batch of one pass, set before it: a `DataLoader` keeps its workers."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.indices: list[int] = []
+        self.batches: list[Tensor] = []
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((self.epoch, index) for index in self.indices)
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(self.epoch, index) for index in batch.tolist()] for batch in self.batches)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.batches)
 
 
 class _Seeded(Dataset[Any]):
@@ -144,42 +185,36 @@ class DatasetLoader(Loader):
         self,
         data: Any,
         backend: Backend,
-        batch_size: int,
+        plan: LoaderPlan,
         *,
-        seed: int,
-        shuffle: bool,
         num_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        super().__init__(data, len(data), backend, batch_size)
-        self._seed, self._shuffle, self._length = seed, shuffle, len(data)
-        self._sampler = _ShareSampler()
+        super().__init__(data, len(data), backend, plan)
+        self._sampler = _Batches()
         self._loader = torch_loader(
-            _Seeded(data, seed), backend, batch_size, num_workers, collate, sampler=self._sampler
+            _Seeded(data, plan.seed), backend, num_workers, collate, batch_sampler=self._sampler
         )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        world = self.backend.world
-        order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return self._pass(epoch, training_share(order, world.rank, world.size, consumed=consumed))
+        return self._pass(epoch, self._training(epoch, consumed))
 
     def evaluation(self) -> Iterator[Batch]:
-        world = self.backend.world
-        return self._pass(EVALUATION, evaluation_share(self._length, world.rank, world.size))
+        return self._pass(EVALUATION, self._evaluation())
 
-    def _pass(self, epoch: int, indices: Tensor) -> Iterator[Batch]:
-        self._sampler.epoch, self._sampler.indices = epoch, indices.tolist()
+    def _pass(self, epoch: int, batches: list[tuple[Place, Tensor]]) -> Iterator[Batch]:
+        self._sampler.epoch, self._sampler.batches = epoch, [chosen for _, chosen in batches]
         return self._moved(self._loader)
 
 
 def torch_loader(
     data: Dataset[Any],
     backend: Backend,
-    batch_size: int,
     num_workers: int | None,
     collate: Callable[[list[Any]], Any] | None,
     *,
-    sampler: _ShareSampler | None = None,
+    batch_size: int = 1,
+    batch_sampler: _Batches | None = None,
     generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
     """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay.
@@ -192,10 +227,10 @@ def torch_loader(
     return DataLoader(
         data,
         batch_size,
-        sampler=sampler,
+        batch_sampler=batch_sampler,
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=backend.device.type == "cuda",
-        persistent_workers=num_workers > 0 and sampler is not None,
+        persistent_workers=num_workers > 0 and batch_sampler is not None,
         generator=generator or torch.Generator(),
     )

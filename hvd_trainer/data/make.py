@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
-from hvd_trainer.data.loader import DatasetLoader, Loader, TensorLoader
+from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
 from hvd_trainer.errors import DataError
 
@@ -17,10 +17,8 @@ from hvd_trainer.errors import DataError
 def make_loader(
     data: Any,
     backend: Backend,
-    batch_size: int,
+    plan: LoaderPlan,
     *,
-    seed: int = 0,
-    shuffle: bool = True,
     num_workers: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Loader:
@@ -30,11 +28,12 @@ def make_loader(
         data: `TensorData` or `TensorDataset` of two tensors (in memory, unless workers or a `collate` are asked
             for), a `Dataset`, a list of samples, or an `IterableDataset`. A sample is a pair of inputs and
             targets.
-        batch_size: samples per batch of this rank.
+        plan: how it is shared out.
         num_workers: loader processes of this rank; None: one less than its CPUs, at most 8.
 
     Raises:
         DataError: `data` is none of these, or empty.
+        OptionError: virtual ranks are to share a stream.
     """
     kind = type(data).__name__
     if isinstance(data, DataLoader):
@@ -43,7 +42,7 @@ def make_loader(
             "With `loader` being yours, that is loader.dataset; batch size and workers are options."
         )
     if isinstance(data, IterableDataset):
-        return StreamLoader(data, backend, batch_size, seed=seed, num_workers=num_workers, collate=collate)
+        return StreamLoader(data, backend, plan, num_workers=num_workers, collate=collate)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataError(
             f"Cannot load batches from a {kind}: a data set has __len__ and __getitem__, or derives from "
@@ -54,7 +53,5 @@ def make_loader(
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = TensorData(*data.tensors, name=kind)
     if isinstance(data, TensorData) and not num_workers and collate is None:
-        return TensorLoader(data, backend, batch_size, seed=seed, shuffle=shuffle)
-    return DatasetLoader(
-        data, backend, batch_size, seed=seed, shuffle=shuffle, num_workers=num_workers, collate=collate
-    )
+        return TensorLoader(data, backend, plan)
+    return DatasetLoader(data, backend, plan, num_workers=num_workers, collate=collate)

@@ -13,6 +13,9 @@ position in an epoch is one number: samples consumed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -41,6 +44,41 @@ def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) ->
     per_rank = -(-len(rest) // size)
     repeats = -(-per_rank * size // len(rest))
     return rest.repeat(repeats)[: per_rank * size][rank::size]
+
+
+class Place(NamedTuple):
+    """Where a batch stands: by it random transforms draw their numbers."""
+
+    position: int
+    """samples of the epoch that all ranks have taken before this step"""
+    part: int
+    """the rank, or the virtual rank"""
+
+
+def training_batches(
+    order: Tensor, parts: Sequence[int], size: int, batch_size: int, *, accumulate: int = 1, consumed: int = 0
+) -> list[tuple[Place, Tensor]]:
+    """One rank's batches of an epoch: those of each step together, part by part.
+
+    Args:
+        order: the epoch's order, from `epoch_order`.
+        parts: which of the `size` shares of each global batch are this rank's: its own number, or those of its
+            virtual ranks.
+        batch_size: samples of one part and pass.
+        accumulate: passes of one part in a step.
+        consumed: as in `training_share`.
+    """
+    shares = [training_share(order, part, size, consumed=consumed) for part in parts]
+    batches: list[tuple[Place, Tensor]] = []
+    step = batch_size * accumulate
+    for start in range(0, len(shares[0]), step):
+        for part, share in zip(parts, shares, strict=True):
+            passes = share[start : start + step].split(batch_size)
+            batches += [
+                (Place(consumed + (start + number * batch_size) * size, part), chosen)
+                for number, chosen in enumerate(passes)
+            ]
+    return batches
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:

@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, first_samples, samples_in
-from hvd_trainer.data.loader import CPU, EVALUATION, Loader, torch_loader
-from hvd_trainer.errors import DataError
+from hvd_trainer.data.loader import CPU, EVALUATION, Loader, LoaderPlan, torch_loader
+from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.random_state import drawing_apart, seed_of
 
 
@@ -55,20 +55,27 @@ class StreamLoader(Loader):
         self,
         data: IterableDataset[Any],
         backend: Backend,
-        batch_size: int,
+        plan: LoaderPlan,
         *,
-        seed: int,
         num_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        super().__init__(data, None, backend, batch_size)
-        self._share = _Share(data, backend.world.rank, backend.world.size, batch_size)
+        super().__init__(data, None, backend, plan)
+        if plan.virtual_ranks is not None:
+            raise OptionError(
+                f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
+            )
+        self._share = _Share(data, backend.world.rank, backend.world.size, plan.batch_size)
         # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
         self._generator = torch.Generator()
         self._loader = torch_loader(
-            self._share, backend, batch_size, num_workers, collate, generator=self._generator
+            self._share,
+            backend,
+            num_workers,
+            collate,
+            batch_size=plan.batch_size,
+            generator=self._generator,
         )
-        self._seed = seed
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
         batches = self._pass(epoch, consumed)
@@ -93,7 +100,7 @@ class StreamLoader(Loader):
         self._share.consumed = consumed
         if epoch != EVALUATION:
             self._share.epoch = epoch
-        seed = seed_of(self._seed, epoch, self.backend.world.rank)
+        seed = seed_of(self.plan.seed, epoch, self.backend.world.rank)
         self._generator.manual_seed(seed)
         batches = self._moved(self._loader)
         return batches if self._loader.num_workers else drawing_apart(batches, seed, CPU)

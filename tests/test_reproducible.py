@@ -1,0 +1,96 @@
+"""`--reproducible`: the same bits on either engine, on 1, 2 and 4 ranks, and after a resume on others."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import digits_job
+import pytest
+import reproducible_checks
+import torch
+from launchers import QUICKEST, launch, requires, run_ranks, start
+
+from hvd_trainer.backends.base import pairwise_sum
+from hvd_trainer.reproducible import TreeSum
+
+pytestmark = requires("horovod")
+WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]
+
+
+def ranks(function: Any, backend: str, size: int, *args: str) -> list[Any]:
+    launcher = "python" if size == 1 else QUICKEST
+    return run_ranks(function, num_processes=size, launcher=launcher, args=(backend, *args), timeout_s=240)
+
+
+@cache
+def reference() -> dict[str, str]:
+    """Of one process, which computes all virtual ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        ((found),) = ranks(reproducible_checks.trained, "single", 1, folder)
+    return dict(found)
+
+
+@pytest.mark.parametrize(("backend", "size"), WORLDS[1:])
+def test_the_bits_do_not_depend_on_who_computes(backend: str, size: int, tmp_path: Path) -> None:
+    """Dropout, batch norm, transforms, loader processes, accumulation, clipping and fp16 included."""
+    for found in ranks(reproducible_checks.trained, backend, size, str(tmp_path)):
+        assert found == reference()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(("horovod", 4), ("ddp", 2)), (("single", 1), ("horovod", 2))], ids=str
+)
+def test_nor_on_where_it_was_interrupted(before: tuple[str, int], after: tuple[str, int], tmp_path: Path) -> None:
+    ranks(reproducible_checks.interrupted, *before, str(tmp_path / "first"))
+    for found in ranks(reproducible_checks.resumed, *after, str(tmp_path / "first"), str(tmp_path / "second")):
+        assert found == reference()["memory"]
+
+
+@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("ddp", 4), ("horovod", 4)])
+def test_sums_over_ranks_are_those_of_the_tree(backend: str, size: int) -> None:
+    assert ranks(reproducible_checks.sums, backend, size) == [[True] * 3] * size
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
+    leaves = [torch.randn(50) for _ in range(count)]
+    sums = TreeSum()
+    for leaf in leaves:
+        sums.add([leaf])
+    assert sums.total()[0].equal(pairwise_sum(leaves))
+
+
+def test_a_killed_job_and_another_one_export_the_same_file(tmp_path: Path) -> None:
+    """kill -9 of one of 4 ranks on Horovod, resumed there, against 2 undisturbed ranks of DDP."""
+    job = ["--epochs", "30", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "3"]
+    killed, other = tmp_path / "killed", tmp_path / "other"
+    with start("horovodrun", 4, digits_job.argv("horovod", killed, job)) as running:
+        running.wait_for_output("epoch 1/")
+        running.ranks(4)[2].kill()
+        assert running.wait(30).returncode != 0
+    again = launch("horovodrun", 4, digits_job.argv("horovod", killed, [*job, "--resume", "auto"]))
+    assert "resume   restored" in again.stdout
+    launch(QUICKEST, 2, digits_job.argv("ddp", other, job))
+    assert digits_job.weights(killed) == digits_job.weights(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--reproducible", "3"], "--reproducible must be a power of two, not 3"),
+        (["--reproducible", "4", "--sync-batch-norm"], "sums gradients itself: leave out --sync-batch-norm"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: list[str], words: str) -> None:
+    result = launch("python", 1, digits_job.argv("single", extra=options), check=False)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_it_runs_on_the_ranks_that_divide_it() -> None:
+    result = launch(QUICKEST, 3, digits_job.argv("ddp", extra=["--reproducible", "4"]), check=False)
+    assert result.returncode != 0
+    assert "--reproducible 4 runs on 1, 2, 4 ranks" in result.stderr
