@@ -144,7 +144,7 @@ def whole(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointErr
 
 
 def prune(folder: Path, *, keep: int, best: str | None) -> None:
-    """Removes checkpoints but for the newest `keep` and the best, and what killed saves have left.
+    """Removes checkpoints but for the newest `keep` and the best.
 
     Args:
         folder: the run's `checkpoints` folder; no other process may be writing to it.
@@ -158,14 +158,26 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
     staying = {path for _, path in found[:keep]}
     if best is not None and (champion := best_of(found, best)) is not None:
         staying.add(champion)
-    unwanted = [path for _, path in found if path not in staying]
     try:
-        for path in [*unwanted, *folder.glob(".step-*")]:
+        for path in [path for _, path in found if path not in staying]:
             # Hidden first: a removal that is interrupted leaves no half checkpoint behind.
-            hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.old"))
-            shutil.rmtree(hidden)
+            path.rename(path.with_name(f".{path.name}.old"))
     except OSError as error:
         raise CheckpointError(f"An old checkpoint could not be removed from {folder}: {error}") from error
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what interrupted saves and removals have left.
+
+    Raises:
+        CheckpointError: something cannot be removed.
+    """
+    try:
+        for path in folder.glob(".step-*"):
+            shutil.rmtree(path)
+    except OSError as error:
+        raise CheckpointError(f"What is left of a checkpoint could not be removed: {error}") from error
 
 
 def best_of(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
@@ -194,7 +206,7 @@ def restore(log_folder: Path | None, resume: str) -> Found:
         resume: none, auto, or the path of a checkpoint, or of a folder with checkpoints.
 
     Raises:
-        CheckpointError: a path was given, and there is no valid checkpoint.
+        CheckpointError: a path was given, or there are checkpoints, and none is valid.
     """
     if resume == "none":
         return Found()
@@ -211,14 +223,15 @@ def restore(log_folder: Path | None, resume: str) -> Found:
             return Found(load(path), _is_in(path, log_folder), said)
         except CheckpointError as error:
             refused.append(error)
-    said = [f"not from this one: {error}" for error in refused]
-    if resume != "auto":
-        raise CheckpointError("; ".join([*said, f"{place} has no whole checkpoint"]))
-    return Found(said=[*said, f"nothing to go on from in {folder}: a new start"])
+    if refused or resume != "auto":
+        reasons = [*map(str, refused), f"{folder} has no checkpoint that can be used"]
+        anew = ". To start anew: --resume none" if resume == "auto" else ""
+        raise CheckpointError("; ".join(reasons) + anew)
+    return Found(said=[f"nothing to go on from in {folder}: a new start"])
 
 
 def _is_in(path: Path, log_folder: Path | None) -> bool:
-    return log_folder is not None and log_folder.resolve() in path.resolve().parents
+    return log_folder is not None and path.resolve().parent == (log_folder / "checkpoints").resolve()
 
 
 def _subfolders(folder: Path) -> list[Path]:

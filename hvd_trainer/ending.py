@@ -7,11 +7,11 @@ import threading
 GRACE_S = 10.0
 
 
-def stand_by() -> None:
-    """Returns after `GRACE_S`, if the launcher has not ended this process before, as it does.
+def stand_by(seconds: float = GRACE_S) -> None:
+    """Returns after so many seconds, if the launcher has not ended this process before, as it does.
 
     All launchers end every rank at the first bad exit, some within milliseconds. So a rank whose error another
     one tells better must not end first, or that one is ended before it has printed. If nobody else fails
     meanwhile, the error is this rank's own to tell.
     """
-    threading.Event().wait(GRACE_S)
+    threading.Event().wait(seconds)

@@ -27,6 +27,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not one that can be trusted."""
 
 
+class PreemptedError(UserError):
+    """The job was asked to stop by a signal: it has saved, and goes on with --resume auto."""
+
+
 class PeerError(UserError):
     """This rank stopped only because another one failed or ended, which has the real reason to tell."""
 

@@ -12,13 +12,17 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config import parse
 from hvd_trainer.ending import stand_by
-from hvd_trainer.errors import PeerError, UserError
+from hvd_trainer.errors import PeerError, PreemptedError, UserError
 from hvd_trainer.launch import detect, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.log import say_error
 
 T = TypeVar("T")
 
 USER_ERROR, CRASH, INTERRUPTED = 2, 1, 130
+PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: try again later."""
+SPEAKING_S = 1.0
+"""What rank 0 is given to print a line before another rank's end makes the launcher end it."""
 
 
 def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | None = None) -> NoReturn:
@@ -27,7 +31,8 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     An error that all ranks have in common is said once, by rank 0.
 
     Exit codes: 0 done; 2 a mistake in options or set-up (one line says it); 1 a crash (with its traceback), or
-    another rank failed; 130 interrupted by Ctrl-C. A launcher may make another number of it.
+    another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. A
+    launcher may make another number of it.
     """
     world = None
     first = may_be_first(os.environ)
@@ -37,6 +42,12 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
         if warning:
             sys.stderr.write(f"warning: {warning}\n")
         job(_parse(options, args, first))
+    except PreemptedError as error:
+        if first:
+            sys.stderr.write(f"{error}\n")
+        else:
+            stand_by(SPEAKING_S)
+        _end(PREEMPTED)
     except PeerError as error:
         stand_by()
         say_error(world, str(error))
@@ -74,14 +85,14 @@ def _end(code: int) -> NoReturn:
     """Ends the process; after a failure at once, and under srun with all the others.
 
     A rank that failed must not wait in destructors for ranks that wait for it. srun alone lets the others run
-    on when one ends (unless told --kill-on-bad-exit), so the step is cancelled.
+    on when one ends (unless told --kill-on-bad-exit), so the step is cancelled, but where all end by themselves.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 0:
         sys.exit(0)
     step = slurm_step(os.environ)
-    if step is not None:
+    if step is not None and code != PREEMPTED:
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(["scancel", "--signal=KILL", step], timeout=10, check=False, stderr=subprocess.DEVNULL)
     os._exit(code)

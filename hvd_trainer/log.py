@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -18,6 +19,8 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
 from hvd_trainer.launch import World
 
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without locks say, such as Lustre mounted without them."""
 METRICS, LOCK = "metrics.jsonl", ".lock"
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
@@ -42,6 +45,8 @@ class RunLog:
         self._board: Any = None
         self._lines: Any = None
         self._lock: Any = None
+        self.ended = False
+        """Whether the records have the line of the run's end."""
         trouble = backend.broadcast_object(self._open()) if folder else None
         if trouble is not None:
             raise OptionError(f"--log-dir {folder} cannot be written to: {trouble}")
@@ -65,12 +70,15 @@ class RunLog:
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
             return f"another job is using it ({self._lock.read().strip()}). Name another folder, or end that job"
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
         return None
 
-    def begin(self, step: int, epoch: int, *, goes_on: bool) -> None:
+    def begin(self, step: int, epoch: int, *, goes_on: bool, finished: bool = False) -> None:
         """Opens the records at a position.
 
         Args:
@@ -78,6 +86,7 @@ class RunLog:
             epoch: epochs finished.
             goes_on: whether the run in the folder is the one that goes on. Then what its records hold of later
                 steps is dropped, since it comes again; else that run is moved into a folder of its own.
+            finished: whether nothing is left to train: then the line of its end stays.
 
         Raises:
             OptionError: the records cannot be written to.
@@ -87,7 +96,7 @@ class RunLog:
         file = self.folder / METRICS
         try:
             if goes_on:
-                _drop_later(file, step, epoch)
+                self.ended = _drop_later(file, step, epoch, finished)
             elif (aside := _set_aside(self.folder)) is not None:
                 self.say(f"log      the run that was in {self.folder} is now in {aside}")
             self._lines = file.open("a", buffering=1)
@@ -154,14 +163,28 @@ def _set_aside(folder: Path) -> Path | None:
     return aside
 
 
-def _drop_later(file: Path, step: int, epoch: int) -> None:
-    """Keeps the whole lines of metrics.jsonl up to a position: a killed run wrote on after its last checkpoint."""
+def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> bool:
+    """Keeps the whole lines of metrics.jsonl up to a position: a killed run wrote on after its last checkpoint.
+
+    Returns whether the line of the end is among them, which stays only if the run is finished.
+    """
     if not file.exists():
-        return
-    kept = [line for line in file.read_bytes().splitlines() if _is_before(line, step, epoch)]
+        return False
+    lines = file.read_bytes().splitlines()
+    kept = [line for line in lines if _is_before(line, step, epoch)]
+    end = [line for line in lines if finished and _event(line) == "end"][-1:]
+    kept += end
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_bytes(b"".join(line + b"\n" for line in kept))
     temporary.replace(file)
+    return bool(end)
+
+
+def _event(line: bytes) -> str | None:
+    try:
+        return str(json.loads(line)["event"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _is_before(line: bytes, step: int, epoch: int) -> bool:

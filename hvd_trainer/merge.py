@@ -52,7 +52,7 @@ def kept(metric: Any) -> Any:
     if parts := _parts(metric):
         # Per part a list over ranks, of one as yet.
         return [[(part.update_count, _on(torch.device("cpu"), part.metric_state))] for part in parts]
-    return metric.state_dict() if hasattr(metric, "state_dict") else None
+    return _on(torch.device("cpu"), metric.state_dict()) if hasattr(metric, "state_dict") else None
 
 
 def combined(states: Sequence[Any]) -> Any:

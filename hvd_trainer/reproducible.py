@@ -154,6 +154,11 @@ class TreeSum:
         return tensors
 
 
+def ask_cublas() -> None:
+    """Has cuBLAS compute in one way; it is read once, at the process's first product of matrices on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextmanager
 def one_way_to_compute(device: torch.device) -> Iterator[None]:
     """Inside, each operation is computed in one way only, or refused by PyTorch with an error that names it.
@@ -163,7 +168,6 @@ def one_way_to_compute(device: torch.device) -> Iterator[None]:
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     else:
         torch.set_num_threads(1)

@@ -42,6 +42,7 @@ class RunState:
         progress: the counters.
         others: optimizer, scheduler and scaler, by these names; those that there are.
         data: seed and number of samples of the training set.
+        own_buffers: whether batch-norm statistics differ between ranks inside an epoch.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class RunState:
         progress: Progress,
         others: Mapping[str, Stateful],
         data: Mapping[str, Any],
+        *,
+        own_buffers: bool = True,
     ) -> None:
+        self._own_buffers = own_buffers
         self._backend, self._model, self._progress = backend, model, progress
         self._others, self._data = others, data
         self.metrics: Mapping[str, Any] | None = None
@@ -63,12 +67,15 @@ class RunState:
         Args:
             meter: what the running epoch has gathered; None between epochs.
         """
-        means = self._backend.mean_buffers(self._model)
+        # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
+        differ = self._own_buffers and meter is not None
+        means = self._backend.mean_buffers(self._model) if differ else {}
         mine: dict[str, Any] = {"random": random_state(self._backend.device)}
         if meter is not None:
             mine["metrics"] = meter.state_dict()
             own = dict(self._model.named_buffers())
-            mine["buffers"] = {name: own[name] for name in means}
+            # Through the host: a GPU's tensor would come out on the same GPU of each rank that receives it.
+            mine["buffers"] = {name: own[name].cpu() for name in means}
         ranks = self._backend.all_gather_object(mine)
         if not self._backend.world.is_first:
             return None

@@ -6,6 +6,7 @@ writer              |      | write, sync, rename, remove old ones |
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,8 +41,9 @@ class Saver:
         self._writing: Future[None] | None = None
         self._last = time.monotonic()
         self.stalled_s, self.saves = 0.0, 0
+        self._tried = False
         if folder is not None:
-            self._prune()
+            checkpoint.sweep(folder)
 
     @property
     def overdue(self) -> bool:
@@ -96,11 +98,11 @@ class Saver:
 
     def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
         assert self._folder is not None
-        checkpoint.save(self._folder, state, step=step, epoch=epoch, figures=figures)
-        self._prune()
-
-    def _prune(self) -> None:
-        assert self._folder is not None
+        path = checkpoint.save(self._folder, state, step=step, epoch=epoch, figures=figures)
+        if not self._tried:
+            # An object that cannot be read back shall be known now, and not when the run must go on from it.
+            checkpoint.load(path)
+            self._tried = True
         checkpoint.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
 
 
@@ -109,20 +111,27 @@ def on_host(value: Any) -> Any:
 
     Copies from a GPU are started all together and waited for once.
     """
-    copied = _copied(value)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    devices: set[torch.device] = set()
+    copied = _copied(value, devices)
+    for device in devices:
+        torch.cuda.synchronize(device)
     return copied
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, devices: set[torch.device]) -> Any:
     if isinstance(value, Tensor):
         tensor = value.detach()
         if tensor.device.type == "cpu":
             return tensor.clone()
+        devices.add(tensor.device)
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        # Of its own kind: some schedulers keep a Counter.
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _copied(item, devices)
+        return copied
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        items = [_copied(item, devices) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -35,6 +35,10 @@ class StepRate:
         """The scaled rate after warm-up, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"]) * self._factor
 
+    def go_on(self, step: int) -> None:
+        """To be called when the optimizer was restored after so many steps."""
+        self.last = self.full * self._share(max(0, step - 1))
+
     @contextmanager
     def applied(self, step: int) -> Iterator[None]:
         """Inside, the optimizer has the effective rate of this step."""

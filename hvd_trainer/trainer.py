@@ -19,13 +19,14 @@ from hvd_trainer.banner import banner, epoch_line, summary_line
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows
-from hvd_trainer.errors import CheckpointError
+from hvd_trainer.errors import CheckpointError, PreemptedError
 from hvd_trainer.export import export_weights
 from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
+from hvd_trainer.preemption import Request, heard
 from hvd_trainer.progress import Bar, Progress
-from hvd_trainer.reproducible import ReproducibleStep, one_way_to_compute
+from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.saver import Saver
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
@@ -73,8 +74,11 @@ class Trainer:
     def __init__(self, options: TrainerOptions | None = None) -> None:
         self.options = options or TrainerOptions()
         self.options.check()
+        if self.options.train.reproducible is not None:
+            ask_cublas()
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
+        self.request: Request | None = None
         self.model: nn.Module
         self.optimizer: Optimizer
 
@@ -156,7 +160,8 @@ class Trainer:
         self.saver.wait()
         export_weights(self.model, self.log.folder)
         saving = {"saves": self.saver.saves, "save_stall_s": self.saver.stalled_s}
-        self.log.record("end", self._position() | history.end | saving)
+        if not self.log.ended:
+            self.log.record("end", self._position() | history.end | saving)
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
 
@@ -193,14 +198,27 @@ class Trainer:
             callback.on_step_end(self, result)
         if progress.step % self.options.log.log_every == 0:
             self.log.record("step", self._position() | prefixed("train", meter.recent()))
-        if self.keeps and (self._time_to_save() | self.saver.after_step(progress.step)):
-            self._save(meter)
+        if self.keeps:
+            self._do_what_is_wanted(meter)
 
-    def _time_to_save(self) -> bool:
-        """Whether rank 0's clock says so; asked and answered on all ranks alike."""
+    def _do_what_is_wanted(self, meter: Meter) -> None:
+        """Saves after this step, or saves and stops: by the step's number, rank 0's clock, or a rank's signal."""
         if self.saver.overdue:
             self.agreement.want("save")
-        return "save" in self.agreement.after_step()
+        wanted = self.agreement.after_step()
+        if self.request is not None:
+            self.request.progress()
+            self.request.granted = "stop" in wanted
+        if wanted or self.saver.after_step(self.progress.step):
+            self._save(meter)
+        if "stop" in wanted:
+            self.saver.wait()
+            # The first rank to end takes the others with it, so none may before the checkpoint is there.
+            self.backend.barrier()
+            raise PreemptedError(
+                f"stopped by a signal after step {self.progress.step:,}, and saved. To go on, type the same "
+                f"command with --resume auto"
+            )
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
         advance(self.scheduler, record)
@@ -216,7 +234,8 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the whole test set, each sample counted once; empty without a test set."""
-        self.backend.average_buffers(self.model)
+        if self.options.train.reproducible is None:
+            self.backend.average_buffers(self.model)
         if self.test_loader is None:
             return {}
         self.model.eval()
@@ -226,6 +245,8 @@ class Trainer:
                 outputs = self.model(inputs)
                 loss = self.loss(outputs, targets)
             meter.add(loss, outputs, targets, samples_in((inputs, targets)))
+            if self.request is not None:
+                self.request.progress()
         return prefixed("test", meter.compute())
 
     def say(self, text: str | None) -> None:
@@ -247,9 +268,11 @@ class Trainer:
     def _saving(self) -> Iterator[None]:
         folder = None if self.log.folder is None else self.log.folder / "checkpoints"
         self.saver = Saver(folder, self.options.save)
-        self.agreement = Agreement(self.backend, ["save"])
+        self.agreement = Agreement(self.backend, ["save", "stop"])
         try:
-            yield
+            # Without a folder there is nothing to save to, and a signal ends the process as ever.
+            with heard(lambda name: self.agreement.want("stop")) if self.keeps else nullcontext() as self.request:
+                yield
         finally:
             self.saver.close()
 
@@ -281,11 +304,17 @@ class Trainer:
         if found.state is not None:
             said += self.state.restore(found.state, save.resume_partial)
             said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
+            self.rate.go_on(self.progress.step)
             if self.rate.full != rate:
                 said.append(f"with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
         for line in said:
             self.log.say(f"resume   {line}")
-        self.log.begin(self.progress.step, self.progress.epoch, goes_on=found.goes_on)
+        self.log.begin(
+            self.progress.step,
+            self.progress.epoch,
+            goes_on=found.goes_on,
+            finished=self.progress.epoch >= self.options.train.epochs,
+        )
 
     # Setting up.
 
@@ -316,6 +345,7 @@ class Trainer:
             self.progress,
             {name: part for name, part in parts.items() if part is not None},
             {"seed": train.seed, "samples": self.train_loader.num_samples},
+            own_buffers=train.reproducible is None,
         )
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)

@@ -122,6 +122,14 @@ def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage:
         checkpoint.restore(None, str(newest))
 
 
+def test_where_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _flip(save(tmp_path, step) / "state.pt")
+    with pytest.raises(CheckpointError, match=r"step-000000002 is damaged.*step-000000001 .*--resume none"):
+        checkpoint.restore(tmp_path, "auto")
+    assert checkpoint.restore(tmp_path / "new", "auto").state is None
+
+
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

@@ -64,7 +64,10 @@ def test_steps_are_slices_of_the_epochs_order(facts: list[dict[str, Any]]) -> No
         assert len({len(batches) for batches in mine}) == 1
         for step in range(len(order) // (size * BATCH)):
             assert step_of(mine, step) == order[step * size * BATCH : (step + 1) * size * BATCH]
-        assert {i for batches in mine for batch in batches for i in batch} == set(order)
+        # The last step repeats the first samples of the whole epoch where it does not divide.
+        taken = {i for batches in mine for batch in batches for i in batch}
+        assert taken - set(order) <= set(epoch_order(NUM, seed=5, epoch=epoch)[: size - 1].tolist())
+        assert taken >= set(order)
 
 
 def test_evaluation_counts_every_sample_once(facts: list[dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ LAYERS = (
     ("boards", "peers"),
     ("rendezvous",),
     ("spawn",),
-    ("random_state",),
+    ("preemption", "random_state"),
     ("backends",),
     ("agreement", "checkpoint", "config", "data", "export", "log", "merge", "models", "schedule"),
     ("metrics", "saver"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from hvd_trainer import preemption
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair, to_device
 from hvd_trainer.data.dataset import TensorData
@@ -215,13 +216,8 @@ def torch_loader(
     *,
     batch_size: int = 1,
     batch_sampler: _Batches | None = None,
-    generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
-    """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay.
-
-    `generator` gives the workers' seeds. Without one of its own, each pass would draw them from the random state
-    of dropout.
-    """
+    """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
     if num_workers is None:
         num_workers = min(MOST_WORKERS, fair_cpus(backend.world, backend.peers) - 1)
     return DataLoader(
@@ -232,5 +228,7 @@ def torch_loader(
         collate_fn=collate,
         pin_memory=backend.device.type == "cuda",
         persistent_workers=num_workers > 0 and batch_sampler is not None,
-        generator=generator or torch.Generator(),
+        worker_init_fn=preemption.in_a_worker,
+        # Without its own generator, each pass would draw the workers' seeds from the random state of dropout.
+        generator=torch.Generator(),
     )

@@ -35,15 +35,15 @@ def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) ->
         consumed: samples of this epoch that all ranks together have already trained on.
 
     Returns:
-        int64 indices, as many on every rank: where the rest does not divide by `size`, the last ranks
-        get samples from its beginning again, so that no rank runs out of steps before another.
+        int64 indices, as many on every rank: where the rest does not divide by `size`, the last ranks get samples
+        from the beginning of the order again, so that no rank runs out of steps before another.
     """
-    rest = order[consumed:]
-    if len(rest) == 0:
-        return rest
-    per_rank = -(-len(rest) // size)
-    repeats = -(-per_rank * size // len(rest))
-    return rest.repeat(repeats)[: per_rank * size][rank::size]
+    left = len(order) - consumed
+    if left <= 0:
+        return order[:0]
+    per_rank = -(-left // size)
+    end = consumed + per_rank * size
+    return order.repeat(-(-end // len(order)))[consumed:end][rank::size]
 
 
 class Place(NamedTuple):

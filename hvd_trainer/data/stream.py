@@ -20,7 +20,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, first_samples, samples_in
 from hvd_trainer.data.loader import CPU, EVALUATION, Loader, LoaderPlan, torch_loader
 from hvd_trainer.errors import DataError, OptionError
-from hvd_trainer.random_state import drawing_apart, seed_of
+from hvd_trainer.random_state import drawing_apart, seed_all, seed_of
 
 
 class _Share(IterableDataset[Any]):
@@ -28,11 +28,14 @@ class _Share(IterableDataset[Any]):
 
     def __init__(self, data: IterableDataset[Any], rank: int, size: int, batch_size: int) -> None:
         self.data, self.rank, self.size, self.batch_size = data, rank, size, batch_size
-        self.epoch = self.consumed = 0
+        self.epoch = self.consumed = self.seed = 0
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        if worker:
+            # The same in all workers, each of which reads all samples: who yields one does not matter.
+            seed_all(self.seed, CPU)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
         for position, sample in enumerate(itertools.islice(self.data, self.consumed, None)):
@@ -67,14 +70,12 @@ class StreamLoader(Loader):
             )
         self._share = _Share(data, backend.world.rank, backend.world.size, plan.batch_size)
         # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
-        self._generator = torch.Generator()
         self._loader = torch_loader(
             self._share,
             backend,
             num_workers,
             collate,
             batch_size=plan.batch_size,
-            generator=self._generator,
         )
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
@@ -95,12 +96,12 @@ class StreamLoader(Loader):
     def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
         """One reading of the stream. Its random transforms draw by seed, epoch and rank, also of what is skipped.
 
-        So a pass that is taken up in the middle goes on with the numbers that it would have drawn.
+        So a pass that is taken up in the middle goes on with the numbers that it would have drawn; but what a
+        `collate` draws is not drawn again.
         """
         self._share.consumed = consumed
         if epoch != EVALUATION:
             self._share.epoch = epoch
-        seed = seed_of(self.plan.seed, epoch, self.backend.world.rank)
-        self._generator.manual_seed(seed)
+        self._share.seed = seed = seed_of(self.plan.seed, epoch, self.backend.world.rank)
         batches = self._moved(self._loader)
         return batches if self._loader.num_workers else drawing_apart(batches, seed, CPU)

@@ -1,0 +1,104 @@
+"""A signal on one rank stops all after the same step, saved; the run that goes on ends as an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import digits_job
+import pytest
+from launchers import launch, requires, start
+
+from hvd_trainer.preemption import heard
+
+JOB = ["--epochs", "24", "--batch-size", "64", "--workers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "number", "code"),
+    [
+        ("python", "single", signal.SIGTERM, 75),
+        pytest.param("horovodrun", "horovod", signal.SIGTERM, 1, marks=requires("horovodrun")),
+        pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=requires("srun")),
+    ],
+)
+def test_a_signal_on_one_rank_stops_all(
+    launcher: str, backend: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    size = 1 if launcher == "python" else 2
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    with start(launcher, size, digits_job.argv(backend, parts, JOB)) as running:
+        running.wait_for_output("epoch 2/")
+        rank = running.ranks(size)[-1]
+        # As a scheduler does it: the loader process gets it too, and before its rank.
+        for process in [*rank.children(recursive=True), rank]:
+            process.send_signal(number)
+        assert running.wait(20).returncode == code, running.report("ended otherwise")
+        running.check_nothing_left()
+        assert running.stderr.count("stopped by a signal after step") == 1, running.stderr
+        # horovodrun prints a traceback of its own.
+        assert not re.search(r'File "[^"]*/hvd_trainer/', running.stderr), running.stderr
+    again = launch(launcher, size, digits_job.argv(backend, parts, [*JOB, "--resume", "auto"]))
+    assert "resume   restored model, optimizer, random, metrics" in again.stdout
+    launch(launcher, size, digits_job.argv(backend, whole, JOB))
+    assert digits_job.weights(parts) == digits_job.weights(whole)
+
+
+def test_without_a_folder_a_signal_ends_it_as_ever() -> None:
+    with start("python", 1, digits_job.argv("single", extra=JOB)) as running:
+        running.wait_for_output("epoch 1/")
+        running.ranks(1)[0].terminate()
+        assert running.wait(10).returncode == -signal.SIGTERM
+
+
+def wait_until(condition: list[str]) -> None:
+    end = time.monotonic() + 5
+    while not condition:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_was_there_is_put_back() -> None:
+    names: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        with heard(names.append) as request:
+            for _ in range(2):  # by a scheduler, and by a launcher again
+                os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until(names)
+            request.granted = True
+        assert names == ["SIGUSR1"]
+        names.clear()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
+    names: list[str] = []
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        with heard(names.append):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until(names)
+        assert got == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fork_that_is_ended_stops_nobody() -> None:
+    """DataLoader ends loader processes by SIGTERM; their socket is their parent's too."""
+    names: list[str] = []
+    with heard(names.append):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        time.sleep(0.2)
+        assert names == []
