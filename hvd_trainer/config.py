@@ -84,7 +84,7 @@ class SaveOptions:
 
     resume: str = "none"
     """go on from a checkpoint: auto (newest valid one in the log folder), a path, or none"""
-    resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "metrics", "data"], ...] = ()
+    resume_partial: tuple[Literal["optimizer", "scheduler", "scaler", "random", "data"], ...] = ()
     """what may be missing in it or different from it, and then starts anew"""
     save_every_epochs: int | None = 1
     """save after each n-th epoch, and the last"""

@@ -42,7 +42,7 @@ class RunState:
         progress: the counters.
         others: optimizer, scheduler and scaler, by these names; those that there are.
         data: seed and number of samples of the training set.
-        own_buffers: whether batch-norm statistics differ between ranks inside an epoch.
+        reproducible: whether each step seeds its own random numbers and leaves equal buffers on all ranks.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class RunState:
         others: Mapping[str, Stateful],
         data: Mapping[str, Any],
         *,
-        own_buffers: bool = True,
+        reproducible: bool = False,
     ) -> None:
-        self._own_buffers = own_buffers
+        self._reproducible = reproducible
         self._backend, self._model, self._progress = backend, model, progress
         self._others, self._data = others, data
         self.metrics: Mapping[str, Any] | None = None
@@ -68,7 +68,7 @@ class RunState:
             meter: what the running epoch has gathered; None between epochs.
         """
         # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
-        differ = self._own_buffers and meter is not None
+        differ = meter is not None and not self._reproducible
         means = self._backend.mean_buffers(self._model) if differ else {}
         mine: dict[str, Any] = {"random": random_state(self._backend.device)}
         if meter is not None:
@@ -94,7 +94,7 @@ class RunState:
         Args:
             state: from `collect`, on as many ranks or on others, under this engine or another.
             partial: what may be missing or different, and then starts anew: optimizer, scheduler, scaler, random,
-                metrics, data.
+                data.
 
         Raises:
             CheckpointError: something is missing or does not fit; nothing has been changed then.
@@ -129,10 +129,10 @@ class RunState:
         if "random" in mine:
             set_random_state(mine["random"], device)
             restored.append("random")
-        else:
+        elif not self._reproducible:
             seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
             anew.append("random")
-        if not same:
+        if not same and not self._reproducible:
             notes.append(
                 f"it was saved by {len(ranks)} ranks: dropout draws other numbers now, and all else goes on"
             )

@@ -61,16 +61,17 @@ class Saver:
         every = self._options.save_every_epochs
         return every is not None and (epoch % every == 0 or epoch == epochs)
 
-    def begin(self) -> float:
-        """The start of a save, to be given to `hand_over`; all ranks call both."""
-        return time.perf_counter()
-
     def hand_over(
         self, began: float, state: Mapping[str, Any] | None, *, step: int, epoch: int, figures: Mapping[str, float]
     ) -> None:
         """Copies the state to host memory and has it written; the state may change afterwards.
 
-        Waits for the save before, if that is still being written.
+        Waits for the save before, if that is still being written. All ranks call it.
+
+        Args:
+            began: when training stopped for this save, by `time.perf_counter`.
+            state: from `RunState.collect`.
+            step, epoch, figures: as in `checkpoint.Manifest`.
 
         Raises:
             CheckpointError: the save before could not be written.

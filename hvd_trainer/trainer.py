@@ -278,7 +278,7 @@ class Trainer:
 
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None) -> None:
         """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
-        began = self.saver.begin()
+        began = time.perf_counter()
         figures = {name: value for name, value in (record or {}).items() if name.startswith(("train_", "test_"))}
         state = self.state.collect(meter)
         progress = self.progress
@@ -345,7 +345,7 @@ class Trainer:
             self.progress,
             {name: part for name, part in parts.items() if part is not None},
             {"seed": train.seed, "samples": self.train_loader.num_samples},
-            own_buffers=train.reproducible is None,
+            reproducible=train.reproducible is not None,
         )
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
