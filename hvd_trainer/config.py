@@ -53,6 +53,9 @@ class TrainOptions:
     """clip the norm of the averaged gradient to this"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """mixed precision of forward and backward; fp16 scales the loss"""
+    non_finite: Literal["error", "skip"] = "error"
+    """what to do when a loss or gradient is infinite or not a number: end the run at the next line of the log or
+    save, before anything is saved, or leave such steps out, as if their data were not there"""
     reproducible: int | None = None
     """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
     either engine; then --batch-size is per virtual rank"""

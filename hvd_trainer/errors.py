@@ -27,6 +27,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not one that can be trusted."""
 
 
+class NonFiniteError(UserError):
+    """A loss or a gradient became infinite or not a number."""
+
+
 class PreemptedError(UserError):
     """The job was asked to stop by a signal: it has saved, and goes on with --resume auto."""
 

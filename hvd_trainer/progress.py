@@ -31,7 +31,7 @@ class Progress:
     samples: int = 0
     """samples of all epochs"""
     skipped_steps: int = 0
-    """steps left out because fp16 gradients overflowed"""
+    """steps left out because the gradient was not finite"""
 
     def state_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -36,6 +36,7 @@ from hvd_trainer.backends.base import pairwise_sum
 from hvd_trainer.backends.same_model import parameters_of, refuse_unused
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.metrics import Meter
+from hvd_trainer.non_finite import NonFiniteGuard
 from hvd_trainer.progress import Progress
 from hvd_trainer.random_state import seed_all, seed_of
 from hvd_trainer.train_step import LossFunction, TrainStep
@@ -48,7 +49,6 @@ class ReproducibleStep(TrainStep):
         model, optimizer: as returned by `backend.prepare(..., exchange=False)`.
         virtual_ranks: how many there are in all; the ranks divide them.
         seed: of the run.
-        progress: tells the number of the step.
         others: as for `TrainStep`.
     """
 
@@ -58,20 +58,20 @@ class ReproducibleStep(TrainStep):
         model: nn.Module,
         optimizer: Optimizer,
         loss: LossFunction,
+        progress: Progress,
+        guard: NonFiniteGuard,
         *,
         virtual_ranks: int,
         seed: int,
-        progress: Progress,
         max_norm: float | None = None,
         precision: str = "fp32",
         find_unused_parameters: bool = False,
     ) -> None:
-        super().__init__(backend, model, optimizer, loss, max_norm=max_norm, precision=precision)
-        self._virtual_ranks, self._seed, self._progress = virtual_ranks, seed, progress
+        super().__init__(backend, model, optimizer, loss, progress, guard, max_norm=max_norm, precision=precision)
+        self._virtual_ranks, self._seed = virtual_ranks, seed
         self._find_unused = find_unused_parameters
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        self._buffers = [b for b in model.buffers() if b.numel()]
 
     def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
         """Trains on one window: the passes of this rank's virtual ranks, one virtual rank after the other."""
@@ -82,7 +82,7 @@ class ReproducibleStep(TrainStep):
         start = [buffer.clone() for buffer in self._buffers]
         sums = TreeSum()
         for number in range(mine):
-            seed_all(seed_of(self._seed, self._progress.step, world.rank * mine + number), self.backend.device)
+            seed_all(seed_of(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
             for buffer, value in zip(self._buffers, start, strict=True):
                 buffer.copy_(value)
             for batch in window[number * passes : (number + 1) * passes]:
@@ -91,9 +91,7 @@ class ReproducibleStep(TrainStep):
             sums.add(self._gathered())
         meanwhile()
         self._spread([self.backend.tree_sum(part) for part in sums.total()])
-        result = self.backend.step(self.optimizer, max_norm=self.max_norm, scaler=self.scaler)
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
+        return self.update(meter, start)
 
     def _gathered(self) -> list[Tensor]:
         """This virtual rank's gradients and statistics, flat, one tensor per type; the gradients are gone then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.errors import OptionError
 from hvd_trainer.metrics import Meter
+from hvd_trainer.non_finite import NonFiniteGuard
+from hvd_trainer.progress import Progress
 
 LossFunction = Callable[[Any, Any], Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,13 +34,24 @@ def mixed_precision(device: torch.device, precision: str) -> AbstractContextMana
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
+class Pass(NamedTuple):
+    """What a forward pass gave, as the meter takes it."""
+
+    loss: Tensor
+    outputs: Any
+    targets: Any
+    samples: int
+
+
 class TrainStep:
-    """Data-parallel step with accumulation, mixed precision and clipping.
+    """Data-parallel step with accumulation, mixed precision, clipping, and a guard against what is not finite.
 
     Args:
         backend: the engine.
         model, optimizer: as returned by `backend.prepare`.
         loss: gives the mean loss of a batch from outputs and targets.
+        progress: tells the number of the step.
+        guard: told of each step's losses and gradient.
         max_norm: clip the averaged gradient's norm to this.
         precision: fp32, bf16 or fp16; fp16 scales the loss.
     """
@@ -48,13 +62,20 @@ class TrainStep:
         model: nn.Module,
         optimizer: Optimizer,
         loss: LossFunction,
+        progress: Progress,
+        guard: NonFiniteGuard,
         *,
         max_norm: float | None = None,
         precision: str = "fp32",
     ) -> None:
         self.backend, self.model, self.optimizer, self.loss = backend, model, optimizer, loss
+        self.progress, self.guard = progress, guard
         self.max_norm, self.precision = max_norm, precision
         self.scaler = torch.amp.GradScaler(backend.device.type) if precision == "fp16" else None
+        self.skips = guard.policy == "skip"
+        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._losses: list[Tensor] = []
+        self._uncounted: list[Pass] = []
 
     def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
         """Trains on one window of micro-batches: one update from their averaged gradient.
@@ -62,15 +83,14 @@ class TrainStep:
         Each micro-batch counts by its samples, so that the shorter window at an epoch's end is divided
         by its real size. `meanwhile` is called while gradients are on the way.
         """
+        before = [buffer.clone() for buffer in self._buffers] if self.skips else []
         counts = [samples_in(batch) for batch in window]
         last = len(window) - 1
         for position, (batch, count) in enumerate(zip(window, counts, strict=True)):
             with self.backend.gradient_sync(self.model, enabled=position == last):
                 self.backward(batch, 1 if last == 0 else count / sum(counts), meter)
         meanwhile()
-        result = self.backend.step(self.optimizer, max_norm=self.max_norm, scaler=self.scaler)
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
+        return self.update(meter, before)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
         """Forward and backward of one batch, whose mean loss counts by `weight`."""
@@ -78,6 +98,35 @@ class TrainStep:
         with mixed_precision(self.backend.device, self.precision):
             outputs = self.model(inputs)
             loss = self.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
         share = loss if weight == 1 else loss * weight
-        (share if self.scaler is None else self.scaler.scale(share)).backward()
-        meter.add(loss, outputs, targets, samples_in(batch))
+        scaled = share if self.scaler is None else self.scaler.scale(share)
+        scaled.backward(self.guard.seed(scaled))
+        self._losses.append(loss)
+        passed = Pass(loss, outputs, targets, samples_in(batch))
+        if self.skips:
+            self._uncounted.append(passed)
+        else:
+            meter.add(*passed)
+
+    def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
+        """Steps the optimizer; or leaves this step out, with its figures, and puts its first buffers back."""
+        result = self.backend.step(
+            self.optimizer,
+            max_norm=self.max_norm,
+            scaler=self.scaler,
+            norm=self.scaler is None,
+            skip_non_finite=self.skips,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        # Gradients overflow in fp16 training as a matter of course, until the loss scale has found its place.
+        self.guard.note(self.progress.step + 1, self._losses, None if self.scaler else result.grad_norm)
+        if result.skipped and self.skips:
+            for buffer, value in zip(self._buffers, before, strict=True):
+                buffer.copy_(value)
+        else:
+            for passed in self._uncounted:
+                meter.add(*passed)
+        self._losses, self._uncounted = [], []
+        return result

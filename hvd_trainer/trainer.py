@@ -19,11 +19,12 @@ from hvd_trainer.banner import banner, epoch_line, summary_line
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows
-from hvd_trainer.errors import CheckpointError, PreemptedError
+from hvd_trainer.errors import CheckpointError, NonFiniteError, PreemptedError
 from hvd_trainer.export import export_weights
 from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
+from hvd_trainer.non_finite import NonFiniteGuard
 from hvd_trainer.preemption import Request, heard
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
@@ -182,7 +183,10 @@ class Trainer:
                     result = self.step(window, meter, windows.prefetch)
                 self._finish_step(window, result, meter)
                 bar.advance(progress.consumed, meter)
+        self.guard.check()
         figures = meter.compute()
+        if progress.samples > first and not figures["samples"]:
+            raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
         seconds = time.perf_counter() - started
         rate = {"samples_per_s": (progress.samples - first) / seconds}
         return self._position() | prefixed("train", figures) | rate
@@ -198,6 +202,7 @@ class Trainer:
             callback.on_step_end(self, result)
         if progress.step % self.options.log.log_every == 0:
             self.log.record("step", self._position() | prefixed("train", meter.recent()))
+            self.guard.check()
         if self.keeps:
             self._do_what_is_wanted(meter)
 
@@ -279,6 +284,7 @@ class Trainer:
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None) -> None:
         """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
         began = time.perf_counter()
+        self.guard.check()
         figures = {name: value for name, value in (record or {}).items() if name.startswith(("train_", "test_"))}
         state = self.state.collect(meter)
         progress = self.progress
@@ -352,17 +358,15 @@ class Trainer:
 
     def _make_step(self, model: nn.Module, loss: LossFunction) -> TrainStep:
         train = self.options.train
+        self.guard = NonFiniteGuard(self.backend, train.non_finite)
+        parts = (self.backend, model, self.optimizer, loss, self.progress, self.guard)
         how: dict[str, Any] = {"max_norm": train.max_norm, "precision": train.precision}
         if train.reproducible is None:
-            return TrainStep(self.backend, model, self.optimizer, loss, **how)
+            return TrainStep(*parts, **how)
         return ReproducibleStep(
-            self.backend,
-            model,
-            self.optimizer,
-            loss,
+            *parts,
             virtual_ranks=train.reproducible,
             seed=train.seed,
-            progress=self.progress,
             find_unused_parameters=self.options.engine.find_unused_parameters,
             **how,
         )

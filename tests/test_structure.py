@@ -34,7 +34,7 @@ LAYERS = (
     ("preemption", "random_state"),
     ("backends",),
     ("agreement", "checkpoint", "config", "data", "export", "log", "merge", "models", "schedule"),
-    ("metrics", "saver"),
+    ("metrics", "non_finite", "saver"),
     ("progress",),
     ("run_state",),
     ("train_step", "banner"),

@@ -119,9 +119,29 @@ def test_metrics_jsonl(trained: dict[str, list[Any]], folder: Path, name: str) -
     assert epochs == trained[name][0]["plain"]["records"]
 
 
-def test_a_loss_of_nan_is_text(trained: dict[str, list[Any]], folder: Path) -> None:
-    assert math.isnan(trained["ddp"][0]["nan"]["records"][0]["train_loss"])
-    assert {line["train_loss"] for line in lines(folder / "ddp-nan")} == {"nan"}
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_loss_that_is_not_finite_ends_all_ranks(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
+    """All name the step and the rank whose loss it was, and nothing was saved after it."""
+    for rank in trained[name]:
+        assert rank["not finite"].startswith("NonFiniteError: The loss of rank 1 was not finite in step 2:")
+        assert rank["not finite in fp16"].startswith(
+            "NonFiniteError: The loss of rank 1 was not finite in step 5:"
+        )
+        assert rank["all skipped"].startswith("NonFiniteError: Every step of epoch 1 was skipped")
+    (line,) = lines(folder / f"{name}-nan")
+    assert (line["event"], line["step"], line["train_loss"]) == ("step", 3, "nan")
+    assert not list((folder / f"{name}-nan").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(("kind", "skipped"), [("skipped", 2), ("skipped, reproducible", 1)])
+def test_steps_that_are_not_finite_are_left_out(trained: dict[str, list[Any]], kind: str, skipped: int) -> None:
+    """One rank's loss alone: weights, batch norm's statistics and figures stay finite, the same everywhere."""
+    runs = [rank[kind] for ranks in trained.values() for rank in ranks]
+    assert len({run["weights"] for run in runs}) == 1
+    for run in runs:
+        assert run["finite"]
+        assert [record["skipped_steps"] for record in run["records"]] == [skipped, skipped]
+        assert all(math.isfinite(record["train_loss"]) for record in run["records"])
 
 
 @pytest.mark.usefixtures("trained")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from hvd_trainer import Callback, EngineOptions, LogOptions, Trainer, TrainerOptions, TrainOptions, accuracy
 from hvd_trainer.data import TensorData
+from hvd_trainer.errors import UserError
 
 NUM = 40
 
@@ -48,6 +51,7 @@ def train(
     scheduler: Any = None,
     on_object: bool = False,
     data: Any = None,
+    with_norm: bool = False,
     loss: Any = nn.functional.cross_entropy,
     **options: Any,
 ) -> dict[str, Any]:
@@ -60,6 +64,8 @@ def train(
     )
     with Trainer(settings) as trainer:
         model = small_model()
+        if with_norm:
+            model = nn.Sequential(nn.BatchNorm1d(6), model)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         if on_object:
             scheduler = scheduler(optimizer)
@@ -80,6 +86,7 @@ def train(
         "rates": rates.rates,
         "epochs": rates.epochs,
         "weights": fingerprint(model),
+        "finite": all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values()),
         "own lr": optimizer.param_groups[0]["lr"],
     }
 
@@ -96,8 +103,25 @@ def closed_form(optimizer: Any) -> LambdaLR:
     return LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
 
-def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets) * float("nan")
+class BadLoss:
+    """Cross-entropy that is not finite in some of the forward passes of one rank."""
+
+    def __init__(self, rank: int, passes: set[int], bad: float = math.nan) -> None:
+        self.passes, self.bad = (passes if rank == int(os.environ["HOROVOD_RANK"]) else set()), bad
+        self.count = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.count += 1
+        return nn.functional.cross_entropy(outputs, targets) + (self.bad if self.count in self.passes else 0)
+
+
+def refused(*args: Any, **options: Any) -> str:
+    """A training that ends by our own error; its text."""
+    try:
+        train(*args, **options)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
@@ -112,7 +136,13 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "accumulated": train(backend, accumulate=2, global_batch_size=24, max_norm=0.5),
         "bf16": train(backend, precision="bf16"),
         "fp16": train(backend, precision="fp16"),
-        "nan": train(backend, f"{log}-nan", loss=not_a_number, epochs=1),
+        "not finite": refused(backend, f"{log}-nan", loss=BadLoss(1, {2})),
+        "not finite in fp16": refused(backend, loss=BadLoss(1, {5}, math.inf), precision="fp16"),
+        "skipped": train(backend, loss=BadLoss(1, {2, 4}), non_finite="skip", with_norm=True),
+        "skipped, reproducible": train(
+            backend, loss=BadLoss(1, {3}, math.inf), non_finite="skip", reproducible=4, with_norm=True
+        ),
+        "all skipped": refused(backend, loss=BadLoss(0, set(range(100))), non_finite="skip"),
     }
     if backend == "horovod":  # whose hooks are ours; compiling takes each rank 11 s
         found["compiled"] = train(backend, compile=True, epochs=1)

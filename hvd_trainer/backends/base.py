@@ -10,6 +10,7 @@ parallelism is another thing and not in this folder.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -43,9 +44,9 @@ class StepResult:
     """What one optimizer step did."""
 
     skipped: bool = False
-    """True if the loss scale was too high: gradients overflowed and the update was left out, on all ranks."""
+    """True if the update was left out, on all ranks: the gradient was not finite."""
     grad_norm: Tensor | None = None
-    """Norm of the averaged gradient before clipping; None unless it was asked to clip."""
+    """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
 
 
 class Backend(ABC):
@@ -191,13 +192,17 @@ class Backend(ABC):
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        norm: bool = False,
+        skip_non_finite: bool = False,
     ) -> StepResult:
         """Waits for the averaged gradients, unscales, clips, and updates the parameters.
 
         Args:
             optimizer: as returned by `prepare`.
             max_norm: clip the norm of the averaged gradient to this.
-            scaler: the loss scaler of fp16 training.
+            scaler: the loss scaler of fp16 training, which leaves a step out whose gradients overflowed.
+            norm: give the gradient's norm also where nothing is clipped.
+            skip_non_finite: leave the update out if the gradient is not finite; waits for the device to know.
 
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
@@ -205,16 +210,20 @@ class Backend(ABC):
         self._finish_exchange(optimizer)
         if scaler is not None:
             scaler.unscale_(optimizer)
-        norm = None
+        size = None
         if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), max_norm)
+            size = nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), max_norm)
+        elif norm or skip_non_finite:
+            size = nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         if scaler is None:
-            self._update(optimizer)
-            return StepResult(grad_norm=norm)
+            skipped = skip_non_finite and size is not None and not math.isfinite(float(size))
+            if not skipped:
+                self._update(optimizer)
+            return StepResult(skipped=skipped, grad_norm=size)
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        return StepResult(skipped=scaler.get_scale() < scale, grad_norm=norm)
+        return StepResult(skipped=scaler.get_scale() < scale, grad_norm=size)
 
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:

@@ -232,13 +232,17 @@ class HorovodBackend(Backend):
         *,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        norm: bool = False,
+        skip_non_finite: bool = False,
     ) -> StepResult:
-        if self.options.adasum and (max_norm is not None or scaler is not None):
+        if self.options.adasum and (max_norm is not None or scaler is not None or skip_non_finite):
             raise OptionError(
                 "--adasum combines whole updates, not gradients: it goes neither with --max-norm nor with "
-                "--precision fp16. Leave one out."
+                "--precision fp16 nor with --non-finite skip. Leave one out."
             )
-        return super().step(optimizer, max_norm=max_norm, scaler=scaler)
+        return super().step(
+            optimizer, max_norm=max_norm, scaler=scaler, norm=norm, skip_non_finite=skip_non_finite
+        )
 
     def _update(self, optimizer: Optimizer) -> None:
         if self._exchange is None:
