@@ -15,6 +15,7 @@ from hvd_trainer.ending import stand_by
 from hvd_trainer.errors import PeerError, PreemptedError, UserError
 from hvd_trainer.launch import detect, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.log import say_error
+from hvd_trainer.watch import failure
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. A
     launcher may make another number of it.
     """
+    failure.take_tracebacks()
     world = None
     first = may_be_first(os.environ)
     try:
@@ -49,14 +51,15 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
             stand_by(SPEAKING_S)
         _end(PREEMPTED)
     except PeerError as error:
-        stand_by()
-        say_error(world, str(error))
+        if not failure.was_told():
+            say_error(world, str(error))
         _end(CRASH)
     except UserError as error:
-        if not first:
-            stand_by()
-        # Rank 0 speaks for all.
-        say_error(None if first else world, str(error))
+        if not failure.was_told():
+            if not first:
+                stand_by()
+            # Rank 0 speaks for all.
+            say_error(None if first else world, str(error))
         _end(USER_ERROR)
     except KeyboardInterrupt:
         if first:
@@ -65,7 +68,8 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     except SystemExit as leaving:
         _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except BaseException:
-        say_error(world, traceback.format_exc())
+        if not failure.was_told():
+            say_error(world, traceback.format_exc())
         _end(CRASH)
     _end(0)
 

@@ -1,7 +1,6 @@
 """What the ranks tell each other once they share a store, and what follows from it.
 
-No launcher tells all of it: the number of the node, who shares a GPU, how many CPUs each rank really has, and
-which rank failed first.
+No launcher tells all of it: the number of the node, who shares a GPU, and how many CPUs each rank really has.
 """
 
 from __future__ import annotations
@@ -25,6 +24,11 @@ class Peer:
     cpus: tuple[int, ...]
     gpu: str | None = None
     """The unique id of the GPU it will use."""
+    process: int = 0
+    memory: int | None = None
+    """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
+    page: int | None = None
+    """And that of the page with its step and phase."""
 
 
 def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
@@ -49,7 +53,7 @@ def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
     except (dist.DistStoreError, RuntimeError) as error:
         raise LaunchError(
             f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
-            f"See what the others printed, or raise --timeout-s if they start slowly."
+            f"See what the others printed, or raise --startup-timeout-s if they start slowly."
         ) from error
     peers = [Peer(**{**entry, "cpus": tuple(entry["cpus"])}) for entry in everyone]
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
@@ -99,18 +103,6 @@ def sharing_gpu(world: World, peers: list[Peer]) -> list[int]:
         for rank, peer in enumerate(peers)
         if rank != world.rank and peer.gpu is not None and (peer.host, peer.gpu) == (mine.host, mine.gpu)
     ]
-
-
-def first_to_fail(store: dist.Store, world: World) -> int:
-    """Says that this rank fails, and tells which rank said so first: its error is the cause of the others.
-
-    Call it before the engine's connections are closed, since the others fail by that.
-    """
-    try:
-        return int(store.compare_set("failed", "", str(world.rank)))
-    except (dist.DistError, RuntimeError):
-        # The store has ended, and it lives in rank 0 unless a launcher holds it.
-        return 0
 
 
 def check_world(world: World, engine: str, rank: int, size: int) -> None:

@@ -30,7 +30,7 @@ _inherited: list[int] = []
 class Request:
     """What was asked of this process by a signal, and what has become of it."""
 
-    def __init__(self, stop: Callable[[str], None]) -> None:
+    def __init__(self, stop: Callable[[int], None]) -> None:
         self._stop = stop
         self._progress = time.monotonic()
         self.number: int | None = None
@@ -49,7 +49,7 @@ class Request:
                 continue  # Ctrl-C, which has its own way
             if self.number is None:
                 self.number = number
-                self._stop(signal.Signals(number).name)
+                self._stop(number)
             if number == signal.SIGTERM:
                 self.progress()
                 threading.Thread(target=self._end_when_stuck, daemon=True).start()
@@ -62,8 +62,8 @@ class Request:
 
 
 @contextmanager
-def heard(stop: Callable[[str], None]) -> Iterator[Request]:
-    """Inside, the first of the signals calls `stop` with its name, in another thread.
+def heard(stop: Callable[[int], None]) -> Iterator[Request]:
+    """Inside, the first of the signals calls `stop` with its number, in another thread.
 
     A signal that was not granted before the end is sent again then, and has its usual effect. Does nothing outside
     the main thread, where Python allows no handlers.

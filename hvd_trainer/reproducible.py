@@ -89,6 +89,7 @@ class ReproducibleStep(TrainStep):
                 count = samples_in(batch)
                 self.backward(batch, count / total, meter)
             sums.add(self._gathered())
+        self.backend.activity.enter("data")
         meanwhile()
         self._spread([self.backend.tree_sum(part) for part in sums.total()])
         return self.update(meter, start)

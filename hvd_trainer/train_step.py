@@ -89,11 +89,14 @@ class TrainStep:
         for position, (batch, count) in enumerate(zip(window, counts, strict=True)):
             with self.backend.gradient_sync(self.model, enabled=position == last):
                 self.backward(batch, 1 if last == 0 else count / sum(counts), meter)
+        self.backend.activity.enter("data")
         meanwhile()
         return self.update(meter, before)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
         """Forward and backward of one batch, whose mean loss counts by `weight`."""
+        activity = self.backend.activity
+        activity.enter("forward")
         inputs, targets = batch
         with mixed_precision(self.backend.device, self.precision):
             outputs = self.model(inputs)
@@ -102,6 +105,7 @@ class TrainStep:
             raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
         share = loss if weight == 1 else loss * weight
         scaled = share if self.scaler is None else self.scaler.scale(share)
+        activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
         self._losses.append(loss)
         passed = Pass(loss, outputs, targets, samples_in(batch))

@@ -137,6 +137,8 @@ class Trainer:
         self.plan = BatchPlan.of(train, self.world)
         self.progress = Progress()
         self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
+        if self.backend.watch is not None:
+            self.backend.watch.log_folder = options.log.log_dir
         try:
             self.metrics, self.callbacks = dict(metrics or {}), callbacks
             self.train_loader = self._loader(train_data, collate, shuffle=True)
@@ -153,11 +155,16 @@ class Trainer:
     def _run(self) -> History:
         history = History()
         started = time.perf_counter()
+        activity = self.backend.activity
+        activity.step = self.progress.step
+        # The first step sets much up: its limit is the start's.
+        activity.limits = (self.options.engine.startup_timeout_s,) * 2
         while self.progress.epoch < self.options.train.epochs:
             record = self._train_epoch()
             record |= self.evaluate()
             self._finish_epoch(record)
             history.epochs.append(record)
+        activity.enter("save")
         self.saver.wait()
         export_weights(self.model, self.log.folder)
         saving = {"saves": self.saver.saves, "save_stall_s": self.saver.stalled_s}
@@ -169,6 +176,7 @@ class Trainer:
     def _train_epoch(self) -> dict[str, Any]:
         self.model.train()
         progress, first = self.progress, self.progress.samples
+        self.backend.activity.enter("data")
         meter = Meter(self.metrics, self.backend)
         if self.state.metrics is not None:
             for name in meter.load_state_dict(self.state.metrics):
@@ -198,6 +206,7 @@ class Trainer:
         progress.consumed += samples
         progress.samples += samples
         progress.skipped_steps += result.skipped
+        self._count(progress.step)
         for callback in self.callbacks:
             callback.on_step_end(self, result)
         if progress.step % self.options.log.log_every == 0:
@@ -205,6 +214,15 @@ class Trainer:
             self.guard.check()
         if self.keeps:
             self._do_what_is_wanted(meter)
+        self.backend.activity.enter("data")
+
+    def _count(self, step: int) -> None:
+        """The watch now knows that this step is done, and that the next one has no more time than others."""
+        activity, engine = self.backend.activity, self.options.engine
+        activity.step = step
+        activity.enter("step")
+        if not self.options.train.compile:  # which may compile again in any step
+            activity.limits = engine.startup_timeout_s, engine.timeout_s
 
     def _do_what_is_wanted(self, meter: Meter) -> None:
         """Saves after this step, or saves and stops: by the step's number, rank 0's clock, or a rank's signal."""
@@ -229,16 +247,19 @@ class Trainer:
         advance(self.scheduler, record)
         self.progress.epoch += 1
         self.progress.consumed = 0
+        self.backend.activity.enter("save")
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
         if self.keeps and self.saver.after_epoch(self.progress.epoch, self.options.train.epochs):
             self._save(None, record)
+        self.backend.activity.enter("callback")
         for callback in self.callbacks:
             callback.on_epoch_end(self, record)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the whole test set, each sample counted once; empty without a test set."""
+        self.backend.activity.enter("evaluate")
         if self.options.train.reproducible is None:
             self.backend.average_buffers(self.model)
         if self.test_loader is None:
@@ -250,6 +271,7 @@ class Trainer:
                 outputs = self.model(inputs)
                 loss = self.loss(outputs, targets)
             meter.add(loss, outputs, targets, samples_in((inputs, targets)))
+            self.backend.activity.enter("evaluate")
             if self.request is not None:
                 self.request.progress()
         return prefixed("test", meter.compute())
@@ -276,13 +298,19 @@ class Trainer:
         self.agreement = Agreement(self.backend, ["save", "stop"])
         try:
             # Without a folder there is nothing to save to, and a signal ends the process as ever.
-            with heard(lambda name: self.agreement.want("stop")) if self.keeps else nullcontext() as self.request:
+            with heard(self._asked_to_stop) if self.keeps else nullcontext() as self.request:
                 yield
         finally:
+            self.backend.activity.limits = None
             self.saver.close()
+
+    def _asked_to_stop(self, number: int) -> None:
+        """Another thread calls it, when a signal has come."""
+        self.agreement.want("stop")
 
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None) -> None:
         """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
+        self.backend.activity.enter("save")
         began = time.perf_counter()
         self.guard.check()
         figures = {name: value for name, value in (record or {}).items() if name.startswith(("train_", "test_"))}

@@ -54,7 +54,7 @@ def test_without_a_folder_a_signal_ends_it_as_ever() -> None:
         assert running.wait(10).returncode == -signal.SIGTERM
 
 
-def wait_until(condition: list[str]) -> None:
+def wait_until(condition: list[int]) -> None:
     end = time.monotonic() + 5
     while not condition:
         assert time.monotonic() < end
@@ -62,28 +62,28 @@ def wait_until(condition: list[str]) -> None:
 
 
 def test_what_was_there_is_put_back() -> None:
-    names: list[str] = []
+    numbers: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(2):
-        with heard(names.append) as request:
+        with heard(numbers.append) as request:
             for _ in range(2):  # by a scheduler, and by a launcher again
                 os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(names)
+            wait_until(numbers)
             request.granted = True
-        assert names == ["SIGUSR1"]
-        names.clear()
+        assert numbers == [signal.SIGUSR1]
+        numbers.clear()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
-    names: list[str] = []
+    numbers: list[int] = []
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
-        with heard(names.append):
+        with heard(numbers.append):
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(names)
+            wait_until(numbers)
         assert got == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -91,8 +91,8 @@ def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
 
 def test_a_fork_that_is_ended_stops_nobody() -> None:
     """DataLoader ends loader processes by SIGTERM; their socket is their parent's too."""
-    names: list[str] = []
-    with heard(names.append):
+    numbers: list[int] = []
+    with heard(numbers.append):
         child = os.fork()
         if child == 0:
             time.sleep(60)
@@ -101,4 +101,4 @@ def test_a_fork_that_is_ended_stops_nobody() -> None:
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.2)
-        assert names == []
+        assert numbers == []

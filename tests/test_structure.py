@@ -29,7 +29,7 @@ LAYERS = (
     ("errors", "ending", "network"),
     ("launch",),
     ("boards", "peers"),
-    ("rendezvous",),
+    ("rendezvous", "watch"),
     ("spawn",),
     ("preemption", "random_state"),
     ("backends",),

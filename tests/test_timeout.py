@@ -1,4 +1,4 @@
-"""A rank that is stuck must not hold the others for ever: `timeout_s` bounds each exchange, on both engines."""
+"""A rank that is stuck must not hold the others for ever: each exchange has a limit, on both engines."""
 
 from __future__ import annotations
 
@@ -6,41 +6,34 @@ import time
 
 import pytest
 import torch
-from launchers import requires, run_ranks
+from launchers import LaunchError, requires, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
-TIMEOUT_S, STUCK_S = 3.0, 12.0
+TIMEOUT_S, STUCK_S = 3.0, 60.0
 
 
-def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, tuple[float, str]]:
-    """Rank 1 sleeps; the other waits for it. Gives the seconds that this rank waited, and its error."""
-    waited, text, rank = 0.0, "", -1
-    try:
-        options = EngineOptions(backend=backend_name, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-        with backends.create(options) as backend:
-            rank = backend.world.rank
-            backend.barrier()
-            started = time.monotonic()
-            try:
-                if rank == 1:
-                    time.sleep(STUCK_S)
-                backend.all_reduce(torch.ones(3))
-            finally:
-                waited = time.monotonic() - started
-    except Exception as error:
-        text = str(error)
-    return rank, (waited, text)
+def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
+    """Rank 1 sleeps; the other waits for it, in a loop of the user's own that tells nothing of its steps."""
+    options = EngineOptions(backend=backend_name, startup_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    with backends.create(options) as backend:
+        backend.barrier()
+        if backend.world.rank == 1:
+            time.sleep(STUCK_S)
+        backend.all_reduce(torch.ones(3))
+    return backend.world.rank, None
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher"),
-    [("ddp", "torchrun"), pytest.param("horovod", "horovodrun", marks=requires("horovod"))],
+    ("backend", "launcher", "said"),
+    [
+        ("ddp", "torchrun", "Timed out .*3000"),
+        pytest.param("horovod", "horovodrun", "did not take part .* within 3 s", marks=requires("horovod")),
+    ],
 )
-def test_exchange_ends_in_time(backend: str, launcher: str) -> None:
-    """Horovod's own wait has no limit, and its stall check ended nothing."""
-    (waited, error), _ = run_ranks(
-        wait_for_a_stuck_rank, num_processes=2, launcher=launcher, args=(backend,), timeout_s=120
-    )
-    assert error, "nothing was raised"
-    assert TIMEOUT_S - 1 < waited < STUCK_S - 3
+def test_exchange_ends_in_time(backend: str, launcher: str, said: str) -> None:
+    """Horovod's own wait has no limit, and its stall check ended nothing. The stuck rank ends too."""
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"failure: rank 0 of 2 .*{said}"):
+        run_ranks(wait_for_a_stuck_rank, num_processes=2, launcher=launcher, args=(backend,), timeout_s=120)
+    assert time.monotonic() - started < STUCK_S - 10

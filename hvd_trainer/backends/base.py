@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import signal
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
@@ -25,18 +26,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer import peers, rendezvous
+from hvd_trainer import peers, preemption, rendezvous
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.same_model import parameters_of
-from hvd_trainer.errors import BackendError, LaunchError, OptionError, PeerError, UserError, first_line
+from hvd_trainer.ending import stand_by
+from hvd_trainer.errors import (
+    BackendError,
+    LaunchError,
+    OptionError,
+    PeerError,
+    PreemptedError,
+    UserError,
+    first_line,
+)
 from hvd_trainer.launch import World, cpu_ids, detect
 from hvd_trainer.peers import Peer
+from hvd_trainer.watch import Activity, Hub, Spoke, Station, failure, stacks
 
 GATHERED_WHOLE_BYTES = 2**20
 """Up to so many bytes in all, one exchange of whole tensors is quicker than two of slices."""
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
+QUIET_S, LOUD_S = 1.0, 3.0
+"""What a launcher takes to end the other ranks when one has failed, which shall end first to be blamed: those that
+would print a traceback of their own wait longer."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,8 @@ class Backend(ABC):
         world: this process among all; complete once started.
         device: where this rank computes.
         version: the engine and its version, for the banner.
+        activity: what this rank is doing, for reports.
+        watch: over the other ranks; None where there are none.
 
     Raises:
         OptionError: an option is not for this engine.
@@ -74,6 +90,9 @@ class Backend(ABC):
         self.check_options()
         self.world: World = detect(self.environ)
         self.device = torch.device("cpu")
+        self.activity = Activity(self.options.startup_timeout_s)
+        self._guard = ExitStack()
+        self.watch: Station | None = None
         self._held: deque[list[Tensor]] = deque(maxlen=4)
 
     def check_options(self) -> None:
@@ -90,8 +109,8 @@ class Backend(ABC):
                     flag = "--" + field.name.replace("_", "-")
                     given = flag if value is True else f"{flag} {value}"
                     mistakes.append(f"{given} with --backend {self.name}: {self.only_for_others[key]}")
-        if self.options.timeout_s <= 0 or self.options.bucket_mb <= 0:
-            mistakes.append("--timeout-s and --bucket-mb must be more than 0")
+        if min(self.options.timeout_s, self.options.startup_timeout_s, self.options.bucket_mb) <= 0:
+            mistakes.append("--timeout-s, --startup-timeout-s and --bucket-mb must be more than 0")
         if mistakes:
             raise OptionError("; ".join(mistakes))
 
@@ -106,15 +125,20 @@ class Backend(ABC):
             self.world,
             self.environ,
             init_method=self.options.init_method,
-            timeout_s=self.options.timeout_s,
+            timeout_s=self.options.startup_timeout_s,
         )
         self.device = choose_device(self.world, self.options.device)
+        watched = self.world.size > 1
+        self._memory, self._page = (stacks.answer(), self.activity.show()) if watched else (None, None)
         me = Peer(
             host=self.world.host or socket.gethostname(),
             local_rank=self.world.local_rank,
             backend=self.name,
             cpus=cpu_ids(),
             gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+            process=os.getpid(),
+            memory=self._memory,
+            page=self._page,
         )
         self.peers = peers.meet(self.store, self.world, me)
         self.world = peers.locate(self.world, self.peers)
@@ -123,17 +147,72 @@ class Backend(ABC):
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
             torch.set_num_threads(peers.fair_cpus(self.world, self.peers))
-        self._start()
+        self._begin_watch()
+        try:
+            self._start()
+        except BaseException as error:
+            self._fail(error)
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        world = self.world
-        first = world.rank if error is None else peers.first_to_fail(self.store, world)
-        self._stop(failed=error is not None)
-        if first != world.rank and isinstance(error, Exception) and not isinstance(error, UserError):
+        if error is None or isinstance(error, PreemptedError):
+            try:
+                if self.watch is not None:
+                    self.watch.done()
+                self._stop(failed=error is not None)
+            except BaseException as stopping:
+                self._fail(stopping)
+                raise
+            self._end_watch()
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leaves after an error: with another one, if it is only the consequence of what happened elsewhere."""
+        verdict = None if self.watch is None else self.watch.failed(error)
+        self._stop(failed=True)
+        self._end_watch()
+        if verdict is None or isinstance(error, UserError):
+            return
+        if verdict.rank == self.world.rank:
+            if isinstance(error, SystemExit) and verdict.told:
+                raise SystemExit(error.code or 1) from error
+        elif isinstance(error, Exception | SystemExit):
+            if self.world.launcher != "run":
+                stand_by(QUIET_S if failure.takes_tracebacks() else LOUD_S)
             raise PeerError(
-                f"{world} stopped because rank {first} failed or ended: see what that said. ({first_line(error)})"
+                f"{self.world} stopped because rank {verdict.rank} failed or ended: see what that said. "
+                f"({first_line(error)})"
             ) from error
+
+    def _begin_watch(self) -> None:
+        if self.world.size > 1:
+            station = Hub if self.world.is_first else Spoke
+            self.watch = station(
+                self.world,
+                self.peers,
+                self.activity,
+                startup_s=self.options.startup_timeout_s,
+                environ=self.environ,
+            )
+            self.watch.start(self.store, self.first_host)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # Launchers end the others so when one rank fails, sometimes before this one has said why.
+                self._guard.enter_context(preemption.heard(self._end_by_signal))
+
+    def _end_by_signal(self, number: int) -> None:
+        if self.watch is not None:
+            self.watch.terminated()
+        os._exit(128 + number)
+
+    def _end_watch(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
+            stacks.answer_no_more(self._memory)
+            self.activity.hide(self._page)
+            self._guard.close()
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -207,7 +286,9 @@ class Backend(ABC):
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
         """
+        self.activity.enter("reduce")
         self._finish_exchange(optimizer)
+        self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
         size = None
@@ -234,9 +315,14 @@ class Backend(ABC):
 
     # Collectives. All ranks must call them, in the same order.
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Combines a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
+        with self.activity.waiting():
+            return self._all_reduce(tensor, op)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """The engine's own."""
 
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -261,10 +347,11 @@ class Backend(ABC):
         if self.world.size == 1:
             return [value]
         mine = pickle.dumps(value)
-        lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
-        # Tensors of one shape: the shorter ones are filled up.
-        payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
-        parts = self._all_gather(payload)
+        with self.activity.waiting():
+            lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
+            # Tensors of one shape: the shorter ones are filled up.
+            payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+            parts = self._all_gather(payload)
         return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast_object(self, value: T) -> T:
@@ -272,9 +359,10 @@ class Backend(ABC):
         if self.world.size == 1:
             return value
         payload = pickle.dumps(value) if self.world.is_first else b""
-        length = int(self.all_reduce(torch.tensor([len(payload)]), "max"))
-        tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-        self._broadcast(tensor)
+        with self.activity.waiting():
+            length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
+            tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+            self._broadcast(tensor)
         received: T = pickle.loads(_bytes(tensor))
         return received
 
@@ -294,16 +382,18 @@ class Backend(ABC):
         size = self.world.size
         if size == 1:
             return tensor
-        if size == 2 or size * tensor.numel() * tensor.element_size() <= GATHERED_WHOLE_BYTES:
-            return pairwise_sum(self._all_gather(tensor))
-        length = -(-len(tensor) // size)
-        rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
-        mine = pairwise_sum(list(self._all_to_all(rows)))
-        return torch.cat(self._all_gather(mine))[: len(tensor)]
+        with self.activity.waiting():
+            if size == 2 or size * tensor.numel() * tensor.element_size() <= GATHERED_WHOLE_BYTES:
+                return pairwise_sum(self._all_gather(tensor))
+            length = -(-len(tensor) // size)
+            rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
+            mine = pairwise_sum(list(self._all_to_all(rows)))
+            return torch.cat(self._all_gather(mine))[: len(tensor)]
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
-        float(self.all_reduce(torch.zeros(1)))  # on a GPU, only reading it waits for it
+        with self.activity.waiting():
+            float(self._all_reduce(torch.zeros(1), "sum"))  # on a GPU, only reading it waits for it
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes batch-norm statistics and other buffers equal on all ranks, the same way on both engines.

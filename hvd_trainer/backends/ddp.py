@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends.base import Backend, ReduceOp, environment
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
@@ -57,6 +58,7 @@ class DDPBackend(Backend):
         return self.transport == "nccl"
 
     _ddp: DistributedDataParallel | None = None
+    _hook: RemovableHandle | None = None
 
     def _start(self) -> None:
         self._check_transport()
@@ -79,7 +81,7 @@ class DDPBackend(Backend):
                 store=dist.PrefixStore("ddp", self.store),
                 rank=self.world.rank,
                 world_size=self.world.size,
-                timeout=timedelta(seconds=self.options.timeout_s),
+                timeout=timedelta(seconds=self.options.startup_timeout_s),
                 device_id=self.device if self.uses_nccl else None,
             )
         check_world(self.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
@@ -107,6 +109,7 @@ class DDPBackend(Backend):
         if not failed:
             # A rank that tears its connections down while another still reduces would fail it.
             self.barrier()
+        self._unhook()
         # The group's threads end when it is freed, so DDP, which the caller may still have, must let it go.
         ddp = self.__dict__.pop("_ddp", None)
         if ddp is not None:
@@ -130,6 +133,7 @@ class DDPBackend(Backend):
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             return model, optimizer
+        self._unhook()
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
@@ -142,7 +146,15 @@ class DDPBackend(Backend):
         )
         self._compress(ddp)
         self._ddp = ddp
+        # DDP waits for the others at the end of backward: when the first layer has its gradient, that is reached.
+        first = next(p for p in model.parameters() if p.requires_grad)
+        self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter("reduce"))
         return ddp, optimizer
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _compress(self, ddp: DistributedDataParallel) -> None:
         if self.options.compression == "none":
@@ -167,7 +179,7 @@ class DDPBackend(Backend):
         if not self.options.find_unused_parameters:
             refuse_unused(self._names, optimizer)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         result = tensor.detach().to(self.device, copy=True)
         self._hold(result)
         dist.all_reduce(result, OPS[op])

@@ -67,7 +67,7 @@ class HorovodBackend(Backend):
 
     def __enter__(self) -> Backend:
         self._hvd = _import_horovod()
-        self._waiter = Waiter(self._hvd, self.options.timeout_s)
+        self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
         self._server: Any = None
         self._exchange: Exchange | None = None
         return super().__enter__()
@@ -106,7 +106,7 @@ class HorovodBackend(Backend):
     def _variables(self) -> dict[str, str]:
         """What Horovod reads at its start, for this world, whichever launcher made it."""
         world, peers = self.world, self.peers
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.timeout_s)))}
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s)))}
         variables |= self._tuning()
         if world.size == 1:
             return variables
@@ -265,7 +265,7 @@ class HorovodBackend(Backend):
 
     # Collectives.
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
         result = tensor.detach().to(self.device, copy=True).contiguous()

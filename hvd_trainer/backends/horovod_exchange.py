@@ -14,7 +14,6 @@ from torch.optim import SGD, Optimizer
 
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
 from hvd_trainer.backends.same_model import parameters_of
-from hvd_trainer.errors import BackendError
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
 _NUMBERS = itertools.count()
@@ -34,7 +33,7 @@ class Waiter:
         """Waits for an operation and returns its result.
 
         Raises:
-            BackendError: as `wait`.
+            TimeoutError: as `wait`.
         """
         self.wait(handle)
         return self._hvd.synchronize(handle)
@@ -43,7 +42,7 @@ class Waiter:
         """Waits for an operation, and leaves its result to whoever asks for it next.
 
         Raises:
-            BackendError: the other ranks did not take part in time.
+            TimeoutError: the other ranks did not take part in time.
         """
         poll, pause = self._hvd.poll, SHORTEST_PAUSE_S
         deadline = time.monotonic() + self._timeout_s
@@ -51,9 +50,9 @@ class Waiter:
             time.sleep(pause)
             pause = min(1.25 * pause, LONGEST_PAUSE_S)
             if time.monotonic() > deadline:
-                raise BackendError(
+                raise TimeoutError(
                     f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
-                    f"is stuck, or much slower. If that is meant, raise --timeout-s"
+                    f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"
                 )
 
 

@@ -14,8 +14,10 @@ class EngineOptions:
     """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto takes a GPU per rank where there are GPUs"""
-    timeout_s: float = 300.0
-    """how long to wait for the other ranks, in seconds, at the start and in each exchange"""
+    timeout_s: float = 60.0
+    """once it trains, how long a rank may not get on (in seconds) before the job ends with all ranks' stacks"""
+    startup_timeout_s: float = 300.0
+    """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
     """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"

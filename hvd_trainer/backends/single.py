@@ -50,7 +50,7 @@ class SingleBackend(Backend):
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         pass
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         return tensor.clone()
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:

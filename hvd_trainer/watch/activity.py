@@ -1,0 +1,88 @@
+"""What this rank is doing, so that a failure can be told with its step and phase. Cheap to set."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hvd_trainer.watch.page import Page
+
+EXCHANGE, END = "reduce", "end"
+LONG_PHASES = ("start", "save", "callback")
+"""What may take as long as the start: a slow disk, a user's own code."""
+
+
+class Activity:
+    """Step and phase of this rank, and since when.
+
+    Args:
+        startup_s: how long it may be silent before it has limits, in seconds.
+
+    Attributes:
+        step: optimizer steps that are done.
+        phase: start, data, forward, backward, reduce, step, save, evaluate, callback or end.
+        since: when it last got on, by `time.monotonic`.
+        limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
+        was_waiting: whether the exception on its way comes out of an exchange.
+    """
+
+    def __init__(self, startup_s: float) -> None:
+        self._startup_s = startup_s
+        self.step, self.phase, self.since = 0, "start", time.monotonic()
+        self.limits: tuple[float, float] | None = None
+        self.was_waiting = False
+        self._waits = 0
+        self._page: Page | None = None
+
+    def show(self) -> int | None:
+        """Lets the other processes of this machine see it; the file descriptor by which they do."""
+        made = Page.make()
+        if made is None:
+            return None
+        self._page, descriptor = made
+        self._page.write(self.step, self.phase)
+        return descriptor
+
+    def hide(self, descriptor: int | None) -> None:
+        """Takes `show` back."""
+        page, self._page = self._page, None
+        if page is not None and descriptor is not None:
+            page.close()
+            os.close(descriptor)
+
+    def enter(self, phase: str) -> None:
+        """Another phase begins, or the next round of the same one."""
+        self.phase, self.since = phase, time.monotonic()
+        if self._page is not None:
+            self._page.write(self.step, phase)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this rank waits for the others."""
+        self._waits += 1
+        self.since = time.monotonic()
+        try:
+            yield
+        except BaseException:
+            self.was_waiting = True
+            raise
+        finally:
+            self._waits -= 1
+            self.since = time.monotonic()
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank can only get on when the others do."""
+        return self._waits > 0 or self.phase in (EXCHANGE, END)
+
+    @property
+    def limit_s(self) -> float | None:
+        """How long it may be without getting on."""
+        return None if self.limits is None else self.limits[self.phase not in LONG_PHASES]
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank may be silent: even in the slowest phases the watch has its turn."""
+        return self._startup_s if self.limits is None else self.limits[1]

@@ -1,0 +1,217 @@
+"""Rank 0's watch: the end of all lines, where events are collected and decided on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from hvd_trainer.watch import failure, stacks
+from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck, is_certain
+from hvd_trainer.watch.line import Line
+from hvd_trainer.watch.station import BEAT_S, GONE, GRACE_S, SETTLE_S, STACKS_S, Station, Verdict
+
+LEAVING_S = {"left": 3.0, "interrupted": 2.0}
+"""Within which all ranks leave if all were meant to."""
+FAREWELL_S = 0.3
+"""Rank 0 ends so much later than the others, to whom the end of their line would be its failure."""
+
+
+class Hub(Station):
+    """The watch of rank 0."""
+
+    def connect(self, store: dist.Store, host: str) -> None:
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server((host, 0))
+        store.set("watch", json.dumps([host, self._listener.getsockname()[1], self._token]))
+        self._lines: dict[int, Line] = {}
+        self._signs: dict[int, Sign] = {}
+        self._heard: dict[int, float] = {}
+        self._done: set[int] = set()
+        self._events: list[Event] = []
+        self._first_event = self._closing_since = 0.0
+        self._stuck: Stuck | None = None
+        self._stuck_signs: dict[int, Sign] = {}
+        self._stacks: dict[int, str] = {}
+        self._stacks_until = 0.0
+        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(BEAT_S)
+        line = Line(connection)
+        self.selector.register(line, selectors.EVENT_READ, lambda: self._greet(line))
+
+    def _greet(self, line: Line) -> None:
+        """The first message says whose line it is; who does not know the token is no rank of ours."""
+        self.selector.unregister(line)
+        match line.receive():
+            case [{"token": self._token, "rank": int(rank)}, *rest]:
+                self._lines[rank], self._signs[rank], self._heard[rank] = line, Sign(), time.monotonic()
+                self.selector.register(line, selectors.EVENT_READ, lambda: self._hear(rank))
+                for message in rest:
+                    self._handle(rank, message)
+            case _:
+                line.close()
+
+    def _hear(self, rank: int) -> None:
+        messages = self._lines[rank].receive()
+        if messages is None:
+            line = self._lines.pop(rank)
+            self.selector.unregister(line)
+            line.close()
+            if rank not in self._done and all(event.rank != rank for event in self._events):
+                self._happen(Event("lost", rank, GONE))
+            return
+        self._heard[rank] = time.monotonic()
+        for message in messages:
+            self._handle(rank, message)
+
+    def take(self, word: dict[str, Any]) -> None:
+        self._handle(0, word)
+
+    def _handle(self, rank: int, message: dict[str, Any]) -> None:
+        if "sign" in message:
+            self._signs[rank] = Sign(**message["sign"])
+        match message["kind"]:
+            case "done":
+                self._done.add(rank)
+            case "stacks":
+                self._stacks[message["of"]] = message["text"]
+            case "raised" | "left" | "interrupted" | "orphaned" as kind:
+                users = message.get("user", False)
+                event = Event(
+                    kind, rank, message["text"], message.get("detail", ""), message.get("in_exchange", False)
+                )
+                if self.verdict is None and rank == 0 and (users or kind == "interrupted"):
+                    # It happens to all ranks alike, and rank 0 says it by itself.
+                    self._finish(Verdict(0, event.text, told=kind == "interrupted"), GRACE_S)
+                else:
+                    self._happen(event, certain=not users)
+
+    def _happen(self, event: Event, certain: bool = True) -> None:
+        if not self._events:
+            self._first_event = time.monotonic()
+        self._events.append(event)
+        if certain and is_certain(event) and self.verdict is None:
+            self._blame(event)
+
+    def beat(self) -> None:
+        for line in self._lines.values():
+            line.send({"kind": "beat"})
+
+    def look(self, now: float) -> None:
+        if self.verdict is not None:
+            return
+        if self._stuck is not None:
+            if now > self._stacks_until or self._stacks.keys() >= {0, *self._lines}:
+                self._report(self._stuck)
+        elif self._events:
+            self._weigh(now)
+        elif not self._closing:
+            stuck = find_stuck(self._all_signs(now), self.activity.patience_s)
+            if stuck is not None:
+                self._ask_for_stacks(stuck, now)
+
+    def _weigh(self, now: float) -> None:
+        event = culprit(self._events)
+        leaving = {event.rank for event in self._events if event.kind == "left"}
+        if event.kind == "left" and len(leaving) == self.world.size:
+            # All ranks leave training early, which is their right.
+            self._finish(Verdict(event.rank, "", told=False), 2 * GRACE_S)
+        elif now - self._first_event >= LEAVING_S.get(event.kind, SETTLE_S):
+            self._blame(event)
+
+    def _all_signs(self, now: float) -> dict[int, Sign]:
+        signs = {0: self.own_sign()}
+        for rank in self._lines:
+            signs[rank] = replace(self._signs[rank], silent_s=max(0.0, now - self._heard[rank] - BEAT_S))
+        return signs
+
+    def resumed(self, seconds: float) -> None:
+        super().resumed(seconds)
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+
+    def _blame(self, event: Event) -> None:
+        """Reports what happened to a rank, unless somebody else does, and ends the job."""
+        if self.ended_from_outside(self._first_event):
+            self._finish(Verdict(event.rank, event.text, told=True), 0.0)
+            return
+        sign = self._signs.get(event.rank, Sign()) if event.rank else self.own_sign()
+        if event.kind in ("lost", "orphaned"):
+            sign = self.last_seen(event.rank) or sign
+        found = self.failure_of(event.rank, sign, event.text, detail=event.detail)
+        # `hvd_trainer.run` reports what its children raise, and how they end.
+        tells = self.world.launcher != "run"
+        if tells:
+            failure.tell(found.text())
+        self._finish(
+            Verdict(event.rank, found.text(), tells), GRACE_S if event.kind in ("raised", "left") else 0.2
+        )
+
+    def _finish(self, verdict: Verdict, ends_in_s: float) -> None:
+        for line in self._lines.values():
+            line.send({"kind": "end", "verdict": asdict(verdict), "ends_in_s": ends_in_s})
+        self.decide(verdict, ends_in_s + FAREWELL_S)
+
+    def _ask_for_stacks(self, stuck: Stuck, now: float) -> None:
+        self._stuck, self._stuck_signs, self._stacks_until = stuck, self._all_signs(now), now + STACKS_S
+        silent = stuck.ranks if stuck.how == "silent" else ()
+        for rank, line in self._lines.items():
+            if rank not in silent:
+                line.send({"kind": "stacks", "silent": silent})
+        for rank in [0, *self.neighbours_among(silent)]:
+            self._stacks[rank] = self.stacks_of(rank)
+
+    def _report(self, stuck: Stuck) -> None:
+        signs = self._stuck_signs
+        rank = stuck.ranks[0]
+        sign = signs[rank]
+        what = {
+            "silent": f"has not answered for {sign.silent_s:.0f} s: it is stopped, or its machine is",
+            "late": f"has not got on for {sign.seconds + sign.silent_s:.0f} s (if it may, raise --timeout-s)",
+            "crossed": "waits for the others and they for it: they have not made the same exchanges",
+        }[stuck.how]
+        folder = failure.folder_for(self.log_folder, self._token)
+        found = self.failure_of(
+            rank,
+            self.last_seen(rank) or sign,
+            what,
+            detail="" if stuck.how == "crossed" else stacks.main_of(self._stacks.get(rank, "")),
+            others=[f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank],
+            folder=str(folder),
+        )
+        for other, text in self._stacks.items():
+            failure.keep(folder, f"rank-{other}.txt", text)
+        failure.keep(folder, "report.txt", found.text())
+        failure.tell(found.text())
+        self.kill(self.neighbours_among(stuck.ranks if stuck.how == "silent" else ()))
+        self._finish(Verdict(rank, found.text(), told=True), 0.2)
+
+    def is_deciding(self) -> bool:
+        return bool(self._events) or self._stuck is not None
+
+    def part(self) -> bool:
+        now = time.monotonic()
+        self._closing_since = self._closing_since or now
+        # Who fails goes on at once; else those are heard to the end that still have to say that they are done.
+        patience_s = FAREWELL_S if self.verdict else GRACE_S
+        if self._lines.keys() - self._done and now - self._closing_since < patience_s:
+            return False
+        for line in self._lines.values():
+            line.send({"kind": "bye"})
+            line.close()
+        self._listener.close()
+        return True
+
+
+def described(sign: Sign) -> str:
+    """Where a rank is, in a few words."""
+    how = "waits" if sign.waits else "busy"
+    return f"{failure.place(sign.step, sign.phase)}, {how} for {sign.seconds + sign.silent_s:.0f} s"

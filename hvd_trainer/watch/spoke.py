@@ -1,0 +1,108 @@
+"""The watch of every rank but 0: one line, to rank 0."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from hvd_trainer.watch import failure, stacks
+from hvd_trainer.watch.judge import Sign
+from hvd_trainer.watch.line import Line
+from hvd_trainer.watch.station import GONE, GRACE_S, SETTLE_S, STACKS_S, Station, Verdict
+
+
+class Spoke(Station):
+    """The watch of one of the others."""
+
+    def connect(self, store: dist.Store, host: str) -> None:
+        address, port, token = json.loads(store.get("watch"))
+        connection = socket.create_connection((address, port), timeout=self.startup_s)
+        connection.settimeout(STACKS_S)
+        self._token = token
+        self._line = Line(connection)
+        self._line.send({"token": token, "rank": self.world.rank})
+        self._heard = time.monotonic()
+        self._lost_at: float | None = None
+        self._parted = False
+        self._silent: list[int] = []
+        self.selector.register(self._line, selectors.EVENT_READ, self._hear)
+
+    def take(self, word: dict[str, Any]) -> None:
+        self._parted = self._parted or word["kind"] == "done"
+        self._line.send(word)
+
+    def beat(self) -> None:
+        self._line.send({"kind": "beat", "sign": asdict(self.own_sign())})
+
+    def _hear(self) -> None:
+        messages = self._line.receive()
+        if messages is None:
+            self.selector.unregister(self._line)
+            self._line.close()
+            self._lost_at = time.monotonic()
+            return
+        self._heard = time.monotonic()
+        for message in messages:
+            self._handle(message)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "stacks":
+                self._silent = self.neighbours_among(message["silent"])
+                for rank in [self.world.rank, *self._silent]:
+                    self._line.send({"kind": "stacks", "of": rank, "text": self.stacks_of(rank)})
+            case "end":
+                self.kill(self._silent)
+                self.decide(Verdict(**message["verdict"]), message["ends_in_s"])
+            case "bye":
+                self._parted = True
+
+    def look(self, now: float) -> None:
+        if self.verdict is not None or self._parted:
+            return
+        silent_s = now - self._heard
+        if self._lost_at is not None and now - self._lost_at > SETTLE_S:
+            self._miss_rank_0(GONE, ())
+        elif self._lost_at is None and silent_s > self.activity.patience_s + STACKS_S:
+            self._miss_rank_0(f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is", (0,))
+
+    def _miss_rank_0(self, what: str, silent: Sequence[int]) -> None:
+        """Rank 1 tells of rank 0's failure, as far as it knows; who can acts for a silent rank 0."""
+        near = self.neighbours_among(silent)
+        folder = failure.folder_for(self.log_folder, self._token)
+        shown = ""
+        if silent:
+            failure.keep(folder, f"rank-{self.world.rank}.txt", self.stacks_of(self.world.rank))
+        for rank in near:
+            shown = stacks.main_of(text := self.stacks_of(rank))
+            failure.keep(folder, f"rank-{rank}.txt", text)
+        # If it is not seen from here, it was in the step in which this rank waits for it.
+        sign = self.last_seen(0) or Sign(self.activity.step, "reduce")
+        found = self.failure_of(0, sign, what, detail=shown, folder=str(folder) if silent else "")
+        if silent and self.world.rank == 1:
+            failure.keep(folder, "report.txt", found.text())
+        tells = self.world.rank == 1 and self.world.launcher != "run"
+        if tells and not self.ended_from_outside(self._lost_at):
+            failure.tell(found.text())
+        self.kill(near)
+        self.decide(
+            Verdict(0, found.text(), tells or self.world.rank > 1), GRACE_S if self.world.rank > 1 else 0.2
+        )
+
+    def resumed(self, seconds: float) -> None:
+        super().resumed(seconds)
+        self._heard = time.monotonic()
+
+    def is_deciding(self) -> bool:
+        return self._lost_at is not None and not self._parted
+
+    def part(self) -> bool:
+        self._line.close()
+        return True

@@ -1,0 +1,73 @@
+"""Python stacks of this process, and of one that cannot give them: stopped, or where no thread has a turn."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+SIGNAL = signal.SIGUSR2
+ANSWER_S = 2.0
+
+
+def own_stacks() -> str:
+    """The stacks of all threads but the one that asks, the main one first."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    parts = []
+    for number in sorted(frames, key=lambda number: number != main):
+        name = threads[number].name if number in threads else str(number)
+        parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
+    return "\n".join(parts)
+
+
+def main_of(text: str) -> str:
+    """The main thread's part: of `own_stacks` the first, of `ask` the last."""
+    return text.strip().split("\n\n")[-1 if "(most recent call first)" in text else 0]
+
+
+def answer() -> int | None:
+    """Has this process write its stacks to memory whenever `SIGNAL` comes, without Python's taking part.
+
+    Returns:
+        The file descriptor of that memory; None where the signal is used by others, or the system has none.
+    """
+    if not hasattr(os, "memfd_create") or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        return None
+    memory = os.memfd_create("stacks")
+    faulthandler.register(SIGNAL, memory, all_threads=True)
+    return memory
+
+
+def answer_no_more(memory: int | None) -> None:
+    """Takes `answer` back."""
+    if memory is not None:
+        faulthandler.unregister(SIGNAL)
+        os.close(memory)
+
+
+def ask(process: int, memory: int) -> str:
+    """The stacks of another process of this machine and user; empty if it does not answer.
+
+    One that is stopped is made to run on for it.
+    """
+    file = Path(f"/proc/{process}/fd/{memory}")
+    text = ""
+    with suppress(OSError):
+        os.kill(process, SIGNAL)
+        os.kill(process, signal.SIGCONT)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, text = text, file.read_text(errors="replace")
+            if text and text == before:
+                break
+    return text

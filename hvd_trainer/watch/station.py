@@ -1,0 +1,277 @@
+"""What the watches of all ranks have in common: a thread, what it is told, and how it ends a rank."""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hvd_trainer.errors import UserError, first_line
+from hvd_trainer.launch import World
+from hvd_trainer.peers import Peer
+from hvd_trainer.watch import failure, stacks
+from hvd_trainer.watch.activity import END, EXCHANGE, Activity
+from hvd_trainer.watch.failure import Failure
+from hvd_trainer.watch.judge import Sign
+from hvd_trainer.watch.page import Page
+
+BEAT_S = 1.0
+SETTLE_S = 0.3
+"""How long the cause may come after its consequences: the break of a rank's line after that of its exchanges."""
+PAUSE_S = 5.0
+"""When this thread had no turn for longer, the whole process had none: it was stopped by Ctrl-Z, say."""
+STACKS_S = stacks.ANSWER_S + 2
+GRACE_S = 3.0
+"""What a rank is given to end by itself, or by its launcher."""
+CRASH = 1
+LAUNCHERS_THAT_STAY = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
+"""Whose ranks are their children, directly or not, until the job ends."""
+GONE = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which rank's failure ends the job."""
+
+    rank: int
+    text: str
+    told: bool
+    """whether it has been printed"""
+
+
+class Station(ABC):
+    """The watch of one rank.
+
+    Args:
+        world, peers: who there is.
+        activity: what this rank is doing.
+        startup_s: how long connecting may take, in seconds.
+        environ: the environment.
+
+    Attributes:
+        log_folder: the run's log folder, once that is known: stacks are kept there.
+        verdict: what has been decided.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        peers: Sequence[Peer],
+        activity: Activity,
+        *,
+        startup_s: float,
+        environ: Mapping[str, str],
+    ) -> None:
+        self.world, self.peers, self.activity = world, peers, activity
+        self.log_folder: str | None = None
+        self.verdict: Verdict | None = None
+        self.startup_s, self._environ = startup_s, environ
+        self._decided = threading.Event()
+        self._closing = False
+        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self.selector.register(self._woken, selectors.EVENT_READ, self._take_words)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._parent = os.getppid() if world.launcher in LAUNCHERS_THAT_STAY else None
+        self._turn = self._beaten = time.monotonic()
+        self._ends_at: float | None = None
+        self.terminated_at: float | None = None
+
+    # What the main thread calls.
+
+    def start(self, store: dist.Store, host: str) -> None:
+        """Connects the ranks; all call it.
+
+        Args:
+            store: where rank 0 says how to reach it.
+            host: rank 0's address.
+        """
+        self._pages = {
+            rank: page
+            for rank, peer in enumerate(self.peers)
+            if peer.host == self.peers[self.world.rank].host
+            and peer.page is not None
+            and (page := Page.of(peer.process, peer.page)) is not None
+        }
+        self.connect(store, host)
+        self._thread.start()
+
+    def done(self) -> None:
+        """This rank has come to its end, and waits for the others'."""
+        self.activity.enter(END)
+        self._say({"kind": "done"})
+
+    def failed(self, error: BaseException) -> Verdict | None:
+        """Says why this rank fails, and waits to hear which rank's failure it is; None if nobody tells."""
+        self._say(self._word(error))
+        if not isinstance(error, KeyboardInterrupt):
+            self._decided.wait(2 * GRACE_S)
+        return self.verdict
+
+    def terminated(self) -> None:
+        """This process is being ended from outside; returns when a report that is under way has been printed."""
+        self.terminated_at = time.monotonic()
+        if not self._decided.wait(0.05) and self.is_deciding():
+            self._decided.wait(STACKS_S)
+
+    def close(self) -> None:
+        """Ends the watch over this rank."""
+        self._say({"kind": "close"})
+        self._thread.join()
+        self.selector.close()
+        self._wake.close()
+        self._woken.close()
+        for page in self._pages.values():
+            page.close()
+
+    def _say(self, word: dict[str, Any]) -> None:
+        self._words.put(word)
+        self._wake.send(b"!")
+
+    def _word(self, error: BaseException) -> dict[str, Any]:
+        kind, detail = "raised", ""
+        text = "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, KeyboardInterrupt):
+            kind, text = "interrupted", "was interrupted"
+        elif isinstance(error, SystemExit):
+            kind, text = "left", f"called sys.exit({error.code}), and other ranks have not come to their end"
+        elif isinstance(error, UserError):
+            text = first_line(error)
+        elif failure.takes_tracebacks():
+            text, detail = "raised an exception", "".join(traceback.format_exception(error))
+        activity = self.activity
+        return {
+            "kind": kind,
+            "text": text,
+            "detail": detail,
+            "in_exchange": activity.was_waiting or activity.phase in (EXCHANGE, "backward"),
+            "user": isinstance(error, UserError),
+            "sign": asdict(self.own_sign()),
+        }
+
+    # The thread.
+
+    @abstractmethod
+    def connect(self, store: dist.Store, host: str) -> None:
+        """Makes the lines."""
+
+    @abstractmethod
+    def take(self, word: dict[str, Any]) -> None:
+        """A word of this rank's own."""
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Tells the others that this rank is there."""
+
+    @abstractmethod
+    def look(self, now: float) -> None:
+        """Decides what there is to decide; called often."""
+
+    @abstractmethod
+    def is_deciding(self) -> bool:
+        """Whether something has happened that is yet to be told."""
+
+    @abstractmethod
+    def part(self) -> bool:
+        """Closes the lines; False as long as they are needed."""
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self.selector.select(BEAT_S / 4):
+                key.data()
+            now = time.monotonic()
+            if now - self._turn > PAUSE_S:
+                self.resumed(now - self._turn)
+            self._turn = now
+            self._miss_the_launcher()
+            if now - self._beaten >= BEAT_S:
+                self._beaten = now
+                self.beat()
+            self.look(now)
+            if self._closing and self.part():
+                return
+            if self._ends_at is not None and now >= self._ends_at:
+                os._exit(CRASH)
+
+    def _take_words(self) -> None:
+        self._woken.recv(1 << 12)
+        while not self._words.empty():
+            word = self._words.get()
+            if word["kind"] == "close":
+                self._closing = True
+            else:
+                self.take(word)
+
+    def _miss_the_launcher(self) -> None:
+        if self._parent is not None and os.getppid() != self._parent:
+            self._parent = None
+            self.take({"kind": "orphaned", "text": f"its launcher, {self.world.launcher}, has ended"})
+
+    def resumed(self, seconds: float) -> None:
+        """This process has been stopped for so long: that does not count."""
+        self.activity.since += seconds
+
+    def own_sign(self) -> Sign:
+        """What this rank says of itself."""
+        activity = self.activity
+        seconds = time.monotonic() - activity.since
+        return Sign(activity.step, activity.phase, seconds, activity.waits, activity.limit_s)
+
+    def last_seen(self, rank: int) -> Sign | None:
+        """Where a rank of this machine is, or was when it ended; None for others."""
+        page = self._pages.get(rank)
+        return None if page is None else Sign(*page.read())
+
+    def ended_from_outside(self, event: float | None) -> bool:
+        """Whether all ranks were being ended before something happened to one, so that it is no failure."""
+        return self.terminated_at is not None and self.terminated_at < (event or 0.0) - SETTLE_S / 2
+
+    def decide(self, verdict: Verdict, ends_in_s: float) -> None:
+        """The job ends, and this process in so many seconds, if it has not left by then."""
+        self.verdict = verdict
+        if verdict.told:
+            failure.hear()
+        if verdict.rank == self.world.rank:
+            failure.tell_torchrun(verdict.text, self._environ)
+        self._decided.set()
+        self._ends_at = time.monotonic() + ends_in_s
+
+    def failure_of(self, rank: int, sign: Sign, what: str, **more: Any) -> Failure:
+        """The report on a rank."""
+        peer = self.peers[rank]
+        return Failure(rank, self.world.size, peer.host, peer.process, sign.step, sign.phase, what, **more)
+
+    # Ranks that do not answer.
+
+    def neighbours_among(self, silent: Sequence[int]) -> list[int]:
+        """The silent ranks of this machine, where this rank is the one to act for them: the first that can."""
+        host = self.peers[self.world.rank].host
+        here = [rank for rank, peer in enumerate(self.peers) if peer.host == host]
+        acting = next((rank for rank in here if rank not in silent), None)
+        return [rank for rank in here if rank in silent] if acting == self.world.rank else []
+
+    def stacks_of(self, rank: int) -> str:
+        """The stacks of this rank, or of a silent neighbour."""
+        if rank == self.world.rank:
+            return stacks.own_stacks()
+        peer = self.peers[rank]
+        return "" if peer.memory is None else stacks.ask(peer.process, peer.memory)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Ends neighbours that cannot end by themselves."""
+        for rank in ranks:
+            with suppress(OSError):
+                os.kill(self.peers[rank].process, signal.SIGKILL)

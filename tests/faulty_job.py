@@ -1,0 +1,70 @@
+"""A small job in which one rank comes to grief: `FAULT="what rank step"`, and what can happen is in `FAULTS`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
+
+
+def raise_an_error() -> None:
+    raise ValueError("the user's own words")
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def hold_the_interpreter() -> None:
+    """No other thread has a turn: a regular expression that takes for ever."""
+    re.match("(a+)+$", 40 * "a" + "b")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "raises": raise_an_error,
+    "exits": lambda: sys.exit(0),
+    "exits at once": lambda: os._exit(0),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loops": loop_for_ever,
+    "is stuck": hold_the_interpreter,
+    "lives": lambda: None,
+}
+
+
+class Grief(Callback):
+    """Strikes after a step, the first time that the job is started."""
+
+    def __init__(self) -> None:
+        self.what, rank, step = os.environ["FAULT"].split(":")
+        self.place = int(rank), int(step)
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        if trainer.progress.step == 1:
+            print("steps", flush=True)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if (trainer.world.rank, trainer.progress.step) == self.place and not restarts:
+            FAULTS[self.what]()
+        time.sleep(0.01)
+
+
+def main(options: TrainerOptions) -> None:
+    with Trainer(options) as trainer:
+        model = nn.Linear(2, 1)
+        data = TensorData(torch.ones(2048, 2), torch.ones(2048, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, nn.functional.mse_loss, data, callbacks=[Grief()])
+
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
