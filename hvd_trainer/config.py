@@ -95,6 +95,8 @@ class SaveOptions:
     """save after each n-th step"""
     save_every_s: float | None = 600.0
     """save when the last save is so many seconds ago"""
+    requeue: bool = False
+    """in a Slurm job: when a signal stops it, put it back into the queue, from where it goes on by itself"""
     keep: int = 2
     """how many of the newest checkpoints stay"""
     keep_best: str | None = "test_loss"
@@ -148,6 +150,8 @@ class TrainerOptions:
             ]
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
+        if save.requeue and log.log_dir is None:
+            found.append("--requeue needs a log folder to go on from: add --log-dir DIR")
         if save.resume == "auto" and log.log_dir is None:
             found.append("--resume auto looks in the log folder: add --log-dir DIR")
         return found

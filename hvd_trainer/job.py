@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -45,7 +46,9 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
             sys.stderr.write(f"warning: {warning}\n")
         job(_parse(options, args, first))
     except PreemptedError as error:
-        if first:
+        # What stopped the job may send more signals; it ends in any case.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if first and str(error):
             sys.stderr.write(f"{error}\n")
         else:
             stand_by(SPEAKING_S)

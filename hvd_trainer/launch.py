@@ -38,6 +38,8 @@ class World:
     launcher: str = "python"
     host: str = ""
     """The node's name as the launcher knows it; empty where it does not say."""
+    group: str = ""
+    """What tells this node from another one that is the same machine; empty where nothing does."""
 
     def __post_init__(self) -> None:
         for index, count in (
@@ -82,12 +84,14 @@ class Launcher:
     num_nodes: str = ""
     host: str = ""
     """The node's name; not every version sets it, so it may be missing."""
+    group: str = ""
+    """The number of the launcher's own process on the node: there may be several on one machine, to try it out."""
     markers: tuple[str, ...] = ()
     """What only this launcher sets: any of them shows it, where others set the rank variables too."""
 
     def variables(self) -> tuple[str, ...]:
         """The names that must all be set."""
-        names = (getattr(self, f.name) for f in fields(self) if f.name not in ("name", "host", "markers"))
+        names = (getattr(self, f.name) for f in fields(self) if f.name not in ("name", "host", "group", "markers"))
         return tuple(name for name in names if name)
 
     def signs(self, environ: Mapping[str, str]) -> list[str]:
@@ -107,7 +111,7 @@ LAUNCHERS = (
         "HOROVOD_LOCAL_SIZE",
         host="HOROVOD_HOSTNAME",
     ),
-    Launcher("torchrun", *TORCH_NAMES, markers=("TORCHELASTIC_RUN_ID",)),
+    Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",)),
     # Batch scripts often set WORLD_SIZE for all tasks; it is no sign of who starts them.
     Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK")),
     Launcher(
@@ -182,6 +186,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         num_nodes=_number(environ, launcher.num_nodes) if launcher.num_nodes else UNKNOWN,
         launcher=launcher.name,
         host=environ.get(launcher.host, ""),
+        group=environ.get(launcher.group, ""),
     )
     if world.node_rank == UNKNOWN and world.local_size == world.size:
         world = replace(world, node_rank=0, num_nodes=1)
@@ -263,6 +268,31 @@ def slurm_step(environ: Mapping[str, str]) -> str | None:
     if launcher is None or launcher.name != "srun" or not {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys():
         return None
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """How this start of a job follows on earlier ones."""
+
+    count: int = 0
+    """how often it was started before"""
+    names: frozenset[str] = frozenset()
+    """by which it is known, the same at each start"""
+    slurm_job: str | None = None
+    """its number in Slurm"""
+
+
+def restart_in(environ: Mapping[str, str]) -> Restart:
+    """Which start of the same job this is: torchrun (`--max-restarts`) and Slurm (a requeue) start ranks again."""
+    count, names = 0, set()
+    for kind, name, counter in (
+        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+    ):
+        if environ.get(name):
+            names.add(f"{kind} {environ[name]}")
+            count += _number(environ, counter) if environ.get(counter) else 0
+    return Restart(count, frozenset(names), environ.get("SLURM_JOB_ID"))
 
 
 def cpu_ids() -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hvd_trainer.launch import World
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks say, such as Lustre mounted without them."""
-METRICS, LOCK = "metrics.jsonl", ".lock"
+METRICS, LOCK, JOB = "metrics.jsonl", ".lock", ".job"
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
 
@@ -78,7 +79,18 @@ class RunLog:
         self._lock.flush()
         return None
 
-    def begin(self, step: int, epoch: int, *, goes_on: bool, finished: bool = False) -> None:
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether the run in the folder was begun by the job of one of these names."""
+        if self.folder is None:
+            return False
+        try:
+            return not set(names).isdisjoint((self.folder / JOB).read_text().splitlines())
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def begin(
+        self, step: int, epoch: int, *, goes_on: bool, finished: bool = False, names: Collection[str] = ()
+    ) -> None:
         """Opens the records at a position.
 
         Args:
@@ -87,6 +99,7 @@ class RunLog:
             goes_on: whether the run in the folder is the one that goes on. Then what its records hold of later
                 steps is dropped, since it comes again; else that run is moved into a folder of its own.
             finished: whether nothing is left to train: then the line of its end stays.
+            names: of this job, for `holds`.
 
         Raises:
             OptionError: the records cannot be written to.
@@ -99,6 +112,7 @@ class RunLog:
                 self.ended = _drop_later(file, step, epoch, finished)
             elif (aside := _set_aside(self.folder)) is not None:
                 self.say(f"log      the run that was in {self.folder} is now in {aside}")
+            (self.folder / JOB).write_text("".join(f"{name}\n" for name in names))
             self._lines = file.open("a", buffering=1)
             # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
             from torch.utils.tensorboard import SummaryWriter

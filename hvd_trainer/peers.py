@@ -19,16 +19,24 @@ class Peer:
     """What a rank tells the others about itself."""
 
     host: str
+    """The machine."""
     local_rank: int
     backend: str
     cpus: tuple[int, ...]
     gpu: str | None = None
     """The unique id of the GPU it will use."""
+    group: str = ""
+    """As in `World`."""
     process: int = 0
     memory: int | None = None
     """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
     page: int | None = None
     """And that of the page with its step and phase."""
+
+    @property
+    def node(self) -> str:
+        """What local ranks are counted in."""
+        return f"{self.host} {self.group}".strip()
 
 
 def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
@@ -69,19 +77,19 @@ def locate(world: World, peers: list[Peer]) -> World:
     Raises:
         LaunchError: two ranks on one node have the same local rank.
     """
-    hosts = list(dict.fromkeys(peer.host for peer in peers))
+    nodes = list(dict.fromkeys(peer.node for peer in peers))
     seen: dict[tuple[str, int], int] = {}
     for rank, peer in enumerate(peers):
-        other = seen.setdefault((peer.host, peer.local_rank), rank)
+        other = seen.setdefault((peer.node, peer.local_rank), rank)
         if other != rank:
             raise LaunchError(
                 f"Ranks {other} and {rank} both say that they are local rank {peer.local_rank} on {peer.host}. "
                 f"Give each rank of a node its own LOCAL_RANK, or let a launcher start them."
             )
-    node_rank = hosts.index(peers[world.rank].host)
-    if world.node_rank != UNKNOWN and (world.node_rank, world.num_nodes) == (node_rank, len(hosts)):
+    node_rank = nodes.index(peers[world.rank].node)
+    if world.node_rank != UNKNOWN and (world.node_rank, world.num_nodes) == (node_rank, len(nodes)):
         return world
-    return replace(world, node_rank=node_rank, num_nodes=len(hosts))
+    return replace(world, node_rank=node_rank, num_nodes=len(nodes))
 
 
 def fair_cpus(world: World, peers: list[Peer]) -> int:

@@ -11,11 +11,15 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from hvd_trainer.errors import OptionError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 20.0
@@ -59,6 +63,43 @@ class Request:
             if time.monotonic() - self._progress > PATIENCE_S:
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.2)
+
+
+class Requeue:
+    """Puts the Slurm job back into its queue, when it has been stopped and has saved.
+
+    Args:
+        wanted: whether to.
+        job: the number of the Slurm job; None outside of one.
+        acts: whether this rank is the one to do it.
+
+    Raises:
+        OptionError: it is wanted, and this is no Slurm job.
+    """
+
+    def __init__(self, wanted: bool, job: str | None, *, acts: bool) -> None:
+        if wanted and job is None:
+            raise OptionError(
+                "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
+                "job by sbatch"
+            )
+        self._job = job if wanted else None
+        self._acts = acts
+
+    def __call__(self, what: str) -> str:
+        """Says what has happened, before Slurm ends all that could; returns what is left to say."""
+        by_hand = "To go on, type the same command with --resume auto"
+        if self._job is None or not self._acts:
+            return f"{what}. {by_hand}"
+        sys.stderr.write(f"{what}. It goes back into Slurm's queue, and then on by itself\n")
+        sys.stderr.flush()
+        command = ["scontrol", "requeue", self._job]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(getattr(error, "stderr", None) or error).strip()
+            return f"Slurm did not take it back: {said}. {by_hand}"
+        return ""
 
 
 @contextmanager

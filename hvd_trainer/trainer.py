@@ -25,7 +25,7 @@ from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.non_finite import NonFiniteGuard
-from hvd_trainer.preemption import Request, heard
+from hvd_trainer.preemption import Request, Requeue, heard
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
@@ -80,6 +80,9 @@ class Trainer:
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
         self.request: Request | None = None
+        self.requeue = Requeue(
+            self.options.save.requeue, self.backend.restart.slurm_job, acts=self.backend.world.is_first
+        )
         self.model: nn.Module
         self.optimizer: Optimizer
 
@@ -236,12 +239,11 @@ class Trainer:
             self._save(meter)
         if "stop" in wanted:
             self.saver.wait()
+            self.backend.stopping = True
+            said = self.requeue(f"stopped by a signal after step {self.progress.step:,}, and saved")
             # The first rank to end takes the others with it, so none may before the checkpoint is there.
             self.backend.barrier()
-            raise PreemptedError(
-                f"stopped by a signal after step {self.progress.step:,}, and saved. To go on, type the same "
-                f"command with --resume auto"
-            )
+            raise PreemptedError(said)
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
         advance(self.scheduler, record)
@@ -320,11 +322,13 @@ class Trainer:
 
     def _restore(self) -> None:
         """Goes on from a checkpoint, which rank 0 reads for all, or starts the random state of a new run."""
-        save = self.options.save
+        save, restart = self.options.save, self.backend.restart
         outcome: Any = None
         if self.world.is_first:
+            # A job that is started again goes on, whatever it was begun from.
+            again = restart.count > 0 and self.log.holds(restart.names)
             try:
-                outcome = checkpoint.restore(self.log.folder, save.resume)
+                outcome = checkpoint.restore(self.log.folder, "auto" if again else save.resume)
             except CheckpointError as error:
                 outcome = error
         outcome = self.backend.broadcast_object(outcome)
@@ -341,6 +345,8 @@ class Trainer:
             self.rate.go_on(self.progress.step)
             if self.rate.full != rate:
                 said.append(f"with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+        if restart.count:
+            self.log.say(f"restart  {restart.count} of this job")
         for line in said:
             self.log.say(f"resume   {line}")
         self.log.begin(
@@ -348,6 +354,7 @@ class Trainer:
             self.progress.epoch,
             goes_on=found.goes_on,
             finished=self.progress.epoch >= self.options.train.epochs,
+            names=restart.names,
         )
 
     # Setting up.

@@ -123,7 +123,8 @@ def test_the_cause_comes_before_its_consequences() -> None:
     assert culprit([*broken, lost]) == lost
     assert culprit([broken[0], lost, raised]) == raised
     assert culprit(broken) == broken[0]
-    assert culprit([Event("interrupted", 1), broken[0]]) == broken[0]
+    assert culprit([broken[0], Event("interrupted", 1)]).rank == 1
+    assert culprit([Event("left", 1), broken[0]]) == broken[0]
     assert culprit([broken[0], Event("orphaned", 2)]).kind == "orphaned"
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import digits_job
 import pytest
-from launchers import launch, requires, start
+import slurm_cluster
+from launchers import QUICKEST, REPOSITORY, launch, requires, start
+from slurm_batch import sbatch
 
 from hvd_trainer.preemption import heard
 
@@ -102,3 +105,43 @@ def test_a_fork_that_is_ended_stops_nobody() -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.2)
         assert numbers == []
+
+
+REQUEUED = f"""#!/bin/bash
+cd {REPOSITORY}
+if [ -z "$SLURM_RESTART_COUNT" ]; then
+    (until grep -qs '"epoch": 3' "$LOG/metrics.jsonl"; do sleep 0.1; done; scancel --signal=USR1 "$SLURM_JOB_ID") &
+fi
+srun --mpi=none "$PYTHON" {{arguments}} --requeue
+"""
+
+
+@requires("srun", "horovod")
+def test_a_signalled_slurm_job_requeues_itself_and_goes_on(tmp_path: Path) -> None:
+    """By its own end it is the undisturbed run, bit for bit, and nobody typed anything."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    script = REQUEUED.replace("{arguments}", " ".join(digits_job.argv("horovod", parts, JOB)))
+    env = {"LOG": str(parts), "PYTHON": sys.executable}
+    options = ["--ntasks=2", "--requeue", "--open-mode=append"]
+    result = sbatch(slurm_cluster.shared(), script, *options, env=env)
+    assert (result.state, result.returncode) == ("COMPLETED", 0), result.output
+    assert result.output.count("It goes back into Slurm's queue, and then on by itself") == 1, result.output
+    assert "restart  1 of this job" in result.output
+    assert "resume   restored model, optimizer, random, metrics" in result.output
+    launch(QUICKEST, 2, digits_job.argv("ddp", whole, JOB))
+    assert digits_job.weights(parts) == digits_job.weights(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--requeue", "--log-dir", "somewhere"], "--requeue is for jobs in a Slurm queue"),
+        (["--requeue"], "--requeue needs a log folder"),
+    ],
+)
+def test_requeue_where_it_cannot_work(options: list[str], said: str, tmp_path: Path) -> None:
+    argv = digits_job.argv("single", extra=options)
+    env = {"SLURM_JOB_ID": None, "PYTHONPATH": str(REPOSITORY)}
+    result = launch("python", 1, argv, check=False, env=env, cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in result.stderr

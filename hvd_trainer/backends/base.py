@@ -39,7 +39,7 @@ from hvd_trainer.errors import (
     UserError,
     first_line,
 )
-from hvd_trainer.launch import World, cpu_ids, detect
+from hvd_trainer.launch import World, cpu_ids, detect, restart_in
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import Activity, Hub, Spoke, Station, failure, stacks
 
@@ -71,7 +71,9 @@ class Backend(ABC):
         world: this process among all; complete once started.
         device: where this rank computes.
         version: the engine and its version, for the banner.
+        restart: whether the launcher has started this job before.
         activity: what this rank is doing, for reports.
+        stopping: whether all ranks have agreed to end, so that a signal need not end this one.
         watch: over the other ranks; None where there are none.
 
     Raises:
@@ -89,10 +91,12 @@ class Backend(ABC):
         self.environ = os.environ if environ is None else environ
         self.check_options()
         self.world: World = detect(self.environ)
+        self.restart = restart_in(self.environ)
         self.device = torch.device("cpu")
         self.activity = Activity(self.options.startup_timeout_s)
         self._guard = ExitStack()
         self.watch: Station | None = None
+        self.stopping = False
         self._held: deque[list[Tensor]] = deque(maxlen=4)
 
     def check_options(self) -> None:
@@ -133,6 +137,7 @@ class Backend(ABC):
         me = Peer(
             host=self.world.host or socket.gethostname(),
             local_rank=self.world.local_rank,
+            group=self.world.group,
             backend=self.name,
             cpus=cpu_ids(),
             gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
@@ -202,6 +207,8 @@ class Backend(ABC):
                 self._guard.enter_context(preemption.heard(self._end_by_signal))
 
     def _end_by_signal(self, number: int) -> None:
+        if self.stopping:
+            return
         if self.watch is not None:
             self.watch.terminated()
         os._exit(128 + number)

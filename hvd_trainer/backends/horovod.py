@@ -119,7 +119,7 @@ class HorovodBackend(Backend):
         return variables | {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_HOSTNAME": me.host,
+            "HOROVOD_HOSTNAME": me.node,
             "HOROVOD_RANK": str(world.rank),
             "HOROVOD_SIZE": str(world.size),
             "HOROVOD_LOCAL_RANK": str(world.local_rank),
@@ -326,10 +326,10 @@ def _slots(peers: list[Peer]) -> list[Any]:
     slots = []
     for rank, peer in enumerate(peers):
         across = [other for other in peers if other.local_rank == peer.local_rank]
-        local_size = sum(other.host == peer.host for other in peers)
+        local_size = sum(other.node == peer.node for other in peers)
         slots.append(
             SlotInfo(
-                hostname=peer.host,
+                hostname=peer.node,
                 rank=rank,
                 local_rank=peer.local_rank,
                 cross_rank=across.index(peer),

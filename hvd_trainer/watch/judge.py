@@ -48,8 +48,8 @@ def culprit(events: Sequence[Event]) -> Event:
 
 def _order(event: Event) -> int:
     if event.kind == "raised":
-        return 3 if event.in_exchange else 1
-    return {"orphaned": 0, "lost": 2, "left": 4, "interrupted": 5}[event.kind]
+        return 4 if event.in_exchange else 1
+    return {"orphaned": 0, "lost": 2, "interrupted": 3, "left": 5}[event.kind]
 
 
 def is_certain(event: Event) -> bool:
