@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import urllib.error
 import urllib.request
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
+import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World
 from hvd_trainer.network import LOOPBACK, address_towards
+
+CONNECT_S = 5.0
 
 
 class Board(Protocol):
@@ -101,6 +105,32 @@ class FileBoard:
                 process = psutil.Process(note["pid"])
                 if process.create_time() == note["started"]:
                     return str(note["address"])
+        return None
+
+
+class StoreBoard:
+    """torchrun's own store, which outlives the ranks: when they are started again, the old ones' notes are there.
+
+    So an address is believed only if somebody listens there. Whether torchrun makes a new store for the new ranks
+    depends on its version and on how many nodes there were.
+    """
+
+    def __init__(self, store: dist.Store, host: str, port: int, key: str) -> None:
+        self._store, self._host, self._port, self._key = store, host, port, f"hvd_trainer/{key}"
+
+    def own_address(self) -> str:
+        return address_towards(self._host, self._port)
+
+    def post(self, address: str) -> None:
+        self._store.set(self._key, address)
+
+    def read(self) -> str | None:
+        if not self._store.check([self._key]):
+            return None
+        address = self._store.get(self._key).decode()
+        host, _, port = address.rpartition(":")
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
+            return address
         return None
 
 

@@ -270,29 +270,10 @@ def slurm_step(environ: Mapping[str, str]) -> str | None:
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
 
 
-@dataclass(frozen=True)
-class Restart:
-    """How this start of a job follows on earlier ones."""
-
-    count: int = 0
-    """how often it was started before"""
-    names: frozenset[str] = frozenset()
-    """by which it is known, the same at each start"""
-    slurm_job: str | None = None
-    """its number in Slurm"""
-
-
-def restart_in(environ: Mapping[str, str]) -> Restart:
-    """Which start of the same job this is: torchrun (`--max-restarts`) and Slurm (a requeue) start ranks again."""
-    count, names = 0, set()
-    for kind, name, counter in (
-        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
-    ):
-        if environ.get(name):
-            names.add(f"{kind} {environ[name]}")
-            count += _number(environ, counter) if environ.get(counter) else 0
-    return Restart(count, frozenset(names), environ.get("SLURM_JOB_ID"))
+def slurm_job(environ: Mapping[str, str]) -> tuple[str | None, int]:
+    """The number of the Slurm job that this process runs in, and how often that was put back into the queue."""
+    count = environ.get("SLURM_RESTART_COUNT")
+    return environ.get("SLURM_JOB_ID"), int(count) if count and count.isdecimal() else 0
 
 
 def cpu_ids() -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class Peer:
     """The unique id of the GPU it will use."""
     group: str = ""
     """As in `World`."""
+    starter: str = ""
+    """The process that started it, where that may do so again."""
     process: int = 0
     memory: int | None = None
     """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
@@ -36,7 +38,7 @@ class Peer:
     @property
     def node(self) -> str:
         """What local ranks are counted in."""
-        return f"{self.host} {self.group}".strip()
+        return f"{self.host}.{self.group}" if self.group else self.host
 
 
 def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
@@ -69,6 +71,26 @@ def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
         found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
         raise LaunchError(f"All ranks must use one backend, but found: {found}. Give all the same --backend.")
     return peers
+
+
+@dataclass(frozen=True)
+class Job:
+    """By what a job is known that its launcher may start several times."""
+
+    names: frozenset[str]
+    """of this start: one of them, and it is the same job"""
+    earlier: frozenset[str]
+    """of those that an earlier start of this job may have had"""
+
+
+def job_of(peers: list[Peer], slurm_job: str | None, requeued: int) -> Job:
+    """torchrun starts ranks again from its own processes, of which some may have gone and others come since.
+
+    Slurm gives a requeued job its number again; but one that was not requeued may train several times.
+    """
+    starters = frozenset(f"{peer.host} {peer.starter}" for peer in peers if peer.starter)
+    queued = frozenset([f"slurm {slurm_job}"] if slurm_job else [])
+    return Job(starters | queued, starters | queued if requeued else starters)
 
 
 def locate(world: World, peers: list[Peer]) -> World:

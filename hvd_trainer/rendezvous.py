@@ -4,7 +4,7 @@ Every launcher leads to the same thing, one `torch.distributed.Store` that all r
 
     launcher      how rank 0's address reaches the others
     python        one process: the store lives in it
-    torchrun      MASTER_ADDR and MASTER_PORT: torchrun's own store
+    torchrun      MASTER_ADDR and MASTER_PORT: torchrun's own store, which outlives the ranks
     hand          MASTER_ADDR and MASTER_PORT, or --init-method
     run           the parent process holds the store and tells each child
     horovodrun    horovodrun's key-value server (HTTP)
@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from hvd_trainer.boards import Board, FileBoard, HttpBoard, job_file
+from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World, first_host
 from hvd_trainer.network import LOOPBACK
@@ -96,8 +96,11 @@ def open_store(
 def _find_store(
     world: World, environ: Mapping[str, str], session: str, init_method: str | None, timeout: timedelta
 ) -> Meeting:
-    if init_method is not None or world.launcher in ("torchrun", "hand"):
+    if init_method is not None or world.launcher == "hand":
         return _torch_store(world, environ, init_method or "env://", timeout)
+    if world.launcher == "torchrun":
+        shared, host = _torch_store(world, environ, "env://", timeout)
+        return _meet_at(StoreBoard(shared, host, _port(environ["MASTER_PORT"]), session), world, timeout)
     if world.launcher == "run":
         return _join_store(_needed(environ, RUN_STORE, world), world, timeout)
     if world.launcher == "horovodrun":

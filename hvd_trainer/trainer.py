@@ -80,9 +80,7 @@ class Trainer:
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
         self.request: Request | None = None
-        self.requeue = Requeue(
-            self.options.save.requeue, self.backend.restart.slurm_job, acts=self.backend.world.is_first
-        )
+        self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job, acts=self.backend.world.is_first)
         self.model: nn.Module
         self.optimizer: Optimizer
 
@@ -322,11 +320,13 @@ class Trainer:
 
     def _restore(self) -> None:
         """Goes on from a checkpoint, which rank 0 reads for all, or starts the random state of a new run."""
-        save, restart = self.options.save, self.backend.restart
+        save, job = self.options.save, self.backend.job
         outcome: Any = None
         if self.world.is_first:
             # A job that is started again goes on, whatever it was begun from.
-            again = restart.count > 0 and self.log.holds(restart.names)
+            again = self.log.holds(job.earlier)
+            if again:
+                self.log.say("restart  this job was started before, and goes on")
             try:
                 outcome = checkpoint.restore(self.log.folder, "auto" if again else save.resume)
             except CheckpointError as error:
@@ -345,8 +345,6 @@ class Trainer:
             self.rate.go_on(self.progress.step)
             if self.rate.full != rate:
                 said.append(f"with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
-        if restart.count:
-            self.log.say(f"restart  {restart.count} of this job")
         for line in said:
             self.log.say(f"resume   {line}")
         self.log.begin(
@@ -354,7 +352,7 @@ class Trainer:
             self.progress.epoch,
             goes_on=found.goes_on,
             finished=self.progress.epoch >= self.options.train.epochs,
-            names=restart.names,
+            names=job.names,
         )
 
     # Setting up.

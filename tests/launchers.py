@@ -69,7 +69,8 @@ def command_line(launcher: str, num_processes: int, argv: Sequence[str], options
     if launcher == "horovodrun":
         return [str(HOROVODRUN), "-np", number, *options, *python]
     if launcher == "torchrun":
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        alone = [] if any(option.startswith("--rdzv") for option in options) else ["--standalone"]
+        run = [sys.executable, "-m", "torch.distributed.run", *alone]
         return [*run, "--nproc-per-node", number, *options, *argv]
     if launcher == "mpirun":
         # Open MPI refuses root, and more ranks than cores, unless told.

@@ -6,12 +6,15 @@ A new fault is an entry of `faulty_job.FAULTS` and a line of `CASES`.
 from __future__ import annotations
 
 import re
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import digits_job
 import faulty_job
 import pytest
-from launchers import REPOSITORY, Result, requires, start
+from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
 from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck
 
@@ -111,6 +114,54 @@ def test_ranks_end_with_their_launcher(launcher: str, backend: str) -> None:
         assert len(REPORT.findall(job.stderr)) <= 1
         if launcher == "torchrun":
             assert "its launcher, torchrun, has ended" in job.stderr
+
+
+RESTARTED = ["--epochs", "60", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "7"]
+
+
+@cache
+def undisturbed() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(QUICKEST, 2, digits_job.argv("ddp", Path(folder), RESTARTED))
+        return digits_job.weights(Path(folder))
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
+def test_torchrun_starts_killed_ranks_again(backend: str, tmp_path: Path) -> None:
+    """Nothing is typed: they go on from the newest checkpoint, to the bits of an undisturbed run of DDP."""
+    argv = digits_job.argv(backend, tmp_path, RESTARTED)
+    with start("torchrun", 2, argv, options=["--max-restarts", "2"]) as job:
+        job.wait_for_output("epoch 3/")
+        job.ranks(2)[1].kill()
+        assert job.wait(60).returncode == 0, job.report("did not go on")
+        assert "restart  this job was started before, and goes on" in job.stdout
+        assert re.search(r"resume   from \S+\nresume   restored model, optimizer", job.stdout)
+        assert len(REPORT.findall(job.stderr)) == 1
+    assert digits_job.weights(tmp_path) == undisturbed()
+    assert not list(tmp_path.glob("earlier-*"))
+
+
+@requires("horovod")
+def test_nodes_join_and_leave(tmp_path: Path) -> None:
+    """`torchrun --nnodes 1:3`: a second one comes in the middle and goes again, at first asked and then by a kill."""
+    argv = digits_job.argv("horovod", tmp_path, [*RESTARTED, "--epochs", "200"])
+    place = f"localhost:{digits_job.free_port()}"
+    options = f"--nnodes 1:3 --max-restarts 3 --rdzv-backend c10d --rdzv-id 7 --rdzv-endpoint {place}".split()
+    options += ["--rdzv-conf", "last_call_timeout=1"]
+    # In torch 2.15 agents that share their store wait for each other when one joins, whatever they run.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with start("torchrun", 1, argv, options=options, env=env) as first:
+        first.wait_for_output("epoch 2/")
+        with start("torchrun", 1, argv, options=options, env=env) as second:
+            first.wait_for_output("world    2 ranks on 2 nodes")
+            first.wait_for_output("resume   restored model, optimizer")
+            second.ranks(1)
+            second.destroy()
+        assert first.wait(120).returncode == 0, first.report("did not go on")
+        assert first.stdout.count("restart  this job was started before, and goes on") >= 2
+    with tempfile.TemporaryDirectory() as folder:
+        launch(QUICKEST, 2, digits_job.argv("ddp", Path(folder), [*RESTARTED, "--epochs", "200"]))
+        assert digits_job.weights(tmp_path) == digits_job.weights(Path(folder))
 
 
 # Who is to blame.

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +40,7 @@ from hvd_trainer.errors import (
     UserError,
     first_line,
 )
-from hvd_trainer.launch import World, cpu_ids, detect, restart_in
+from hvd_trainer.launch import World, cpu_ids, detect, slurm_job
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import Activity, Hub, Spoke, Station, failure, stacks
 
@@ -71,7 +72,8 @@ class Backend(ABC):
         world: this process among all; complete once started.
         device: where this rank computes.
         version: the engine and its version, for the banner.
-        restart: whether the launcher has started this job before.
+        slurm_job: its number, in Slurm.
+        job: how this job is known if its launcher starts it again.
         activity: what this rank is doing, for reports.
         stopping: whether all ranks have agreed to end, so that a signal need not end this one.
         watch: over the other ranks; None where there are none.
@@ -91,7 +93,7 @@ class Backend(ABC):
         self.environ = os.environ if environ is None else environ
         self.check_options()
         self.world: World = detect(self.environ)
-        self.restart = restart_in(self.environ)
+        self.slurm_job, self._requeued = slurm_job(self.environ)
         self.device = torch.device("cpu")
         self.activity = Activity(self.options.startup_timeout_s)
         self._guard = ExitStack()
@@ -141,11 +143,13 @@ class Backend(ABC):
             backend=self.name,
             cpus=cpu_ids(),
             gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+            starter=_starter() if self.world.launcher == "torchrun" else "",
             process=os.getpid(),
             memory=self._memory,
             page=self._page,
         )
         self.peers = peers.meet(self.store, self.world, me)
+        self.job = peers.job_of(self.peers, self.slurm_job, self._requeued)
         self.world = peers.locate(self.world, self.peers)
         if self.uses_nccl:
             self._refuse_shared_gpu()
@@ -434,6 +438,12 @@ def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
+
+
+def _starter() -> str:
+    """The parent process, as nothing else is called."""
+    parent = psutil.Process(os.getppid())
+    return f"{parent.pid} {parent.create_time()}"
 
 
 def _bytes(tensor: Tensor) -> bytes:
