@@ -217,7 +217,9 @@ def restore(log_folder: Path | None, resume: str) -> Found:
         )
     if resume != "auto" and ((place / MANIFEST).exists() or (place / STATE).exists()):
         return Found(load(place), _is_in(place, log_folder), [f"from {place}"])
-    folder = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+    folder = place / "checkpoints"
+    if resume != "auto" and not folder.is_dir():
+        folder = place
     found, refused = whole(folder)
     for _, path in found:
         try:

@@ -17,6 +17,10 @@ TOOLS = {
         "hvd_trainer.tools.install_horovod",
         "build, install and prove a Horovod that fits this PyTorch",
     ),
+    "verify-resume": (
+        "hvd_trainer.tools.verify_resume",
+        "kill a training again and again, and prove that nothing was lost",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PHASES = ("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "callback", "end")
+NAME = "hvd_trainer-activity"
 _FORM = struct.Struct("qB")
 
 
@@ -27,7 +28,7 @@ class Page:
         """A new page and its file descriptor, which others may open; None where the system has no such files."""
         if not hasattr(os, "memfd_create"):
             return None
-        descriptor = os.memfd_create("activity")
+        descriptor = os.memfd_create(NAME)
         os.ftruncate(descriptor, _FORM.size)
         return cls(descriptor, writes=True), descriptor
 
@@ -36,6 +37,16 @@ class Page:
         """The page of another process; None if it cannot be opened."""
         with suppress(OSError, ValueError), Path(f"/proc/{process}/fd/{descriptor}").open("rb") as file:
             return cls(file.fileno(), writes=False)
+        return None
+
+    @classmethod
+    def in_process(cls, process: int) -> Page | None:
+        """The page that another process has made; None if there is none yet."""
+        with suppress(OSError):
+            for entry in os.scandir(f"/proc/{process}/fd"):
+                with suppress(OSError):
+                    if os.readlink(entry.path).startswith(f"/memfd:{NAME}"):
+                        return cls.of(process, int(entry.name))
         return None
 
     def write(self, step: int, phase: str) -> None:
