@@ -49,6 +49,10 @@ TYPED_ELSEWHERE = {
     "source .venv/bin/activate": "Makefile",
     "pip install -c constraints.txt .": "Makefile",
     "python -m hvd_trainer install-horovod": "tests/test_install_horovod.py",
+    "python -m hvd_trainer verify-resume --kills 12 --backend horovod -np 2": "tests/test_verify_resume.py",
+    "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
+        "tests/test_failures.py"
+    ),
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": "tests/test_checkpoint.py",
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
@@ -68,8 +72,8 @@ SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
 
 OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--oversubscribe"},
-    "Slurm": {"--cpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks-per-node"},
-    "torchrun": {"--master-port", "--nproc-per-node", "--standalone"},
+    "Slurm": {"--cpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks-per-node", "--open-mode", "--signal"},
+    "torchrun": {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"},
     "horovodrun": {"--network-interfaces"},
     "py-spy, docker": {"--pid", "--shm-size"},
 }

@@ -1,0 +1,63 @@
+"""`verify-resume`: a dozen kills here, and that it would notice what it looks for."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import launch, requires
+
+from hvd_trainer import checkpoint
+from hvd_trainer.tools.verify_job import STEPS_PER_EPOCH
+from hvd_trainer.tools.verify_resume import BATCH, PLACES, bits_different, plans_for, samples_lost
+
+
+@pytest.mark.parametrize(("backend", "seed"), [("ddp", 0), pytest.param("horovod", 1, marks=requires("horovod"))])
+def test_half_a_dozen_kills(backend: str, seed: int) -> None:
+    options = ["--kills", "6", "--backend", backend, "--seed", str(seed)]
+    result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options], timeout_s=300)
+    assert len(re.findall(r"^kill \d: in step", result.stdout, re.MULTILINE)) == 6
+    for nothing in ("samples lost or repeated", "bits different", "processes left behind"):
+        assert re.search(rf"^{nothing} +0$", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"^recovery, s, p95 +\d+\.\d$", result.stdout, re.MULTILINE)
+
+
+def test_plans_cover_every_place() -> None:
+    plans = plans_for(20, 4, random.Random(0))
+    assert {plan.place for plan in plans} == set(PLACES)
+    assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
+    assert plans == plans_for(20, 4, random.Random(0))
+
+
+def audit(folder: Path, *, forget: int | None = None, repeat: int | None = None, torn: bool = False) -> None:
+    """One epoch of one rank, written down; after a kill two of its steps were made again."""
+    steps = [list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS_PER_EPOCH)]
+    if repeat is not None:
+        steps[1][0] = repeat
+    lines = [" ".join(map(str, [step + 1, 0, *numbers])) for step, numbers in enumerate(steps)]
+    lines = [*lines[:4], *(["4 0 17"] if torn else []), "", *lines[2:]]
+    folder.mkdir()
+    (folder / "rank-0").write_text("\n".join(line for line in lines if not line.startswith(f"{forget} ")) + "\n")
+
+
+def test_lost_and_repeated_samples_are_counted(tmp_path: Path) -> None:
+    audit(tmp_path / "whole", torn=True)
+    assert samples_lost(tmp_path / "whole", 1, 1) == 0
+    audit(tmp_path / "forgotten", forget=5)
+    assert samples_lost(tmp_path / "forgotten", 1, 1) == BATCH
+    audit(tmp_path / "repeated", repeat=3)
+    assert samples_lost(tmp_path / "repeated", 1, 1) == 2  # one twice, and another never
+
+
+def test_a_different_bit_is_counted(tmp_path: Path) -> None:
+    weights = torch.arange(6.0).view(2, 3)
+    other = weights.clone()
+    other.view(torch.uint8)[0, 0] ^= 5
+    for name, tensor in (("a", weights), ("same", weights.clone()), ("other", other)):
+        state = {"model": {"weight": tensor}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
+        checkpoint.save(tmp_path / name, state, step=1, epoch=1)
+    assert bits_different(tmp_path / "a", tmp_path / "same") == 0
+    assert bits_different(tmp_path / "a", tmp_path / "other") == 2
