@@ -150,6 +150,8 @@ class TrainerOptions:
             ]
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
+        if train.non_finite == "skip" and self.engine.compression == "powersgd":
+            found.append("--non-finite skip and --compression powersgd: what is not finite stays in its memory")
         if save.requeue and log.log_dir is None:
             found.append("--requeue needs a log folder to go on from: add --log-dir DIR")
         if save.resume == "auto" and log.log_dir is None:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from hvd_trainer.errors import LaunchError
 
@@ -270,10 +271,32 @@ def slurm_step(environ: Mapping[str, str]) -> str | None:
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
 
 
-def slurm_job(environ: Mapping[str, str]) -> tuple[str | None, int]:
-    """The number of the Slurm job that this process runs in, and how often that was put back into the queue."""
-    count = environ.get("SLURM_RESTART_COUNT")
-    return environ.get("SLURM_JOB_ID"), int(count) if count and count.isdecimal() else 0
+@dataclass(frozen=True)
+class SlurmJob:
+    """The Slurm job that this process runs in."""
+
+    number: str | None
+    """None outside of one"""
+    step: str
+    restarts: int
+    """how often it was put back into the queue"""
+
+
+def slurm_job(environ: Mapping[str, str]) -> SlurmJob:
+    """What Slurm says of its job."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    step = environ.get("SLURM_STEP_ID", "")
+    return SlurmJob(environ.get("SLURM_JOB_ID"), step, int(count) if count.isdecimal() else 0)
+
+
+def started(process: int) -> str:
+    """When a process of this machine was started, in a form that only serves to tell it from others.
+
+    Raises:
+        OSError: there is no such process to be seen.
+    """
+    # Ticks since the machine's start: the time of day would move with the clock.
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def cpu_ids() -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch import UNKNOWN, World
+from hvd_trainer.launch import UNKNOWN, SlurmJob, World
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Peer:
     starter: str = ""
     """The process that started it, where that may do so again."""
     process: int = 0
+    started: str = ""
+    """When that process was: machines and containers may share names, and numbers of processes too."""
     memory: int | None = None
     """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
     page: int | None = None
@@ -83,14 +85,14 @@ class Job:
     """of those that an earlier start of this job may have had"""
 
 
-def job_of(peers: list[Peer], slurm_job: str | None, requeued: int) -> Job:
+def job_of(peers: list[Peer], slurm: SlurmJob) -> Job:
     """torchrun starts ranks again from its own processes, of which some may have gone and others come since.
 
     Slurm gives a requeued job its number again; but one that was not requeued may train several times.
     """
     starters = frozenset(f"{peer.host} {peer.starter}" for peer in peers if peer.starter)
-    queued = frozenset([f"slurm {slurm_job}"] if slurm_job else [])
-    return Job(starters | queued, starters | queued if requeued else starters)
+    queued = frozenset([f"slurm {slurm.number}.{slurm.step}"] if slurm.number else [])
+    return Job(starters | queued, starters | queued if slurm.restarts else starters)
 
 
 def locate(world: World, peers: list[Peer]) -> World:

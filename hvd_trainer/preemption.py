@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -49,8 +49,8 @@ class Request:
     def listen(self, ours: socket.socket) -> None:
         """Waits for signals. One is often sent twice, by a scheduler to all processes and by a launcher again."""
         while (number := ours.recv(1)[0]) != END:
-            if number not in SIGNALS:
-                continue  # Ctrl-C, which has its own way
+            if signal.getsignal(number) is not _let_pass:
+                continue  # Ctrl-C, which has its own way, and what others have taken over since
             if self.number is None:
                 self.number = number
                 self._stop(number)
@@ -103,7 +103,7 @@ class Requeue:
 
 
 @contextmanager
-def heard(stop: Callable[[int], None]) -> Iterator[Request]:
+def heard(stop: Callable[[int], None], signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[Request]:
     """Inside, the first of the signals calls `stop` with its number, in another thread.
 
     A signal that was not granted before the end is sent again then, and has its usual effect. Does nothing outside
@@ -116,7 +116,7 @@ def heard(stop: Callable[[int], None]) -> Iterator[Request]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     _listening.append(request)
-    before = {number: signal.signal(number, _let_pass) for number in SIGNALS}
+    before = {number: signal.signal(number, _let_pass) for number in signals}
     woken = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=request.listen, args=(ours,), name="signals", daemon=True)
     listener.start()
@@ -172,6 +172,10 @@ def in_a_worker(number: int) -> None:
 
 def _obey(parent: int) -> None:
     while True:
-        received = signal.sigwaitinfo(SIGNALS)
-        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+        received = signal.sigtimedwait(SIGNALS, 1.0)
+        if received is None:
+            # A rank that was killed, or has ended at once after a failure, cannot say so.
+            if os.getppid() != parent:
+                os._exit(1)
+        elif received.si_signo == signal.SIGTERM and received.si_pid == parent:
             os._exit(0)

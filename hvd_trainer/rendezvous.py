@@ -176,7 +176,8 @@ def _torch_store(world: World, environ: Mapping[str, str], init_method: str, tim
         _STORES[where] = _open_torch_store(world, init_method, where, timeout)
     store = _STORES[where]
     store.set_timeout(timeout)  # a store on a file was not told
-    return Meeting(store, urlsplit(f"//{where.removeprefix('tcp://')}").hostname or LOOPBACK)
+    host = LOOPBACK if where.startswith("file://") else urlsplit(f"//{where.removeprefix('tcp://')}").hostname
+    return Meeting(store, host or LOOPBACK)
 
 
 def _open_torch_store(world: World, init_method: str, where: str, timeout: timedelta) -> dist.Store:

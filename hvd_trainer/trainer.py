@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ from hvd_trainer.run_state import RunState
 from hvd_trainer.saver import Saver
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
 from hvd_trainer.train_step import LossFunction, TrainStep, mixed_precision
+
+_FITS = itertools.count()
 
 
 class Callback:
@@ -80,7 +83,9 @@ class Trainer:
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
         self.request: Request | None = None
-        self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job, acts=self.backend.world.is_first)
+        self.requeue = Requeue(
+            self.options.save.requeue, self.backend.slurm_job.number, acts=self.backend.world.is_first
+        )
         self.model: nn.Module
         self.optimizer: Optimizer
 
@@ -135,6 +140,7 @@ class Trainer:
             One record per epoch.
         """
         options, train = self.options, self.options.train
+        self._number = next(_FITS)
         self.plan = BatchPlan.of(train, self.world)
         self.progress = Progress()
         self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
@@ -177,7 +183,7 @@ class Trainer:
     def _train_epoch(self) -> dict[str, Any]:
         self.model.train()
         progress, first = self.progress, self.progress.samples
-        self.backend.activity.enter("data")
+        self.backend.activity.enter("epoch")
         meter = Meter(self.metrics, self.backend)
         if self.state.metrics is not None:
             for name in meter.load_state_dict(self.state.metrics):
@@ -193,6 +199,7 @@ class Trainer:
                 self._finish_step(window, result, meter)
                 bar.advance(progress.consumed, meter)
         self.guard.check()
+        self.backend.activity.enter("epoch")
         figures = meter.compute()
         if progress.samples > first and not figures["samples"]:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
@@ -259,7 +266,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the whole test set, each sample counted once; empty without a test set."""
-        self.backend.activity.enter("evaluate")
+        self.backend.activity.enter("epoch")
         if self.options.train.reproducible is None:
             self.backend.average_buffers(self.model)
         if self.test_loader is None:
@@ -274,6 +281,7 @@ class Trainer:
             self.backend.activity.enter("evaluate")
             if self.request is not None:
                 self.request.progress()
+        self.backend.activity.enter("epoch")
         return prefixed("test", meter.compute())
 
     def say(self, text: str | None) -> None:
@@ -324,11 +332,13 @@ class Trainer:
         outcome: Any = None
         if self.world.is_first:
             # A job that is started again goes on, whatever it was begun from.
-            again = self.log.holds(job.earlier)
+            again = self.log.holds(self._as_fit(job.earlier))
             if again:
                 self.log.say("restart  this job was started before, and goes on")
             try:
                 outcome = checkpoint.restore(self.log.folder, "auto" if again else save.resume)
+                if again and outcome.state is None and save.resume != "auto":
+                    outcome = checkpoint.restore(self.log.folder, save.resume)
             except CheckpointError as error:
                 outcome = error
         outcome = self.backend.broadcast_object(outcome)
@@ -352,8 +362,12 @@ class Trainer:
             self.progress.epoch,
             goes_on=found.goes_on,
             finished=self.progress.epoch >= self.options.train.epochs,
-            names=job.names,
+            names=self._as_fit(job.names),
         )
+
+    def _as_fit(self, names: Collection[str]) -> set[str]:
+        """The names of this training among those of one process."""
+        return {f"{name} fit {self._number}" for name in names}
 
     # Setting up.
 

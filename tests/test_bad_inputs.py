@@ -201,15 +201,15 @@ def test_no_port_at_all() -> None:
 def test_a_rank_that_never_comes(rank: int, words: str) -> None:
     """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
     env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
-    argv = digits_job.argv("ddp", extra=["--timeout-s", "2"])
+    argv = digits_job.argv("ddp", extra=["--startup-timeout-s", "2"])
     result = refused("python", argv, words, "start all 2 ranks", env=env)
     assert result.seconds < 25
 
 
 def test_a_rank_that_ends_before_it_met_the_others(script) -> None:
     """It ends well, so that no launcher ends the others: mpirun and torchrun take it for done."""
-    argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--timeout-s", "2"]
-    refused("torchrun", argv, "waited for all 2 ranks and not all came", "raise --timeout-s")
+    argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--startup-timeout-s", "2"]
+    refused("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
 
 
 def test_two_ranks_with_one_local_rank() -> None:
@@ -238,7 +238,7 @@ def test_two_ranks_with_one_local_rank() -> None:
 def test_a_file_left_from_an_earlier_job(tmp_path: Path) -> None:
     """A killed job leaves it behind, and its addresses are not true any more."""
     file = tmp_path / "meeting"
-    options = ["--init-method", f"file://{file}", "--timeout-s", "2"]
+    options = ["--init-method", f"file://{file}", "--startup-timeout-s", "2"]
     refused("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))
     assert file.exists()
     with ExitStack() as stack:

@@ -65,7 +65,7 @@ def test_the_newest_is_the_one_saved_last_whatever_it_is_called(tmp_path: Path) 
         save(tmp_path, step, {"at": [step, len(names(tmp_path))]})
     assert names(tmp_path) == ["step-000000200", "step-000000300", "step-000000300.2"]
     (tmp_path / "step-000000300.2").rename(tmp_path / "mine")
-    found = checkpoint.restore(tmp_path, "auto")
+    found = checkpoint.restore(None, str(tmp_path))
     assert found.state == {"at": [300, 2]}
     checkpoint.prune(tmp_path, keep=2, best=None)
     assert names(tmp_path) == ["mine", "step-000000200"]
@@ -114,7 +114,7 @@ def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage:
     damage(newest)
     with pytest.raises(CheckpointError, match="step-000000002"):
         checkpoint.load(newest)
-    found = checkpoint.restore(tmp_path, "auto")
+    found = checkpoint.restore(None, str(tmp_path))
     assert found.state is not None
     assert found.state["progress"] == {"step": 1}
     assert any("step-000000002" in line for line in found.said), "what was refused is said"
@@ -124,9 +124,10 @@ def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage:
 
 def test_where_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
     for step in (1, 2):
-        _flip(save(tmp_path, step) / "state.pt")
+        _flip(save(tmp_path / "checkpoints", step) / "state.pt")
     with pytest.raises(CheckpointError, match=r"step-000000002 is damaged.*step-000000001 .*--resume none"):
         checkpoint.restore(tmp_path, "auto")
+    (tmp_path / "new" / "failures").mkdir(parents=True)  # of a start that came to nothing
     assert checkpoint.restore(tmp_path / "new", "auto").state is None
 
 

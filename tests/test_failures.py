@@ -165,6 +165,50 @@ def test_nodes_join_and_leave(tmp_path: Path) -> None:
     assert epochs == list(range(1, len(epochs) + 1)), "an epoch twice, or left out"
 
 
+ALL_LEAVE = """
+import sys
+from hvd_trainer import backends
+with backends.create(backends.EngineOptions(backend=sys.argv[1])) as backend:
+    backend.barrier()
+    sys.exit(0)
+"""
+
+
+def test_all_ranks_may_leave_alike(tmp_path: Path) -> None:
+    """sys.exit(0) in one rank is a failure, and in all of them their right."""
+    (tmp_path / "script.py").write_text(ALL_LEAVE)
+    argv = [str(tmp_path / "script.py"), "ddp"]
+    result = launch("torchrun", 2, argv, env={"PYTHONPATH": str(REPOSITORY)})
+    assert "failure" not in result.stderr
+
+
+TWO_FITS = """
+import sys
+import torch
+from torch import nn
+from hvd_trainer import EngineOptions, LogOptions, TensorData, Trainer, TrainerOptions, TrainOptions
+
+for seed in (1, 2):
+    options = TrainerOptions(
+        EngineOptions(backend="ddp"), TrainOptions(epochs=1, seed=seed), LogOptions(log_dir=sys.argv[1])
+    )
+    with Trainer(options) as trainer:
+        model = nn.Linear(2, 1)
+        data = TensorData(torch.ones(512, 2), torch.ones(512, 1))
+        history = trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, data)
+        assert history.end["step"] == 2, history
+"""
+
+
+def test_a_second_training_of_a_process_is_no_restart_of_the_first(tmp_path: Path) -> None:
+    """It once took torchrun's agent, which is the same for both, for a sign that it had been started again."""
+    (tmp_path / "script.py").write_text(TWO_FITS)
+    argv = [str(tmp_path / "script.py"), str(tmp_path / "log")]
+    result = launch("torchrun", 2, argv, env={"PYTHONPATH": str(REPOSITORY)})
+    assert "restart" not in result.stdout
+    assert (tmp_path / "log" / "earlier-1").is_dir()
+
+
 # Who is to blame.
 
 

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,7 +39,7 @@ from hvd_trainer.errors import (
     UserError,
     first_line,
 )
-from hvd_trainer.launch import World, cpu_ids, detect, slurm_job
+from hvd_trainer.launch import World, cpu_ids, detect, slurm_job, started
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import Activity, Hub, Spoke, Station, failure, stacks
 
@@ -72,7 +71,7 @@ class Backend(ABC):
         world: this process among all; complete once started.
         device: where this rank computes.
         version: the engine and its version, for the banner.
-        slurm_job: its number, in Slurm.
+        slurm_job: what Slurm says of this job.
         job: how this job is known if its launcher starts it again.
         activity: what this rank is doing, for reports.
         stopping: whether all ranks have agreed to end, so that a signal need not end this one.
@@ -93,7 +92,7 @@ class Backend(ABC):
         self.environ = os.environ if environ is None else environ
         self.check_options()
         self.world: World = detect(self.environ)
-        self.slurm_job, self._requeued = slurm_job(self.environ)
+        self.slurm_job = slurm_job(self.environ)
         self.device = torch.device("cpu")
         self.activity = Activity(self.options.startup_timeout_s)
         self._guard = ExitStack()
@@ -145,11 +144,12 @@ class Backend(ABC):
             gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
             starter=_starter() if self.world.launcher == "torchrun" else "",
             process=os.getpid(),
+            started=started(os.getpid()) if watched else "",
             memory=self._memory,
             page=self._page,
         )
         self.peers = peers.meet(self.store, self.world, me)
-        self.job = peers.job_of(self.peers, self.slurm_job, self._requeued)
+        self.job = peers.job_of(self.peers, self.slurm_job)
         self.world = peers.locate(self.world, self.peers)
         if self.uses_nccl:
             self._refuse_shared_gpu()
@@ -182,7 +182,8 @@ class Backend(ABC):
         verdict = None if self.watch is None else self.watch.failed(error)
         self._stop(failed=True)
         self._end_watch()
-        if verdict is None or isinstance(error, UserError):
+        # Without a text, all ranks have left alike.
+        if verdict is None or not verdict.text or isinstance(error, UserError):
             return
         if verdict.rank == self.world.rank:
             if isinstance(error, SystemExit) and verdict.told:
@@ -196,6 +197,7 @@ class Backend(ABC):
             ) from error
 
     def _begin_watch(self) -> None:
+        failure.forget()
         if self.world.size > 1:
             station = Hub if self.world.is_first else Spoke
             self.watch = station(
@@ -208,10 +210,12 @@ class Backend(ABC):
             self.watch.start(self.store, self.first_host)
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 # Launchers end the others so when one rank fails, sometimes before this one has said why.
-                self._guard.enter_context(preemption.heard(self._end_by_signal))
+                heard = preemption.heard(self._end_by_signal, signals=(signal.SIGTERM,))
+                self._signals = self._guard.enter_context(heard)
 
     def _end_by_signal(self, number: int) -> None:
         if self.stopping:
+            self._signals.granted = True
             return
         if self.watch is not None:
             self.watch.terminated()
@@ -315,7 +319,13 @@ class Backend(ABC):
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        return StepResult(skipped=scaler.get_scale() < scale, grad_norm=size)
+        skipped = scaler.get_scale() < scale
+        if skip_non_finite:
+            skipped = size is not None and not math.isfinite(float(size))
+            if scaler.get_scale() < 1:
+                # Bad data halves the scale each time, as if the scale were to blame, down to nothing.
+                scaler.update(1.0)
+        return StepResult(skipped=skipped, grad_norm=size)
 
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:
@@ -442,8 +452,8 @@ def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _starter() -> str:
     """The parent process, as nothing else is called."""
-    parent = psutil.Process(os.getppid())
-    return f"{parent.pid} {parent.create_time()}"
+    parent = os.getppid()
+    return f"{parent} {started(parent)}"
 
 
 def _bytes(tensor: Tensor) -> bytes:

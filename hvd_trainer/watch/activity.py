@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from hvd_trainer.watch.page import Page
 
 EXCHANGE, END = "reduce", "end"
-LONG_PHASES = ("start", "save", "callback")
-"""What may take as long as the start: a slow disk, a user's own code."""
+LONG_PHASES = ("start", "epoch", "save", "callback")
+"""What may take as long as the start: loaders as an epoch begins, metrics as it ends, a disk, a user's code."""
 
 
 class Activity:
@@ -22,7 +22,7 @@ class Activity:
 
     Attributes:
         step: optimizer steps that are done.
-        phase: start, data, forward, backward, reduce, step, save, evaluate, callback or end.
+        phase: one of `page.PHASES`.
         since: when it last got on, by `time.monotonic`.
         limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
         was_waiting: whether the exception on its way comes out of an exchange.

@@ -36,6 +36,11 @@ def hear() -> None:
     _state["told"] = True
 
 
+def forget() -> None:
+    """Another job of this process begins."""
+    _state["told"] = False
+
+
 def was_told() -> bool:
     """Whether a report has been printed on this process's job, so that nobody need say more."""
     return _state["told"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hvd_trainer.network import LOOPBACK
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck, is_certain
 from hvd_trainer.watch.line import Line
@@ -19,6 +20,7 @@ from hvd_trainer.watch.station import BEAT_S, GONE, GRACE_S, SETTLE_S, STACKS_S,
 
 LEAVING_S = {"left": 3.0, "interrupted": 2.0}
 """Within which all ranks leave if all were meant to."""
+MOST_OTHERS = 16
 FAREWELL_S = 0.3
 """Rank 0 ends so much later than the others, to whom the end of their line would be its failure."""
 
@@ -28,8 +30,10 @@ class Hub(Station):
 
     def connect(self, store: dist.Store, host: str) -> None:
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server((host, 0))
-        store.set("watch", json.dumps([host, self._listener.getsockname()[1], self._token]))
+        # The name by which others reach this machine may lead elsewhere on the machine itself.
+        self._listener = socket.create_server((LOOPBACK if self.world.num_nodes == 1 else "", 0))
+        address = LOOPBACK if self.world.num_nodes == 1 else host
+        store.set("watch", json.dumps([address, self._listener.getsockname()[1], self._token]))
         self._lines: dict[int, Line] = {}
         self._signs: dict[int, Sign] = {}
         self._heard: dict[int, float] = {}
@@ -43,15 +47,21 @@ class Hub(Station):
         self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # too many open files, or it is gone again
         connection.settimeout(BEAT_S)
         line = Line(connection)
         self.selector.register(line, selectors.EVENT_READ, lambda: self._greet(line))
 
     def _greet(self, line: Line) -> None:
         """The first message says whose line it is; who does not know the token is no rank of ours."""
+        messages = line.receive()
+        if messages == []:
+            return  # half of it
         self.selector.unregister(line)
-        match line.receive():
+        match messages:
             case [{"token": self._token, "rank": int(rank)}, *rest]:
                 self._lines[rank], self._signs[rank], self._heard[rank] = line, Sign(), time.monotonic()
                 self.selector.register(line, selectors.EVENT_READ, lambda: self._hear(rank))
@@ -170,21 +180,25 @@ class Hub(Station):
             self._stacks[rank] = self.stacks_of(rank)
 
     def _report(self, stuck: Stuck) -> None:
+        self.end_for_sure()
         signs = self._stuck_signs
         rank = stuck.ranks[0]
         sign = signs[rank]
         what = {
             "silent": f"has not answered for {sign.silent_s:.0f} s: it is stopped, or its machine is",
             "late": f"has not got on for {sign.seconds + sign.silent_s:.0f} s (if it may, raise --timeout-s)",
-            "crossed": "waits for the others and they for it: they have not made the same exchanges",
+            "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
+            "longer than --timeout-s",
         }[stuck.how]
         folder = failure.folder_for(self.log_folder, self._token)
+        others = [f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank]
         found = self.failure_of(
             rank,
             self.last_seen(rank) or sign,
             what,
             detail="" if stuck.how == "crossed" else stacks.main_of(self._stacks.get(rank, "")),
-            others=[f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank],
+            others=others[:MOST_OTHERS]
+            + ([f"and {more} more"] if (more := len(others) - MOST_OTHERS) > 0 else []),
             folder=str(folder),
         )
         for other, text in self._stacks.items():
@@ -204,11 +218,14 @@ class Hub(Station):
         patience_s = FAREWELL_S if self.verdict else GRACE_S
         if self._lines.keys() - self._done and now - self._closing_since < patience_s:
             return False
+        self.retire()
+        return True
+
+    def retire(self) -> None:
         for line in self._lines.values():
             line.send({"kind": "bye"})
             line.close()
         self._listener.close()
-        return True
 
 
 def described(sign: Sign) -> str:

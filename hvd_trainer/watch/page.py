@@ -8,7 +8,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "callback", "end")
+PHASES = ("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback", "end")
 NAME = "hvd_trainer-activity"
 _FORM = struct.Struct("qB")
 

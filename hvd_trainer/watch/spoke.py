@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.judge import Sign
 from hvd_trainer.watch.line import Line
@@ -23,7 +24,13 @@ class Spoke(Station):
 
     def connect(self, store: dist.Store, host: str) -> None:
         address, port, token = json.loads(store.get("watch"))
-        connection = socket.create_connection((address, port), timeout=self.startup_s)
+        try:
+            connection = socket.create_connection((address, port), timeout=self.startup_s)
+        except OSError as error:
+            raise LaunchError(
+                f"{self.world} could not reach rank 0 at {address}, port {port}: {first_line(error)}. A firewall "
+                f"may stand between the nodes, or rank 0 has ended."
+            ) from error
         connection.settimeout(STACKS_S)
         self._token = token
         self._line = Line(connection)
@@ -68,13 +75,15 @@ class Spoke(Station):
         if self.verdict is not None or self._parted:
             return
         silent_s = now - self._heard
-        if self._lost_at is not None and now - self._lost_at > SETTLE_S:
+        settle_s = SETTLE_S if self.world.rank == 1 else GRACE_S
+        if self._lost_at is not None and now - self._lost_at > settle_s:
             self._miss_rank_0(GONE, ())
         elif self._lost_at is None and silent_s > self.activity.patience_s + STACKS_S:
             self._miss_rank_0(f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is", (0,))
 
     def _miss_rank_0(self, what: str, silent: Sequence[int]) -> None:
         """Rank 1 tells of rank 0's failure, as far as it knows; who can acts for a silent rank 0."""
+        self.end_for_sure()
         near = self.neighbours_among(silent)
         folder = failure.folder_for(self.log_folder, self._token)
         shown = ""
@@ -88,13 +97,17 @@ class Spoke(Station):
         found = self.failure_of(0, sign, what, detail=shown, folder=str(folder) if silent else "")
         if silent and self.world.rank == 1:
             failure.keep(folder, "report.txt", found.text())
-        tells = self.world.rank == 1 and self.world.launcher != "run"
+        tells = (self.world.rank == 1 or self._is_deputy()) and self.world.launcher != "run"
         if tells and not self.ended_from_outside(self._lost_at):
             failure.tell(found.text())
         self.kill(near)
-        self.decide(
-            Verdict(0, found.text(), tells or self.world.rank > 1), GRACE_S if self.world.rank > 1 else 0.2
-        )
+        self.decide(Verdict(0, found.text(), tells or self.world.rank > 1), 0.2)
+
+    def _is_deputy(self) -> bool:
+        """Whether this is the first rank of another node: rank 0's may be gone with all its ranks."""
+        hosts = [peer.host for peer in self.peers]
+        here = hosts[self.world.rank]
+        return here != hosts[0] and hosts.index(here) == self.world.rank
 
     def resumed(self, seconds: float) -> None:
         super().resumed(seconds)
@@ -106,3 +119,7 @@ class Spoke(Station):
     def part(self) -> bool:
         self._line.close()
         return True
+
+    def retire(self) -> None:
+        self._line.send({"kind": "done"})
+        self._line.close()

@@ -7,6 +7,7 @@ import queue
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -19,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hvd_trainer.errors import UserError, first_line
-from hvd_trainer.launch import World
+from hvd_trainer.launch import World, started
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.activity import END, EXCHANGE, Activity
@@ -88,6 +89,7 @@ class Station(ABC):
         self._parent = os.getppid() if world.launcher in LAUNCHERS_THAT_STAY else None
         self._turn = self._beaten = time.monotonic()
         self._ends_at: float | None = None
+        self._for_sure: threading.Timer | None = None
         self.terminated_at: float | None = None
 
     # What the main thread calls.
@@ -102,7 +104,7 @@ class Station(ABC):
         self._pages = {
             rank: page
             for rank, peer in enumerate(self.peers)
-            if peer.host == self.peers[self.world.rank].host
+            if self._is_here(rank)
             and peer.page is not None
             and (page := Page.of(peer.process, peer.page)) is not None
         }
@@ -130,7 +132,9 @@ class Station(ABC):
     def close(self) -> None:
         """Ends the watch over this rank."""
         self._say({"kind": "close"})
-        self._thread.join()
+        self._thread.join(2 * GRACE_S)
+        if self._for_sure is not None:
+            self._for_sure.cancel()
         self.selector.close()
         self._wake.close()
         self._woken.close()
@@ -181,6 +185,10 @@ class Station(ABC):
         """Decides what there is to decide; called often."""
 
     @abstractmethod
+    def retire(self) -> None:
+        """Closes the lines in such a way that nobody takes it for an end."""
+
+    @abstractmethod
     def is_deciding(self) -> bool:
         """Whether something has happened that is yet to be told."""
 
@@ -189,6 +197,14 @@ class Station(ABC):
         """Closes the lines; False as long as they are needed."""
 
     def _run(self) -> None:
+        try:
+            self._keep_watch()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.write("The watch over the ranks has failed, and training goes on without it.\n")
+            self.retire()
+
+    def _keep_watch(self) -> None:
         while True:
             for key, _ in self.selector.select(BEAT_S / 4):
                 key.data()
@@ -228,7 +244,8 @@ class Station(ABC):
         """What this rank says of itself."""
         activity = self.activity
         seconds = time.monotonic() - activity.since
-        return Sign(activity.step, activity.phase, seconds, activity.waits, activity.limit_s)
+        limit_s = None if _is_debugged() else activity.limit_s
+        return Sign(activity.step, activity.phase, seconds, activity.waits, limit_s)
 
     def last_seen(self, rank: int) -> Sign | None:
         """Where a rank of this machine is, or was when it ended; None for others."""
@@ -238,6 +255,12 @@ class Station(ABC):
     def ended_from_outside(self, event: float | None) -> bool:
         """Whether all ranks were being ended before something happened to one, so that it is no failure."""
         return self.terminated_at is not None and self.terminated_at < (event or 0.0) - SETTLE_S / 2
+
+    def end_for_sure(self) -> None:
+        """Ends this process soon, also if the report cannot be written: the disk may be what all wait for."""
+        self._for_sure = threading.Timer(2 * GRACE_S, os._exit, (CRASH,))
+        self._for_sure.daemon = True
+        self._for_sure.start()
 
     def decide(self, verdict: Verdict, ends_in_s: float) -> None:
         """The job ends, and this process in so many seconds, if it has not left by then."""
@@ -258,10 +281,19 @@ class Station(ABC):
 
     def neighbours_among(self, silent: Sequence[int]) -> list[int]:
         """The silent ranks of this machine, where this rank is the one to act for them: the first that can."""
-        host = self.peers[self.world.rank].host
-        here = [rank for rank, peer in enumerate(self.peers) if peer.host == host]
+        here = [rank for rank in range(self.world.size) if self._is_here(rank)]
         acting = next((rank for rank in here if rank not in silent), None)
         return [rank for rank in here if rank in silent] if acting == self.world.rank else []
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether that rank's process can be seen, and is the one that it says."""
+        peer = self.peers[rank]
+        if peer.host != self.peers[self.world.rank].host:
+            return False
+        try:
+            return started(peer.process) == peer.started
+        except OSError:
+            return False
 
     def stacks_of(self, rank: int) -> str:
         """The stacks of this rank, or of a silent neighbour."""
@@ -275,3 +307,9 @@ class Station(ABC):
         for rank in ranks:
             with suppress(OSError):
                 os.kill(self.peers[rank].process, signal.SIGKILL)
+
+
+def _is_debugged() -> bool:
+    """Whether somebody goes through the main thread by pdb, which takes as long as it takes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_trace is not None
