@@ -39,17 +39,17 @@ class Case(NamedTuple):
 
 
 GONE = "ended without a word"
-SILENT = f"has not answered for {TIMEOUT_S}"
+SILENT, LATE = "has not answered for", "has not got on for"
 CASES = [
     Case("horovodrun", "horovod", "raises", 1, "raised an exception"),
     Case("horovodrun", "horovod", "exits", 1, "called sys.exit(0), and other ranks have not come to their end"),
     Case("horovodrun", "horovod", "is stopped", 1, SILENT),
     Case("horovodrun", "ddp", "exits at once", 1, GONE),
     Case("torchrun", "ddp", "is killed", 1, GONE),
-    Case("torchrun", "ddp", "loops", 1, f"has not got on for {TIMEOUT_S}"),
+    Case("torchrun", "ddp", "loops", 1, LATE),
     Case("torchrun", "horovod", "is killed", 0, GONE),
     Case("mpirun", "horovod", "is killed", 1, GONE),
-    Case("mpirun", "ddp", "is stopped", 0, "has not answered for"),
+    Case("mpirun", "ddp", "is stopped", 0, SILENT),
     Case("srun", "ddp", "is killed", 0, GONE),
     Case("srun", "horovod", "is stuck", 1, SILENT),
 ]
