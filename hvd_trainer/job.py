@@ -17,10 +17,11 @@ from hvd_trainer.errors import PeerError, PreemptedError, UserError
 from hvd_trainer.launch import detect, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.log import say_error
 from hvd_trainer.watch import failure
+from hvd_trainer.watch.station import CRASH
 
 T = TypeVar("T")
 
-USER_ERROR, CRASH, INTERRUPTED = 2, 1, 130
+USER_ERROR, INTERRUPTED = 2, 130
 PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
 SPEAKING_S = 1.0

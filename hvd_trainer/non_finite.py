@@ -17,6 +17,8 @@ from hvd_trainer.errors import NonFiniteError
 
 Policy = Literal["error", "skip"]
 NEVER = 2**62
+MOST = 1000
+"""Losses that are kept at most; all ranks have as many."""
 
 
 class NonFiniteGuard:
@@ -38,10 +40,16 @@ class NonFiniteGuard:
         return loss.detach() * 0 + 1
 
     def note(self, step: int, losses: list[Tensor], norm: Tensor | None) -> None:
-        """Remembers a step: its losses on this rank, and the norm of its averaged gradient if there is one."""
+        """Remembers a step: its losses on this rank, and the norm of its averaged gradient if there is one.
+
+        Raises:
+            NonFiniteError: as `check`, which it calls when there is much to remember.
+        """
         if self.policy == "error":
             self._losses += [(step, loss.detach()) for loss in losses]
             self._norms += [] if norm is None else [(step, norm.detach())]
+            if len(self._losses) >= MOST:
+                self.check()
 
     def check(self) -> None:
         """Looks at all steps since the last check. A collective.

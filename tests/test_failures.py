@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import digits_job
-import faulty_job
 import pytest
 from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
@@ -88,7 +87,6 @@ def test_a_failing_rank_is_named_once(case: Case, tmp_path: Path) -> None:
     assert ("ValueError: the user's own words" in printed) == (case.fault == "raises")
     kept = {path.name for path in tmp_path.glob("failures/*")}
     if case.hangs:
-        assert faulty_job.FAULTS[case.fault].__name__ in printed or "faulty_job.py" in printed
         # Where rank 0 is stopped, rank 1 tells of it.
         assert kept == ({"rank-0.txt", "rank-1.txt", "report.txt"})
         assert "faulty_job.py" in (tmp_path / "failures" / f"rank-{case.rank}.txt").read_text()

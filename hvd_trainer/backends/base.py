@@ -126,6 +126,18 @@ class Backend(ABC):
     # Starting and stopping.
 
     def __enter__(self) -> Backend:
+        # A second start in one process must not look like the end of the first.
+        self.activity, self.stopping = Activity(self.options.startup_timeout_s), False
+        try:
+            self._meet()
+            self._start()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self
+
+    def _meet(self) -> None:
+        """Finds the other ranks, and begins to watch over them."""
         self.store, self.first_host = rendezvous.open_store(
             self.world,
             self.environ,
@@ -134,7 +146,9 @@ class Backend(ABC):
         )
         self.device = choose_device(self.world, self.options.device)
         watched = self.world.size > 1
-        self._memory, self._page = (stacks.answer(), self.activity.show()) if watched else (None, None)
+        memory, page = (stacks.answer(), self.activity.show()) if watched else (None, None)
+        self._guard.callback(self.activity.hide, page)
+        self._guard.callback(stacks.answer_no_more, memory)
         me = Peer(
             host=self.world.host or socket.gethostname(),
             local_rank=self.world.local_rank,
@@ -145,8 +159,8 @@ class Backend(ABC):
             starter=_starter() if self.world.launcher == "torchrun" else "",
             process=os.getpid(),
             started=started(os.getpid()) if watched else "",
-            memory=self._memory,
-            page=self._page,
+            memory=memory,
+            page=page,
         )
         self.peers = peers.meet(self.store, self.world, me)
         self.job = peers.job_of(self.peers, self.slurm_job)
@@ -157,12 +171,6 @@ class Backend(ABC):
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
             torch.set_num_threads(peers.fair_cpus(self.world, self.peers))
         self._begin_watch()
-        try:
-            self._start()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, PreemptedError):
@@ -200,14 +208,15 @@ class Backend(ABC):
         failure.forget()
         if self.world.size > 1:
             station = Hub if self.world.is_first else Spoke
-            self.watch = station(
+            watch = station(
                 self.world,
                 self.peers,
                 self.activity,
                 startup_s=self.options.startup_timeout_s,
                 environ=self.environ,
             )
-            self.watch.start(self.store, self.first_host)
+            watch.start(self.store, self.first_host)
+            self.watch = watch
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 # Launchers end the others so when one rank fails, sometimes before this one has said why.
                 heard = preemption.heard(self._end_by_signal, signals=(signal.SIGTERM,))
@@ -225,9 +234,7 @@ class Backend(ABC):
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.close()
-            stacks.answer_no_more(self._memory)
-            self.activity.hide(self._page)
-            self._guard.close()
+        self._guard.close()
 
     @abstractmethod
     def _start(self) -> None: ...

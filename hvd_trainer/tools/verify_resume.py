@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -185,7 +184,3 @@ def differing_bits(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     if len(left) != len(right):
         return 8 * max(len(left), len(right))
     return sum(int(byte).bit_count() for byte in left ^ right)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
