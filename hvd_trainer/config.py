@@ -95,6 +95,9 @@ class SaveOptions:
     """save after each n-th step"""
     save_every_s: float | None = 600.0
     """save when the last save is so many seconds ago"""
+    commit_every_steps: int = 50
+    """under horovodrun's elastic mode: remember the state after each n-th step, for the ranks that go on when
+    others fail"""
     requeue: bool = False
     """in a Slurm job: when a signal stops it, put it back into the queue, from where it goes on by itself"""
     keep: int = 2
@@ -135,6 +138,7 @@ class TrainerOptions:
                 log_every=log.log_every,
                 save_every_epochs=save.save_every_epochs,
                 save_every_steps=save.save_every_steps,
+                commit_every_steps=save.commit_every_steps,
                 keep=save.keep,
             ),
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -261,6 +261,18 @@ def may_be_first(environ: Mapping[str, str]) -> bool:
     """False only if the launcher's variables, even if they are not whole, say that this is not rank 0."""
     launcher = launcher_in(environ)
     return launcher is None or environ.get(launcher.rank, "0") == "0"
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether this is a rank of a horovodrun that may start and end ranks while others train."""
+    launcher = launcher_in(environ)
+    return launcher is not None and launcher.name == "horovodrun" and environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def place(environ: MutableMapping[str, str], **numbers: int) -> None:
+    """Gives this process another place among the ranks of its launcher, by the names in `Launcher`."""
+    launcher = launcher_in(environ)
+    environ.update({getattr(launcher, name): str(number) for name, number in numbers.items()})
 
 
 def slurm_step(environ: Mapping[str, str]) -> str | None:

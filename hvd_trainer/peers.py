@@ -32,6 +32,8 @@ class Peer:
     process: int = 0
     started: str = ""
     """When that process was: machines and containers may share names, and numbers of processes too."""
+    worlds: int = 0
+    """How many it has been in before, where ranks come and go."""
     memory: int | None = None
     """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
     page: int | None = None

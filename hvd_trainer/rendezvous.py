@@ -68,6 +68,12 @@ def _close_stores() -> None:
         Path(path).unlink(missing_ok=True)
 
 
+def begin_anew() -> None:
+    """The next session is the first: horovodrun has cleared its board, and processes come to which it is."""
+    global _SESSIONS
+    _SESSIONS = itertools.count()
+
+
 def open_store(
     world: World, environ: Mapping[str, str], *, init_method: str | None = None, timeout_s: float = 300.0
 ) -> Meeting:

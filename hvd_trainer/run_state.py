@@ -61,11 +61,12 @@ class RunState:
         self.metrics: Mapping[str, Any] | None = None
         """Where the metrics of a restored epoch stood on this rank; None at an epoch's start."""
 
-    def collect(self, meter: Meter | None) -> dict[str, Any] | None:
+    def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
         """The state as it is now: on rank 0, and None on the others. A collective.
 
         Args:
             meter: what the running epoch has gathered; None between epochs.
+            everywhere: give it to the others too.
         """
         # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
         differ = meter is not None and not self._reproducible
@@ -77,7 +78,7 @@ class RunState:
             # Through the host: a GPU's tensor would come out on the same GPU of each rank that receives it.
             mine["buffers"] = {name: own[name].cpu() for name in means}
         ranks = self._backend.all_gather_object(mine)
-        if not self._backend.world.is_first:
+        if not (everywhere or self._backend.world.is_first):
             return None
         return {
             "model": {name: means.get(name, value) for name, value in self._model.state_dict().items()},
@@ -133,9 +134,8 @@ class RunState:
             seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
             anew.append("random")
         if not same and not self._reproducible:
-            notes.append(
-                f"it was saved by {len(ranks)} ranks: dropout draws other numbers now, and all else goes on"
-            )
+            before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+            notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
         for name, buffer in mine.get("buffers", {}).items():
             self._model.get_buffer(name).copy_(buffer)
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +14,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_trainer import backends, checkpoint
-from hvd_trainer.agreement import Agreement
+from hvd_trainer import backends
 from hvd_trainer.backends import StepResult
 from hvd_trainer.banner import banner, epoch_line, summary_line
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows
-from hvd_trainer.errors import CheckpointError, NonFiniteError, PreemptedError
+from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.export import export_weights
+from hvd_trainer.keeper import Keeper, Memory
 from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.non_finite import NonFiniteGuard
-from hvd_trainer.preemption import Request, Requeue, heard
+from hvd_trainer.preemption import Requeue
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
-from hvd_trainer.saver import Saver
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
 from hvd_trainer.train_step import LossFunction, TrainStep, mixed_precision
 
@@ -82,7 +82,6 @@ class Trainer:
             ask_cublas()
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
-        self.request: Request | None = None
         self.requeue = Requeue(
             self.options.save.requeue, self.backend.slurm_job.number, acts=self.backend.world.is_first
         )
@@ -139,28 +138,65 @@ class Trainer:
         Returns:
             One record per epoch.
         """
+        setup = functools.partial(
+            self._fit,
+            (model, optimizer, loss, scheduler),
+            (train_data, test_data, collate),
+            dict(metrics or {}),
+            callbacks,
+            memory=Memory(next(_FITS)),
+            history=History(),
+        )
+        while True:
+            try:
+                return setup()
+            except Exception as error:
+                # Where ranks come and go, those that stay begin anew, and go on from what they remember.
+                self.__dict__.pop("step", None)
+                if not self.backend.goes_on_after(error):
+                    raise
+            optimizer.zero_grad(set_to_none=True)
+
+    def _fit(
+        self,
+        parts: tuple[nn.Module, Optimizer, LossFunction, Scheduler | None],
+        data: tuple[Any, Any, Callable[[list[Any]], Any] | None],
+        metrics: dict[str, Metric],
+        callbacks: Sequence[Callback],
+        *,
+        memory: Memory,
+        history: History,
+    ) -> History:
+        """Trains in one world, from what there is in memory or on the disk."""
         options, train = self.options, self.options.train
-        self._number = next(_FITS)
+        train_data, test_data, collate = data
         self.plan = BatchPlan.of(train, self.world)
         self.progress = Progress()
         self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
         if self.backend.watch is not None:
             self.backend.watch.log_folder = options.log.log_dir
         try:
-            self.metrics, self.callbacks = dict(metrics or {}), callbacks
+            self.metrics, self.callbacks = metrics, callbacks
             self.train_loader = self._loader(train_data, collate, shuffle=True)
             self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
-            self._prepare(model, optimizer, loss, scheduler)
+            self._prepare(*parts, memory)
             self.log.say(banner(self))
             self._restore()
             self.log.write_config(flatten(options))
-            with self._saving(), self._computing():
-                return self._run()
+            history.epochs = [record for record in history.epochs if record["epoch"] <= self.progress.epoch]
+            with self.keeper.at_work(), self._computing():
+                return self._run(history)
         finally:
             self.log.close()
 
-    def _run(self) -> History:
-        history = History()
+    def _restore(self) -> None:
+        rate = self.rate.full
+        if self.keeper.restore(seed=self.options.train.seed, epochs=self.options.train.epochs):
+            self.rate.go_on(self.progress.step)
+            if self.rate.full != rate:
+                self.log.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
+
+    def _run(self, history: History) -> History:
         started = time.perf_counter()
         activity = self.backend.activity
         activity.step = self.progress.step
@@ -172,9 +208,8 @@ class Trainer:
             self._finish_epoch(record)
             history.epochs.append(record)
         activity.enter("save")
-        self.saver.wait()
+        saving = self.keeper.finish()
         export_weights(self.model, self.log.folder)
-        saving = {"saves": self.saver.saves, "save_stall_s": self.saver.stalled_s}
         if not self.log.ended:
             self.log.record("end", self._position() | history.end | saving)
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
@@ -220,8 +255,7 @@ class Trainer:
         if progress.step % self.options.log.log_every == 0:
             self.log.record("step", self._position() | prefixed("train", meter.recent()))
             self.guard.check()
-        if self.keeps:
-            self._do_what_is_wanted(meter)
+        self.keeper.after_step(meter)
         self.backend.activity.enter("data")
 
     def _count(self, step: int) -> None:
@@ -232,24 +266,6 @@ class Trainer:
         if not self.options.train.compile:  # which may compile again in any step
             activity.limits = engine.startup_timeout_s, engine.timeout_s
 
-    def _do_what_is_wanted(self, meter: Meter) -> None:
-        """Saves after this step, or saves and stops: by the step's number, rank 0's clock, or a rank's signal."""
-        if self.saver.overdue:
-            self.agreement.want("save")
-        wanted = self.agreement.after_step()
-        if self.request is not None:
-            self.request.progress()
-            self.request.granted = "stop" in wanted
-        if wanted or self.saver.after_step(self.progress.step):
-            self._save(meter)
-        if "stop" in wanted:
-            self.saver.wait()
-            self.backend.stopping = True
-            said = self.requeue(f"stopped by a signal after step {self.progress.step:,}, and saved")
-            # The first rank to end takes the others with it, so none may before the checkpoint is there.
-            self.backend.barrier()
-            raise PreemptedError(said)
-
     def _finish_epoch(self, record: dict[str, Any]) -> None:
         advance(self.scheduler, record)
         self.progress.epoch += 1
@@ -257,8 +273,7 @@ class Trainer:
         self.backend.activity.enter("save")
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
-        if self.keeps and self.saver.after_epoch(self.progress.epoch, self.options.train.epochs):
-            self._save(None, record)
+        self.keeper.after_epoch(record, self.options.train.epochs)
         self.backend.activity.enter("callback")
         for callback in self.callbacks:
             callback.on_epoch_end(self, record)
@@ -279,8 +294,7 @@ class Trainer:
                 loss = self.loss(outputs, targets)
             meter.add(loss, outputs, targets, samples_in((inputs, targets)))
             self.backend.activity.enter("evaluate")
-            if self.request is not None:
-                self.request.progress()
+            self.keeper.alive()
         self.backend.activity.enter("epoch")
         return prefixed("test", meter.compute())
 
@@ -289,87 +303,10 @@ class Trainer:
         if text is not None and self.world.is_first and not self.options.log.quiet:
             print(text, flush=True)
 
-    # State.
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this run has a log folder; the same on all ranks."""
-        return self.options.log.log_dir is not None
+    # Setting up.
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.options.train.reproducible is None else one_way_to_compute(self.device)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        folder = None if self.log.folder is None else self.log.folder / "checkpoints"
-        self.saver = Saver(folder, self.options.save)
-        self.agreement = Agreement(self.backend, ["save", "stop"])
-        try:
-            # Without a folder there is nothing to save to, and a signal ends the process as ever.
-            with heard(self._asked_to_stop) if self.keeps else nullcontext() as self.request:
-                yield
-        finally:
-            self.backend.activity.limits = None
-            self.saver.close()
-
-    def _asked_to_stop(self, number: int) -> None:
-        """Another thread calls it, when a signal has come."""
-        self.agreement.want("stop")
-
-    def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None) -> None:
-        """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
-        self.backend.activity.enter("save")
-        began = time.perf_counter()
-        self.guard.check()
-        figures = {name: value for name, value in (record or {}).items() if name.startswith(("train_", "test_"))}
-        state = self.state.collect(meter)
-        progress = self.progress
-        self.saver.hand_over(began, state, step=progress.step, epoch=progress.epoch, figures=figures)
-
-    def _restore(self) -> None:
-        """Goes on from a checkpoint, which rank 0 reads for all, or starts the random state of a new run."""
-        save, job = self.options.save, self.backend.job
-        outcome: Any = None
-        if self.world.is_first:
-            # A job that is started again goes on, whatever it was begun from.
-            again = self.log.holds(self._as_fit(job.earlier))
-            if again:
-                self.log.say("restart  this job was started before, and goes on")
-            try:
-                outcome = checkpoint.restore(self.log.folder, "auto" if again else save.resume)
-                if again and outcome.state is None and save.resume != "auto":
-                    outcome = checkpoint.restore(self.log.folder, save.resume)
-            except CheckpointError as error:
-                outcome = error
-        outcome = self.backend.broadcast_object(outcome)
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        found: checkpoint.Found = outcome
-        said = list(found.said)
-        # From here on dropout differs between ranks, and not between engines.
-        torch.manual_seed(self.options.train.seed + 1 + self.world.rank)
-        rate = self.rate.full
-        if found.state is not None:
-            said += self.state.restore(found.state, save.resume_partial)
-            said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
-            self.rate.go_on(self.progress.step)
-            if self.rate.full != rate:
-                said.append(f"with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
-        for line in said:
-            self.log.say(f"resume   {line}")
-        self.log.begin(
-            self.progress.step,
-            self.progress.epoch,
-            goes_on=found.goes_on,
-            finished=self.progress.epoch >= self.options.train.epochs,
-            names=self._as_fit(job.names),
-        )
-
-    def _as_fit(self, names: Collection[str]) -> set[str]:
-        """The names of this training among those of one process."""
-        return {f"{name} fit {self._number}" for name in names}
-
-    # Setting up.
 
     def _loader(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool) -> Loader:
         train = self.options.train
@@ -382,7 +319,12 @@ class Trainer:
         )
 
     def _prepare(
-        self, model: nn.Module, optimizer: Optimizer, loss: LossFunction, scheduler: Scheduler | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: LossFunction,
+        scheduler: Scheduler | None,
+        memory: Memory,
     ) -> None:
         train = self.options.train
         self.loss, self.model = loss, model
@@ -399,6 +341,17 @@ class Trainer:
             {name: part for name, part in parts.items() if part is not None},
             {"seed": train.seed, "samples": self.train_loader.num_samples},
             reproducible=train.reproducible is not None,
+        )
+        self.keeper = Keeper(
+            self.backend,
+            self.options.save,
+            self.log,
+            keeps=self.options.log.log_dir is not None,
+            state=self.state,
+            progress=self.progress,
+            guard=self.guard,
+            requeue=self.requeue,
+            memory=memory,
         )
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)

@@ -149,7 +149,7 @@ def run(
                 callbacks=[audit],
             )
         except InterruptedRunError:
-            trainer.saver.wait()
+            trainer.keeper.finish()
         rank = trainer.world.rank
         figures = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "step", "samples", "lr")
         return {

@@ -17,8 +17,8 @@ from launchers import Result, each_launcher, launch, requires, start
 
 from hvd_trainer import LaunchError, rendezvous
 from hvd_trainer.backends import EngineOptions
-from hvd_trainer.backends.base import choose_device
 from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.member import choose_device
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch import UNKNOWN, World
 from hvd_trainer.peers import Peer

@@ -53,6 +53,8 @@ TYPED_ELSEWHERE = {
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
         "tests/test_failures.py"
     ),
+    "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
+    "-m hvd_trainer.mnist --global-batch-size 256": "tests/test_elastic.py",
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": "tests/test_checkpoint.py",
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
@@ -74,7 +76,9 @@ OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--oversubscribe"},
     "Slurm": {"--cpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks-per-node", "--open-mode", "--signal"},
     "torchrun": {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"},
-    "horovodrun": {"--network-interfaces"},
+    "horovodrun": {
+        *("--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
+    },
     "py-spy, docker": {"--pid", "--shm-size"},
 }
 

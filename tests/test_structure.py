@@ -28,7 +28,7 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 LAYERS = (
     ("errors", "ending", "network"),
     ("launch",),
-    ("boards", "peers"),
+    ("boards", "elastic", "peers"),
     ("rendezvous", "watch"),
     ("spawn",),
     ("preemption", "random_state"),
@@ -37,7 +37,7 @@ LAYERS = (
     ("metrics", "non_finite", "saver"),
     ("progress",),
     ("run_state",),
-    ("train_step", "banner"),
+    ("keeper", "train_step", "banner"),
     ("reproducible",),
     ("trainer",),
     ("job",),
@@ -149,7 +149,7 @@ def test_rank_variables_are_read_in_launch_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_horovod_is_imported_by_its_backend_and_its_installer_only() -> None:
+def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only() -> None:
     importing = {
         path.relative_to(PACKAGE).as_posix()
         for path in modules().values()
@@ -157,7 +157,7 @@ def test_horovod_is_imported_by_its_backend_and_its_installer_only() -> None:
         if name.partition(".")[0] == "horovod"
     }
     assert "backends/horovod.py" in importing
-    allowed = re.compile(r"backends/horovod\w*\.py|tools/horovod_(probe|selftest)\.py")
+    allowed = re.compile(r"backends/horovod\w*\.py|elastic\.py|tools/horovod_(probe|selftest)\.py")
     assert not [path for path in importing if not allowed.fullmatch(path)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from hvd_trainer.backends.base import Backend, ReduceOp, StepResult
 from hvd_trainer.backends.options import EngineOptions
@@ -18,7 +18,7 @@ BACKENDS = {
 }
 
 
-def create(options: EngineOptions | None = None, environ: Mapping[str, str] | None = None) -> Backend:
+def create(options: EngineOptions | None = None, environ: MutableMapping[str, str] | None = None) -> Backend:
     """Makes the engine that `options.backend` names, not yet started.
 
     Raises:

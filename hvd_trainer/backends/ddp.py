@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hvd_trainer.backends.base import Backend, ReduceOp, environment
+from hvd_trainer.backends.base import Backend, ReduceOp
+from hvd_trainer.backends.member import environment
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError
@@ -124,16 +125,17 @@ class DDPBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         start_equal(self, model, optimizer)
-        for buffer in model.buffers():
-            dist.broadcast(buffer.detach(), src=0)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
-        if not exchange:
-            for parameter in model.parameters():
-                dist.broadcast(parameter.detach(), src=0)
-            return model, optimizer
         self._unhook()
+        with self.activity.waiting():
+            for tensor in [*model.buffers(), *([] if exchange else model.parameters())]:
+                dist.broadcast(tensor.detach(), src=0)
+            return (self._wrap(model) if exchange else model), optimizer
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """DDP around the model, which makes its parameters rank 0's."""
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
@@ -149,7 +151,7 @@ class DDPBackend(Backend):
         # DDP waits for the others at the end of backward: when the first layer has its gradient, that is reached.
         first = next(p for p in model.parameters() if p.requires_grad)
         self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter("reduce"))
-        return ddp, optimizer
+        return ddp
 
     def _unhook(self) -> None:
         if self._hook is not None:

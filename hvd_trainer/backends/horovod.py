@@ -12,18 +12,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer.backends.base import (
-    Backend,
-    ReduceOp,
-    StepResult,
-    environment,
-)
+from hvd_trainer.backends.base import Backend, ReduceOp, StepResult
 from hvd_trainer.backends.horovod_exchange import (
     BucketExchange,
     Exchange,
@@ -31,17 +26,23 @@ from hvd_trainer.backends.horovod_exchange import (
     WrappedExchange,
     used_somewhere,
 )
+from hvd_trainer.backends.member import environment
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.network import LOOPBACK, address_towards, interface_of
 from hvd_trainer.peers import Peer, check_world
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
 WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 """For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
+WAKES, LEAVES = 3, 5
+"""The first of our builds that have `horovod_waking.py` and `horovod_elastic.py`."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
@@ -65,7 +66,7 @@ class HorovodBackend(Backend):
             f"Horovod {horovod.__version__} on {'NCCL' if self.uses_nccl else 'Gloo'}, PyTorch {torch.__version__}"
         )
 
-    def __enter__(self) -> Backend:
+    def __enter__(self) -> Self:
         self._hvd = _import_horovod()
         self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
         self._server: Any = None
@@ -85,6 +86,11 @@ class HorovodBackend(Backend):
             raise BackendError(
                 "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
                 "out."
+            )
+        if self.driver is not None and _patch_set() < LEAVES:
+            raise BackendError(
+                f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
+                f"all hosts: {INSTALL}"
             )
         if self.options.adasum:
             self._start_on_mpi()
@@ -106,10 +112,14 @@ class HorovodBackend(Backend):
     def _variables(self) -> dict[str, str]:
         """What Horovod reads at its start, for this world, whichever launcher made it."""
         world, peers = self.world, self.peers
-        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s)))}
+        variables = {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s))),
+            # In its elastic mode it would ask for its place by itself, and ask our server, which does not know it.
+            "HOROVOD_ELASTIC": "0",
+        }
         variables |= self._tuning()
-        if world.size == 1:
-            return variables
+        if world.size == 1 and self.driver is None:
+            return variables  # but a rank that is the last of many has their numbers in its environment
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
         host, port = self._rendezvous_server()
@@ -142,7 +152,7 @@ class HorovodBackend(Backend):
             # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            if not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ and _can_wake():
+            if not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ and _patch_set() >= WAKES:
                 wanted |= WAKING
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
@@ -170,9 +180,13 @@ class HorovodBackend(Backend):
             if not failed:
                 self.barrier()
             self._hvd.shutdown()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
 
     # Training.
 
@@ -183,7 +197,8 @@ class HorovodBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         start_equal(self, model, optimizer)
-        self._broadcast_model(model)
+        with self.activity.waiting():
+            self._broadcast_model(model)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         if self._exchange is not None:
             self._exchange.close()
@@ -292,13 +307,13 @@ class HorovodBackend(Backend):
         self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=0, name="hvd_trainer.broadcast"))
 
 
-def _can_wake() -> bool:
-    """Whether this Horovod is one of our builds that have the changes of `tools/horovod_waking.py`."""
+def _patch_set() -> int:
+    """Which of our changes this Horovod has (`tools/horovod_patches.py`); 0: it is none of our builds."""
     try:
         build = importlib.import_module("horovod.hvd_trainer_build")
     except ImportError:
-        return False
-    return bool(build.RECORD["patch_set"] >= 3)
+        return 0
+    return int(build.RECORD["patch_set"])
 
 
 def _import_horovod() -> ModuleType:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends.base import Backend, ReduceOp
 from hvd_trainer.errors import LaunchError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NOTHING = "one process has nothing to exchange; leave it out"
 
@@ -28,7 +33,7 @@ class SingleBackend(Backend):
     def version(self) -> str:
         return f"PyTorch {torch.__version__}"
 
-    def __enter__(self) -> Backend:
+    def __enter__(self) -> Self:
         if self.world.size > 1:
             raise LaunchError(
                 f"{self.world.launcher} started {self.world.size} processes, but --backend single trains in one. "

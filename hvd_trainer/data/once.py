@@ -33,18 +33,20 @@ def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeou
     Raises:
         DataError: a node was not done in time.
     """
-    world, store, call = backend.world, backend.store, f"once.{next(_CALLS)}"
-    if world.is_first_on_node:
-        store.set(f"{call}.{world.node_rank}", json.dumps(_attempt(prepare)))
+    rank, store, call = backend.world.rank, backend.store, f"once.{next(_CALLS)}"
+    # Where ranks come and go, those that were here before have been through this.
+    calling = {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.worlds}
+    first = {node: rank for rank, node in reversed(calling.items())}
+    if rank in first.values():
+        store.set(f"{call}.{rank}", json.dumps(_attempt(prepare)))
     trouble = []
-    for node in range(world.num_nodes):
-        key = f"{call}.{node}"
+    for other in first.values():
+        key = f"{call}.{other}"
         try:
             store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise DataError(
-                f"The first rank of node {node} has not finished preparing the data for the others of its node "
-                f"in {timeout_s:g} s."
+                f"Rank {other} has not finished preparing the data for the others of its node in {timeout_s:g} s."
             ) from error
         trouble.append(json.loads(store.get(key)))
     return [found for found in trouble if found is not None]

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvd_trainer.tools import horovod_messages
+from hvd_trainer.tools.horovod_elastic import ELASTIC_CHANGES
 from hvd_trainer.tools.horovod_security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod_source import Replacement
 from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 4
+PATCH_SET = 5
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -57,6 +58,7 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *PYTHON_CHANGES,
         *SECURITY_CHANGES,
         *WAKING_CHANGES,
+        *ELASTIC_CHANGES,
     ):
         replacement.apply(source)
     shutil.copyfile(horovod_messages.__file__, source / "horovod/runner/elastic/messages.py")
@@ -143,10 +145,49 @@ RESTART_CHANGE = Replacement(
     "to an element that is gone, and crashed",
 )
 
+LAST_LINE = "horovodrun said 20 lines more after the ranks' own report of what had happened"
+LAST_WORDS = (
+    Replacement(
+        "horovod/runner/gloo_run.py",
+        "            if exit_code != 0:\n                print('Process {idx} exit",
+        "            if exit_code != 0 and settings.verbose:\n                print('Process {idx} exit",
+        LAST_LINE,
+    ),
+    Replacement(
+        "horovod/runner/gloo_run.py",
+        "            if not any(ev.is_set() for ev in all_events):\n",
+        "            if settings.verbose and not any(ev.is_set() for ev in all_events):\n",
+        LAST_LINE,
+    ),
+    Replacement(
+        "horovod/runner/http/http_server.py",
+        "    def should_continue(self):\n",
+        "    def handle_error(self, request, client_address):\n"
+        "        import sys\n"
+        "        if not isinstance(sys.exc_info()[1], ConnectionError):\n"
+        "            super().handle_error(request, client_address)\n\n"
+        "    def should_continue(self):\n",
+        "a rank that ended while its question was being answered left a traceback in horovodrun",
+    ),
+    Replacement(
+        "horovod/runner/launch.py",
+        "    _run(args)\n\n\nif __name__",
+        "    try:\n"
+        "        _run(args)\n"
+        "    except RuntimeError as error:\n"
+        "        if args.verbose:\n"
+        "            raise\n"
+        "        sys.exit('horovodrun: ' + ' '.join(str(error).split()))\n"
+        "\n\nif __name__",
+        LAST_LINE,
+    ),
+)
+
 PYTHON_CHANGES = (
     _built_with("mpi", "MPI", "RECORD['mpi'] is not None"),
     # The controller that needs no other library: every build of ours has it.
     _built_with("gloo", "Gloo", "True"),
+    *LAST_WORDS,
     Replacement(
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable",

@@ -25,7 +25,7 @@ class Activity:
         phase: one of `page.PHASES`.
         since: when it last got on, by `time.monotonic`.
         limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
-        was_waiting: whether the exception on its way comes out of an exchange.
+        was_waiting: whether an exception has come out of a collective.
     """
 
     def __init__(self, startup_s: float) -> None:
@@ -76,6 +76,11 @@ class Activity:
     def waits(self) -> bool:
         """Whether this rank can only get on when the others do."""
         return self._waits > 0 or self.phase in (EXCHANGE, END)
+
+    @property
+    def in_exchange(self) -> bool:
+        """Whether the exception on its way may be another rank's doing."""
+        return self.was_waiting or self.phase in (EXCHANGE, "backward")
 
     @property
     def limit_s(self) -> float | None:

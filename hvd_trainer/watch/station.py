@@ -23,7 +23,7 @@ from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.launch import World, started
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import failure, stacks
-from hvd_trainer.watch.activity import END, EXCHANGE, Activity
+from hvd_trainer.watch.activity import END, Activity
 from hvd_trainer.watch.failure import Failure
 from hvd_trainer.watch.judge import Sign
 from hvd_trainer.watch.page import Page
@@ -60,6 +60,8 @@ class Station(ABC):
         activity: what this rank is doing.
         startup_s: how long connecting may take, in seconds.
         environ: the environment.
+        goes_on_s: where ranks go on without one that has failed, how long they may take to notice, in seconds;
+            None: they end with it.
 
     Attributes:
         log_folder: the run's log folder, once that is known: stacks are kept there.
@@ -74,7 +76,9 @@ class Station(ABC):
         *,
         startup_s: float,
         environ: Mapping[str, str],
+        goes_on_s: float | None = None,
     ) -> None:
+        self.goes_on_s = goes_on_s
         self.world, self.peers, self.activity = world, peers, activity
         self.log_folder: str | None = None
         self.verdict: Verdict | None = None
@@ -161,7 +165,7 @@ class Station(ABC):
             "kind": kind,
             "text": text,
             "detail": detail,
-            "in_exchange": activity.was_waiting or activity.phase in (EXCHANGE, "backward"),
+            "in_exchange": activity.in_exchange,
             "user": isinstance(error, UserError),
             "sign": asdict(self.own_sign()),
         }
@@ -258,13 +262,15 @@ class Station(ABC):
 
     def end_for_sure(self) -> None:
         """Ends this process soon, also if the report cannot be written: the disk may be what all wait for."""
-        self._for_sure = threading.Timer(2 * GRACE_S, os._exit, (CRASH,))
+        self._for_sure = threading.Timer(max(2 * GRACE_S, self.goes_on_s or 0), os._exit, (CRASH,))
         self._for_sure.daemon = True
         self._for_sure.start()
 
     def decide(self, verdict: Verdict, ends_in_s: float) -> None:
         """The job ends, and this process in so many seconds, if it has not left by then."""
         self.verdict = verdict
+        if self.goes_on_s is not None and verdict.rank != self.world.rank:
+            ends_in_s = self.goes_on_s
         if verdict.told:
             failure.hear()
         if verdict.rank == self.world.rank:

@@ -1,0 +1,323 @@
+"""This process as one rank among others: it meets them, is watched with them, and leaves with or without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from hvd_trainer import peers, preemption, rendezvous
+from hvd_trainer.backends.options import EngineOptions
+from hvd_trainer.elastic import Driver, RescaleError
+from hvd_trainer.ending import stand_by
+from hvd_trainer.errors import (
+    BackendError,
+    LaunchError,
+    OptionError,
+    PeerError,
+    PreemptedError,
+    UserError,
+    first_line,
+)
+from hvd_trainer.launch import World, cpu_ids, detect, is_elastic, slurm_job, started
+from hvd_trainer.peers import Peer
+from hvd_trainer.watch import Activity, Hub, Spoke, Station, Verdict, failure, stacks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+QUIET_S, LOUD_S = 1.0, 3.0
+"""What a launcher takes to end the other ranks when one has failed, which shall end first to be blamed: those that
+would print a traceback of their own wait longer."""
+NEXT_WORLDS = 3
+"""How many worlds in a row may fail to come about before a rank gives up."""
+
+
+class Member(ABC):
+    """One rank. Use it as a context manager: it meets the others on entry and parts from them on exit.
+
+    Attributes:
+        world: this process among all; complete once started.
+        device: where this rank computes.
+        slurm_job: what Slurm says of this job.
+        job: how this job is known if its launcher starts it again.
+        activity: what this rank is doing, for reports.
+        stopping: whether all ranks have agreed to end, so that a signal need not end this one.
+        watch: over the other ranks; None where there are none.
+        driver: horovodrun in its elastic mode; None where ranks do not come and go.
+
+    Raises:
+        OptionError: an option is not for this engine.
+        LaunchError: the ranks could not meet.
+    """
+
+    name: ClassVar[str]
+    only_for_others: ClassVar[Mapping[str, str]] = {}
+    """Options that this engine cannot honour, each with the reason and what to do instead."""
+
+    def __init__(
+        self, options: EngineOptions | None = None, environ: MutableMapping[str, str] | None = None
+    ) -> None:
+        self.options = options or EngineOptions()
+        self.environ = os.environ if environ is None else environ
+        self.check_options()
+        self.world: World = detect(self.environ)
+        self.slurm_job = slurm_job(self.environ)
+        self.device = torch.device("cpu")
+        self.activity = Activity(self.options.startup_timeout_s)
+        self._guard = ExitStack()
+        self._verdict: Verdict | None = None
+        self.watch: Station | None = None
+        self.driver = Driver(self.environ) if is_elastic(self.environ) else None
+        self.stopping = False
+
+    def check_options(self) -> None:
+        """Refuses what this engine cannot do: all mistakes at once.
+
+        Raises:
+            OptionError: an option that differs from its default has no meaning on this engine.
+        """
+        mistakes = []
+        for field in fields(EngineOptions):
+            value = getattr(self.options, field.name)
+            for key in (field.name, f"{field.name}={value}"):
+                if value != field.default and key in self.only_for_others:
+                    flag = "--" + field.name.replace("_", "-")
+                    given = flag if value is True else f"{flag} {value}"
+                    mistakes.append(f"{given} with --backend {self.name}: {self.only_for_others[key]}")
+        if min(self.options.timeout_s, self.options.startup_timeout_s, self.options.bucket_mb) <= 0:
+            mistakes.append("--timeout-s, --startup-timeout-s and --bucket-mb must be more than 0")
+        if mistakes:
+            raise OptionError("; ".join(mistakes))
+
+    def __enter__(self) -> Self:
+        # A second start in one process must not look like the end of the first.
+        self.activity = Activity(self.options.startup_timeout_s)
+        self._verdict, self.stopping = None, False
+        try:
+            self._meet()
+            self._start()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self
+
+    def _meet(self) -> None:
+        """Finds the other ranks, and begins to watch over them."""
+        if self.driver is not None:
+            self.driver.listen()
+        self.store, self.first_host = rendezvous.open_store(
+            self.world,
+            self.environ,
+            init_method=self.options.init_method,
+            timeout_s=self.options.startup_timeout_s,
+        )
+        self.device = choose_device(self.world, self.options.device)
+        watched = self.world.size > 1
+        memory, page = (stacks.answer(), self.activity.show()) if watched else (None, None)
+        self._guard.callback(self.activity.hide, page)
+        self._guard.callback(stacks.answer_no_more, memory)
+        me = Peer(
+            host=self.world.host or socket.gethostname(),
+            local_rank=self.world.local_rank,
+            group=self.world.group,
+            backend=self.name,
+            cpus=cpu_ids(),
+            gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+            starter=_starter() if self.world.launcher == "torchrun" else "",
+            process=os.getpid(),
+            started=started(os.getpid()) if watched else "",
+            worlds=0 if self.driver is None else self.driver.worlds,
+            memory=memory,
+            page=page,
+        )
+        self.peers = peers.meet(self.store, self.world, me)
+        self.job = peers.job_of(self.peers, self.slurm_job)
+        self.world = peers.locate(self.world, self.peers)
+        if self.uses_nccl:
+            self._refuse_shared_gpu()
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
+            # horovodrun sets nothing, so that each of four ranks would start a thread per core.
+            torch.set_num_threads(peers.fair_cpus(self.world, self.peers))
+        self._begin_watch()
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None or isinstance(error, PreemptedError):
+            self._part(failed=error is not None)
+        else:
+            self._fail(error)
+
+    def _part(self, failed: bool = False) -> None:
+        """Leaves as all ranks do."""
+        try:
+            if self.watch is not None:
+                self.watch.done()
+            self._stop(failed)
+        except BaseException as stopping:
+            self._fail(stopping)
+            raise
+        self._end_watch()
+
+    def _break(self, error: BaseException) -> Verdict | None:
+        """Leaves after an error; returns which rank's error it is, or None if nobody knows."""
+        if self.watch is not None:
+            self._verdict = self.watch.failed(error)
+        if self.driver is not None:
+            # What the frames of the failed exchange hold keeps its connections open, on which others wait.
+            for link in (error, error.__cause__, error.__context__):
+                if link is not None:
+                    traceback.clear_frames(link.__traceback__)
+        self._stop(failed=True)
+        self._end_watch()
+        return self._verdict
+
+    def _fail(self, error: BaseException) -> None:
+        """Leaves after an error: with another one, if it is only the consequence of what happened elsewhere."""
+        verdict = self._break(error)
+        # Without a text, all ranks have left alike.
+        if verdict is None or not verdict.text or isinstance(error, UserError):
+            return
+        if verdict.rank == self.world.rank:
+            if isinstance(error, SystemExit) and verdict.told:
+                raise SystemExit(error.code or 1) from error
+        elif isinstance(error, Exception | SystemExit):
+            if self.world.launcher != "run":
+                stand_by(QUIET_S if failure.takes_tracebacks() else LOUD_S)
+            raise PeerError(
+                f"{self.world} stopped because rank {verdict.rank} failed or ended: see what that said. "
+                f"({first_line(error)})"
+            ) from error
+
+    def goes_on_after(self, error: Exception) -> bool:
+        """Whether this rank goes on among others, where ranks come and go; it is in the next world then.
+
+        Args:
+            error: what its training has ended with: `RescaleError`, or what a broken exchange raises.
+
+        Raises:
+            DismissedError: there is no place for it in the next world.
+            LaunchError: there is no next world.
+        """
+        if self.driver is None:
+            return False
+        if isinstance(error, RescaleError):
+            self._part()
+        else:
+            broken = self.activity.in_exchange and not isinstance(error, UserError)
+            verdict = self._break(error)
+            if not broken or verdict is None or not verdict.text or verdict.rank == self.world.rank:
+                return False
+        for attempt in range(1, NEXT_WORLDS + 1):
+            self.world = self.driver.next_world()
+            rendezvous.begin_anew()
+            try:
+                self.__enter__()
+            except (UserError, RuntimeError):
+                # Another rank may have failed on its way to the meeting.
+                if attempt == NEXT_WORLDS:
+                    raise
+            else:
+                return True
+        return False
+
+    def _begin_watch(self) -> None:
+        failure.forget()
+        if self.world.size > 1:
+            station = Hub if self.world.is_first else Spoke
+            watch = station(
+                self.world,
+                self.peers,
+                self.activity,
+                startup_s=self.options.startup_timeout_s,
+                environ=self.environ,
+                goes_on_s=None if self.driver is None else self.options.timeout_s,
+            )
+            watch.start(self.store, self.first_host)
+            self.watch = watch
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # Launchers end the others so when one rank fails, sometimes before this one has said why.
+                heard = preemption.heard(self._end_by_signal, signals=(signal.SIGTERM,))
+                self._signals = self._guard.enter_context(heard)
+
+    def _end_by_signal(self, number: int) -> None:
+        if self.stopping:
+            self._signals.granted = True
+            return
+        if self.watch is not None:
+            self.watch.terminated()
+        os._exit(128 + number)
+
+    def _end_watch(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
+        self._guard.close()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _stop(self, failed: bool) -> None: ...
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this engine would move GPU tensors by NCCL, which allows one rank per GPU."""
+        return False
+
+    def _refuse_shared_gpu(self) -> None:
+        others = peers.sharing_gpu(self.world, self.peers)
+        if others:
+            raise LaunchError(
+                f"Ranks {', '.join(map(str, sorted([self.world.rank, *others])))} would share one GPU "
+                f"({self.device} on {self.peers[self.world.rank].host}), and NCCL allows one rank per GPU. "
+                f"{torch.cuda.device_count()} GPUs are visible here: start that many ranks per node, or "
+                f"train on CPUs with --device cpu"
+            )
+
+
+def _starter() -> str:
+    """The parent process, as nothing else is called."""
+    parent = os.getppid()
+    return f"{parent} {started(parent)}"
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets what an engine reads at its start, and takes it back: a later `detect` must see the real launcher."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def choose_device(world: World, wish: str = "auto") -> torch.device:
+    """Pins this process to its GPU: `local_rank` modulo the visible ones, so that a task that sees one works.
+
+    Raises:
+        BackendError: a GPU was asked for and PyTorch sees none.
+    """
+    visible = 0 if wish == "cpu" else torch.cuda.device_count()
+    if visible == 0:
+        if wish == "cuda":
+            raise BackendError(
+                f"--device cuda was asked for, but PyTorch {torch.__version__} sees no GPU. "
+                f"Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on CPUs with --device cpu"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % visible)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,67 @@
+"""A training of numbered samples for horovodrun's elastic mode; each process writes down what it trained on.
+
+<log-dir>/audit/PROCESS     one line per step: step, epoch, ranks, when, and the numbers of this rank's samples
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_trainer import Callback, Trainer, TrainerOptions, run_job
+from hvd_trainer.tools.verify_job import Audited, numbered
+
+SAMPLES, GLOBAL_BATCH = 144, 24
+
+
+class Audit(Callback):
+    def __init__(self, model: Audited, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model, self.file = model, (folder / str(os.getpid())).open("w", buffering=1)
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        progress, size = trainer.progress, trainer.world.size
+        # A step that was broken off has left its samples in front.
+        numbers = self.model.numbers[-GLOBAL_BATCH // size :]
+        line = [progress.step, progress.epoch, size, time.monotonic_ns(), *numbers]
+        self.file.write(" ".join(map(str, line)) + "\n")
+        self.model.numbers = []
+        time.sleep(0.01)
+
+
+def trained_on(folder: Path) -> dict[int, Counter[int]]:
+    """How often each sample was trained on, by epoch, in the history that led to the end.
+
+    A step that was lost with a rank is made again, and its last time counts.
+    """
+    lines = defaultdict(list)
+    for file in (folder / "audit").iterdir():
+        for line in file.read_text().splitlines():
+            step, epoch, size, when, *numbers = map(int, line.split())
+            lines[step].append((when, size, epoch, numbers))
+    seen: dict[int, Counter[int]] = defaultdict(Counter)
+    for step in lines.values():
+        step.sort()
+        size = step[-1][1]
+        for _, _, epoch, numbers in step[-size:]:
+            seen[epoch].update(numbers)
+    return seen
+
+
+def main(options: TrainerOptions) -> None:
+    with Trainer(options) as trainer:
+        model = Audited()
+        assert options.log.log_dir is not None
+        audit = Audit(model, Path(options.log.log_dir) / "audit")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, numbered(SAMPLES, 1), callbacks=[audit])
+
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)

@@ -1,0 +1,196 @@
+"""horovodrun's elastic mode: hosts come and go, ranks are lost, and the others go on from what they remember.
+
+Two names of this machine are its hosts, so that horovodrun starts the ranks of both without ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import digits_job
+import elastic_job
+import psutil
+import pytest
+from launchers import QUICKEST, REPOSITORY, Job, launch, requires, start
+from test_failures import REPORT
+
+from hvd_trainer import EngineOptions
+from hvd_trainer.backends import horovod
+from hvd_trainer.elastic import DismissedError, Driver
+from hvd_trainer.errors import BackendError, LaunchError
+
+HERE, THERE = "localhost", "127.0.0.1"
+pytestmark = requires("horovodrun")
+JOB = [
+    str(Path(__file__).with_name("elastic_job.py")),
+    "--global-batch-size",
+    str(elastic_job.GLOBAL_BATCH),
+    "--commit-every-steps",
+    "5",
+]
+
+
+class Cluster:
+    """What horovodrun's discovery script prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self._list, self.script = folder / "hosts", folder / "hosts.sh"
+        self.script.write_text(f"#!/bin/sh\ncat {self._list}\n")
+        self.script.chmod(0o755)
+
+    def has(self, **slots: int) -> None:
+        """Slots by host: `here`, `there`."""
+        names = {"here": HERE, "there": THERE}
+        temporary = self._list.with_suffix(".new")
+        temporary.write_text("".join(f"{names[host]}:{count}\n" for host, count in slots.items()))
+        temporary.replace(self._list)
+
+
+@contextmanager
+def elastic(argv: list[str], folder: Path, **slots: int) -> Iterator[tuple[Job, Cluster]]:
+    """A job that has begun on some hosts."""
+    cluster = Cluster(folder)
+    cluster.has(**slots)
+    options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo"]
+    options += ["--host-discovery-script", str(cluster.script)]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    with start("horovodrun", sum(slots.values()), argv, options=options, env=env) as job:
+        yield job, cluster
+
+
+def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
+    """A rank that has been started there."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for process in job.processes():
+            with suppress(psutil.Error):
+                if process.name() == "python" and process.environ().get("HOROVOD_HOSTNAME") == host:
+                    return process
+        time.sleep(0.05)
+    raise AssertionError(job.report(f"no rank on {host}"))
+
+
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
+    """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
+    options = ["--epochs", "40", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
+    argv = digits_job.argv(backend, tmp_path / "log", options)
+    with elastic(argv, tmp_path, here=2) as (job, cluster):
+        job.wait_for_output("epoch 3/")
+        cluster.has(here=2, there=2)
+        job.wait_for_output("world    4 ranks on 2 nodes")
+        job.wait_for_output("resume   restored model, optimizer")
+        rank_on(job, THERE).kill()
+        job.wait_for_output("world    2 ranks on 1 node", count=2)
+        assert job.wait(60).returncode == 0, job.report("did not go on")
+        (report,) = REPORT.findall(job.stderr)
+        assert re.search(r"failure: rank [23] of 4 on 127.0.0.1 .*: ended without a word", report)
+    launch(QUICKEST, 2, digits_job.argv("ddp", tmp_path / "undisturbed", options))
+    assert digits_job.weights(tmp_path / "log") == digits_job.weights(tmp_path / "undisturbed")
+    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == list(range(1, 41))
+
+
+def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
+    """Ranks come while the first one starts, and one is stopped, which takes its host with it."""
+    argv = [*JOB, "--epochs", "40", "--timeout-s", "3", "--log-dir", str(tmp_path)]
+    with elastic(argv, tmp_path, here=1) as (job, cluster):
+        rank_on(job, HERE)
+        cluster.has(here=2, there=1)
+        job.wait_for_output("world    3 ranks on 2 nodes")
+        job.wait_for_output("resume   restored model, optimizer")
+        job.wait_for_output("epoch ", count=job.stdout.count("epoch ") + 2)
+        rank_on(job, HERE).suspend()
+        job.wait_for_output("world    1 rank on 1 node, started by horovodrun", count=2)
+        assert re.search(r"failure: rank [012] of 3 on localhost .*: has not answered", job.stderr)
+        assert job.wait(60).returncode == 0, job.report("did not go on")
+    seen = elastic_job.trained_on(tmp_path)
+    once = dict.fromkeys(range(elastic_job.SAMPLES), 1)
+    assert seen == dict.fromkeys(range(40), once)
+
+
+def test_a_host_is_taken_away(tmp_path: Path) -> None:
+    """That of rank 0: its ranks leave quietly, and another one writes the log from there on."""
+    argv = [*JOB, "--epochs", "40", "--log-dir", str(tmp_path)]
+    with elastic(argv, tmp_path, here=1, there=1) as (job, cluster):
+        job.wait_for_output("epoch 2/")
+        cluster.has(there=1)
+        job.wait_for_output("world    1 rank on 1 node")
+        assert job.wait(60).returncode == 0, job.report("did not go on")
+        assert not REPORT.findall(job.stderr)
+    once = dict.fromkeys(range(elastic_job.SAMPLES), 1)
+    assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), once)
+
+
+def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
+    """It blacklists a host that had a failing rank. The report is followed by one line of its own."""
+    argv = [*JOB, "--epochs", "1000", "--log-dir", str(tmp_path)]
+    with elastic(argv, tmp_path, here=2) as (job, _):
+        job.wait_for_output("epoch 2/")
+        rank_on(job, HERE).send_signal(signal.SIGKILL)
+        assert job.wait(30).returncode == 1
+        assert len(REPORT.findall(job.stderr)) == 1
+        assert job.stderr.splitlines()[-1].startswith("horovodrun: Horovod detected")
+
+
+def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that were left by others, some waited for Gloo's time limit."""
+    monkeypatch.setattr(horovod, "_patch_set", lambda: 4)
+    engine = horovod.HorovodBackend(EngineOptions(), dict(RANK))
+    engine._hvd = horovod._import_horovod()
+    with pytest.raises(BackendError, match="python -m hvd_trainer install-horovod"):
+        engine._start()
+
+
+NUMBERS = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "HOSTNAME": "b", "ELASTIC": 1}
+SERVER = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": "1"}
+RANK = {f"HOROVOD_{name}": str(value) for name, value in {**NUMBERS, **SERVER}.items()}
+
+
+@contextmanager
+def answering(status: int, answer: str) -> Iterator[Driver]:
+    """A driver whose horovodrun gives this answer, as rank 1 of 2 on host b."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/rank_and_size/b:0"
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Driver(RANK | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port)})
+        server.shutdown()
+
+
+def test_the_next_world() -> None:
+    with answering(200, "0,3,0,1,0,3") as driver:
+        driver.changed.set()
+        world = driver.next_world()
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 3, 0, 1)
+        assert (driver.worlds, driver.changed.is_set()) == (1, False)
+
+
+def test_no_place_in_the_next_world() -> None:
+    with answering(200, "-1,-1,-1,-1,-1,-1") as driver, pytest.raises(DismissedError) as left:
+        driver.next_world()
+    assert left.value.code == 0
+
+
+def test_horovodrun_has_ended() -> None:
+    with answering(404, "") as driver, pytest.raises(LaunchError, match="not started in its elastic mode"):
+        driver.next_world()
+    with pytest.raises(LaunchError, match=r"has no place for this process: .*--elastic-timeout"):
+        driver.next_world()
