@@ -15,6 +15,7 @@ import process_tree
 import psutil
 import pytest
 import slurm_cluster
+import warm
 
 _SET_BY_IMPORTS = {
     # pytest itself
@@ -117,6 +118,7 @@ def _is_pythons_own_helper(process: psutil.Process) -> bool:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if anything that it started is still there."""
     slurm_cluster.stop_shared()
+    warm.stop_shared()
     started = process_tree.with_descendants(
         [
             *psutil.Process().children(recursive=True),

@@ -30,6 +30,7 @@ from typing import Any
 
 import process_tree
 import slurm_cluster
+import warm
 from child_environment import child_environment
 from job import Job, LaunchError, LaunchTimeoutError, OrphanError, Result
 from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, each_launcher, requires
@@ -78,6 +79,8 @@ def command_line(launcher: str, num_processes: int, argv: Sequence[str], options
         return ["mpirun", *as_root, "--oversubscribe", "-np", number, *options, *python]
     if launcher == "srun":
         return ["srun", "--mpi=none", "-n", number, *options, *python]
+    if launcher == QUICKEST:
+        return warm.command_line(num_processes, list(argv))
     if launcher != "python":
         raise ValueError(f"no launcher {launcher!r}; there are: {', '.join(LAUNCHERS)}")
     if num_processes != 1:

@@ -14,6 +14,23 @@ import slurm_cluster
 
 LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "srun", "python")
 
+QUICKEST = "warm"
+"""Where it does not matter who starts the ranks: see warm_server.py."""
+"""For what any launcher can start: torchrun imports PyTorch itself, which takes it longer than many a test."""
+
+
+def requires(*names: str) -> pytest.MarkDecorator:
+    """A mark that skips the test unless everything named is there."""
+    reasons = [reason for reason in map(missing, names) if reason is not None]
+    return pytest.mark.skipif(bool(reasons), reason="; ".join(dict.fromkeys(reasons)))
+
+
+def each_launcher(*names: str) -> pytest.MarkDecorator:
+    """Run the test once per launcher, as its argument ``launcher``; all of them unless named."""
+    cases = [pytest.param(name, marks=requires(name)) for name in names or LAUNCHERS]
+    return pytest.mark.parametrize("launcher", cases)
+
+
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 
@@ -51,23 +68,8 @@ def missing(name: str) -> str | None:
         "srun": slurm_cluster.missing,
         "torchrun": lambda: None,
         "python": lambda: None,
+        QUICKEST: lambda: None,
     }
     if name not in checks:
         raise ValueError(f"nothing known about {name!r}; known are {', '.join(checks)}")
     return checks[name]()
-
-
-QUICKEST = "torchrun" if missing("horovodrun") else "horovodrun"
-"""For what any launcher can start: torchrun imports PyTorch itself, which takes it longer than many a test."""
-
-
-def requires(*names: str) -> pytest.MarkDecorator:
-    """A mark that skips the test unless everything named is there."""
-    reasons = [reason for reason in map(missing, names) if reason is not None]
-    return pytest.mark.skipif(bool(reasons), reason="; ".join(dict.fromkeys(reasons)))
-
-
-def each_launcher(*names: str) -> pytest.MarkDecorator:
-    """Run the test once per launcher, as its argument ``launcher``; all of them unless named."""
-    cases = [pytest.param(name, marks=requires(name)) for name in names or LAUNCHERS]
-    return pytest.mark.parametrize("launcher", cases)

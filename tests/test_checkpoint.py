@@ -244,7 +244,7 @@ def lines(folder: Path) -> list[tuple[str, int]]:
 def test_records_after_the_checkpoint_come_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = fit(tmp_path)
     before = lines(tmp_path)
-    assert whole.saver.saves == 2
+    assert whole.keeper.finish()["saves"] == 2
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 5, "torn')
     fit(tmp_path, resume=str(tmp_path / "checkpoints/step-000000003"))

@@ -31,7 +31,7 @@ from hvd_trainer.errors import DataError
 WORLDS = [
     pytest.param(("ddp", "python", 1), id="ddp-1"),
     pytest.param(("ddp", QUICKEST, 3), id="ddp-3"),
-    pytest.param(("horovod", "horovodrun", 2), id="horovod-2", marks=requires("horovod")),
+    pytest.param(("horovod", QUICKEST, 2), id="horovod-2", marks=requires("horovod")),
 ]
 
 

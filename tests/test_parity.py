@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import QUICKEST, launch, requires, run_ranks
+from launchers import launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions, TrainOptions
 from hvd_trainer.models import conv_net
 
 EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per epoch: 20 steps in all
-NATURAL = {"horovod": "horovodrun", "ddp": QUICKEST, "single": "python"}
 
 
 def small_net() -> nn.Module:
@@ -62,7 +61,7 @@ def train_all(backend: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
 
 @cache
 def final_weights(backend: str, size: int) -> list[dict[str, dict[str, Tensor]]]:
-    return run_ranks(train_all, num_processes=size, launcher=NATURAL[backend], args=(backend,), timeout_s=200)
+    return run_ranks(train_all, num_processes=size, args=(backend,), timeout_s=200)
 
 
 def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -101,9 +100,9 @@ def test_job_equals_the_script_written_by_hand(tmp_path: Path, mnist_dir: Path) 
         f"--data-dir {mnist_dir}"
     ).split()
     hand = tmp_path / "hand.safetensors"
-    launch("torchrun", 2, ["examples/mnist/plain_ddp.py", *options, "--save", str(hand)], timeout_s=200)
+    launch(QUICKEST, 2, ["examples/mnist/plain_ddp.py", *options, "--save", str(hand)], timeout_s=200)
     for backend in ("ddp", "horovod"):
         folder = tmp_path / backend
         argv = ["-m", "hvd_trainer.mnist", "--backend", backend, *options, "--log-dir", str(folder)]
-        launch("horovodrun", 2, argv, timeout_s=200)
+        launch(QUICKEST, 2, argv, timeout_s=200)
         assert (folder / "model.safetensors").read_bytes() == hand.read_bytes(), backend

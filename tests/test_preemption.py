@@ -44,9 +44,9 @@ def test_a_signal_on_one_rank_stops_all(
         assert running.stderr.count("stopped by a signal after step") == 1, running.stderr
         # horovodrun prints a traceback of its own.
         assert not re.search(r'File "[^"]*/hvd_trainer/', running.stderr), running.stderr
-    again = launch(launcher, size, digits_job.argv(backend, parts, [*JOB, "--resume", "auto"]))
+    again = launch(QUICKEST, size, digits_job.argv(backend, parts, [*JOB, "--resume", "auto"]))
     assert "resume   restored model, optimizer, random, metrics" in again.stdout
-    launch(launcher, size, digits_job.argv(backend, whole, JOB))
+    launch(QUICKEST, size, digits_job.argv(backend, whole, JOB))
     assert digits_job.weights(parts) == digits_job.weights(whole)
 
 

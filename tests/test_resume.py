@@ -24,7 +24,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_ranks(
         resume_checks.interrupted_and_not,
         num_processes=2,
-        launcher=QUICKEST,
         args=(request.param, folder),
         timeout_s=240,
     )
@@ -87,7 +86,6 @@ def test_it_goes_on_with_other_ranks_and_engines(
     resumed = run_ranks(
         resume_checks.second_part,
         num_processes=size,
-        launcher="python" if size == 1 else QUICKEST,
         args=(backend, str(tmp_path), folder),
     )
     # Three epochs in all, of which the first 4 steps were saved, and the fifth was lost.

@@ -107,7 +107,7 @@ class BadLoss:
     """Cross-entropy that is not finite in some of the forward passes of one rank."""
 
     def __init__(self, rank: int, passes: set[int], bad: float = math.nan) -> None:
-        self.passes, self.bad = (passes if rank == int(os.environ["HOROVOD_RANK"]) else set()), bad
+        self.passes, self.bad = (passes if rank == int(os.environ["RANK"]) else set()), bad
         self.count = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:

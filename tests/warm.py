@@ -1,0 +1,60 @@
+"""The session's server of ranks that are forked with everything imported (see warm_server.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import process_tree
+from child_environment import child_environment
+
+HERE = Path(__file__).parent
+START_S = 60.0
+_servers: list[Server] = []
+
+
+class Server:
+    """One server, which takes a few seconds to start."""
+
+    def __init__(self) -> None:
+        # Directly under the system's temporary folder: a socket's path must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="hvd-warm-"))
+        self.address = str(self._folder / "socket")
+        mark = f"{os.environ.get(process_tree.MARK, 'session')}/warm"
+        environ = child_environment(os.environ, {}, mark=mark, folder=self._folder)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "warm_server.py"), self.address],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_S
+        while not Path(self.address).exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server of warm ranks did not start: see what it printed")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def command_line(num_processes: int, argv: list[str]) -> list[str]:
+    """What starts so many ranks of `python ARGV`."""
+    if not _servers:
+        _servers.append(Server())
+    # Without site-packages it starts at once.
+    return [sys.executable, "-S", str(HERE / "warm_client.py"), _servers[0].address, str(num_processes), *argv]
+
+
+def stop_shared() -> None:
+    """Ends the session's server, if there is one."""
+    while _servers:
+        _servers.pop().stop()
