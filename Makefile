@@ -42,7 +42,7 @@ mnist: $(STAMPS)/horovod
 	    $(if $(DATA_DIR),--data-dir "$(DATA_DIR)") $(ARGS)
 
 test: $(STAMPS)/horovod $(STAMPS)/test
-	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config import parse
 from hvd_trainer.ending import stand_by
-from hvd_trainer.errors import PeerError, PreemptedError, UserError
-from hvd_trainer.launch import detect, lone_process_warning, may_be_first, slurm_step
+from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError
+from hvd_trainer.launch import World, detect, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.log import say_error
 from hvd_trainer.watch import failure
 from hvd_trainer.watch.station import CRASH
@@ -38,44 +38,54 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     launcher may make another number of it.
     """
     failure.take_tracebacks()
-    world = None
-    first = may_be_first(os.environ)
     try:
         world = detect(os.environ)
         warning = lone_process_warning(world, os.environ)
         if warning:
             sys.stderr.write(f"warning: {warning}\n")
-        job(_parse(options, args, first))
+        job(_parse(options, args, _speaks()))
     except PreemptedError as error:
         # What stopped the job may send more signals; it ends in any case.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if first and str(error):
+        if _speaks() and str(error):
             sys.stderr.write(f"{error}\n")
         else:
             stand_by(SPEAKING_S)
         _end(PREEMPTED)
     except PeerError as error:
         if not failure.was_told():
-            say_error(world, str(error))
+            say_error(_world(), str(error))
         _end(CRASH)
     except UserError as error:
         if not failure.was_told():
-            if not first:
+            if not _speaks():
                 stand_by()
             # Rank 0 speaks for all.
-            say_error(None if first else world, str(error))
+            say_error(None if _speaks() else _world(), str(error))
         _end(USER_ERROR)
     except KeyboardInterrupt:
-        if first:
+        if _speaks():
             say_error(None, "interrupted")
         _end(INTERRUPTED)
     except SystemExit as leaving:
         _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except BaseException:
         if not failure.was_told():
-            say_error(world, traceback.format_exc())
+            say_error(_world(), traceback.format_exc())
         _end(CRASH)
     _end(0)
+
+
+def _speaks() -> bool:
+    """Whether this is rank 0, as of now: where ranks come and go, another process may become it."""
+    return may_be_first(os.environ)
+
+
+def _world() -> World | None:
+    """This process's place among all, as of now; None if its launcher's variables are not whole."""
+    with suppress(LaunchError):
+        return detect(os.environ)
+    return None
 
 
 def _parse(options: type[T], args: Sequence[str] | None, first: bool) -> T:

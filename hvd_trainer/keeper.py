@@ -234,7 +234,8 @@ class Keeper:
     def _stop(self) -> None:
         self._saver.wait()
         self._backend.stopping = True
-        said = self._requeue(f"stopped by a signal after step {self._progress.step:,}, and saved")
+        what = f"stopped by a signal after step {self._progress.step:,}, and saved"
+        said = self._requeue(what, acts=self._backend.world.is_first)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.
         self._backend.barrier()
         raise PreemptedError(said)

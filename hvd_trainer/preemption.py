@@ -71,25 +71,28 @@ class Requeue:
     Args:
         wanted: whether to.
         job: the number of the Slurm job; None outside of one.
-        acts: whether this rank is the one to do it.
 
     Raises:
         OptionError: it is wanted, and this is no Slurm job.
     """
 
-    def __init__(self, wanted: bool, job: str | None, *, acts: bool) -> None:
+    def __init__(self, wanted: bool, job: str | None) -> None:
         if wanted and job is None:
             raise OptionError(
                 "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
                 "job by sbatch"
             )
         self._job = job if wanted else None
-        self._acts = acts
 
-    def __call__(self, what: str) -> str:
-        """Says what has happened, before Slurm ends all that could; returns what is left to say."""
+    def __call__(self, what: str, *, acts: bool) -> str:
+        """Says what has happened, before Slurm ends all that could; returns what is left to say.
+
+        Args:
+            what: has happened.
+            acts: whether this rank is the one to do it.
+        """
         by_hand = "To go on, type the same command with --resume auto"
-        if self._job is None or not self._acts:
+        if self._job is None or not acts:
             return f"{what}. {by_hand}"
         sys.stderr.write(f"{what}. It goes back into Slurm's queue, and then on by itself\n")
         sys.stderr.flush()

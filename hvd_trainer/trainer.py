@@ -82,9 +82,7 @@ class Trainer:
             ask_cublas()
         self.backend = backends.create(self.options.engine)
         self.progress = Progress()
-        self.requeue = Requeue(
-            self.options.save.requeue, self.backend.slurm_job.number, acts=self.backend.world.is_first
-        )
+        self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
         self.model: nn.Module
         self.optimizer: Optimizer
 

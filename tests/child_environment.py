@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import process_tree
 
+STARTUP = str(Path(__file__).with_name("startup"))
 _RANK_VARIABLE_PREFIXES = (
     "HOROVOD_",
     "OMPI_",
@@ -57,4 +59,5 @@ def child_environment(
         **changes,
         process_tree.MARK: mark,
     }
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, result.get("PYTHONPATH")]))
     return {name: value for name, value in result.items() if value is not None}

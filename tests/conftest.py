@@ -27,6 +27,10 @@ _SET_BY_IMPORTS = {
     "KMP_INIT_AT_FORK",
 }
 
+LONGEST = (
+    *("test_failures", "test_matrix", "test_bad_inputs", "test_verify_resume", "test_preemption", "test_elastic"),
+    *("test_ending", "test_readme", "test_contract", "test_reproducible", "test_examples_plain"),
+)
 _LEFT_BEHIND = pytest.StashKey[str]()
 
 
@@ -43,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run inside a test of another run carries that one's mark in front.
     outer = os.environ.get(process_tree.MARK, "")
     os.environ[process_tree.MARK] = f"{outer}/pytest-{secrets.token_hex(8)}".lstrip("/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that none is left alone at the end."""
+    long = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: long.get(item.path.stem, len(long)))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import digits_job
 import elastic_job
@@ -24,8 +26,10 @@ from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
 from hvd_trainer.backends import horovod
+from hvd_trainer.config import SaveOptions
 from hvd_trainer.elastic import DismissedError, Driver
-from hvd_trainer.errors import BackendError, LaunchError
+from hvd_trainer.errors import BackendError, LaunchError, OptionError
+from hvd_trainer.keeper import Keeper, Memory
 
 HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
@@ -81,10 +85,10 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
 def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
-    options = ["--epochs", "40", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
+    options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
     argv = digits_job.argv(backend, tmp_path / "log", options)
     with elastic(argv, tmp_path, here=2) as (job, cluster):
-        job.wait_for_output("epoch 3/")
+        job.wait_for_output("epoch 2/")
         cluster.has(here=2, there=2)
         job.wait_for_output("world    4 ranks on 2 nodes")
         job.wait_for_output("resume   restored model, optimizer")
@@ -96,7 +100,7 @@ def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     launch(QUICKEST, 2, digits_job.argv("ddp", tmp_path / "undisturbed", options))
     assert digits_job.weights(tmp_path / "log") == digits_job.weights(tmp_path / "undisturbed")
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == list(range(1, 41))
+    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == list(range(1, 25))
 
 
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
@@ -139,6 +143,16 @@ def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
         assert job.wait(30).returncode == 1
         assert len(REPORT.findall(job.stderr)) == 1
         assert job.stderr.splitlines()[-1].startswith("horovodrun: Horovod detected")
+
+
+def test_one_fit_in_a_job() -> None:
+    """A rank that comes during the second training of the others is in its first."""
+    others = (1, 240)
+    backend: Any = SimpleNamespace(driver=object(), all_gather_object=lambda mine: [others, mine])
+    parts: dict[str, Any] = dict.fromkeys(("state", "progress", "guard", "requeue"))
+    keeper = Keeper(backend, SaveOptions(), None, keeps=False, memory=Memory(fit=0), **parts)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):
+        keeper.restore(seed=0, epochs=1)
 
 
 def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,9 @@ def test_unbound_ranks_share_the_cores() -> None:
 
 
 def test_omp_num_threads_is_respected() -> None:
-    worlds = run_ranks(digits_job.world_of, num_processes=2, args=("ddp",), env={"OMP_NUM_THREADS": "2"})
+    worlds = run_ranks(
+        digits_job.world_of, num_processes=2, launcher="torchrun", args=("ddp",), env={"OMP_NUM_THREADS": "2"}
+    )
     assert [world[7] for world in worlds] == [2, 2]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import launch, requires, run_ranks
+from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import EngineOptions, TensorData, Trainer, TrainerOptions, TrainOptions
