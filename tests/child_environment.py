@@ -59,5 +59,6 @@ def child_environment(
         **changes,
         process_tree.MARK: mark,
     }
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, result.get("PYTHONPATH")]))
+    # Last: a test may have a sitecustomize of its own.
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [result.get("PYTHONPATH"), STARTUP]))
     return {name: value for name, value in result.items() if value is not None}

@@ -187,8 +187,11 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
-        ("make test", "python -m pytest -n 2 --dist loadfile"),
-        ('make test PYTEST_ARGS="-k launch"', "python -m pytest -n 2 --dist loadfile -k launch"),
+        ("make test", "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"),
+        (
+            'make test PYTEST_ARGS="-k launch"',
+            "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k launch",
+        ),
     ],
 )
 def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:

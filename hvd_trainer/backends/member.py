@@ -8,7 +8,7 @@ import socket
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -209,7 +209,9 @@ class Member(ABC):
         if self.driver is None:
             return False
         if isinstance(error, RescaleError):
-            self._part()
+            # All remember the step that they leave after, and who fails on the way out is not missed.
+            with suppress(UserError, RuntimeError):
+                self._part()
         else:
             broken = self.activity.in_exchange and not isinstance(error, UserError)
             verdict = self._break(error)
