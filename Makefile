@@ -13,6 +13,8 @@ NP ?= 4
 # Options of the Horovod build: make mnist HOROVOD_ARGS="--gpu none --mpi"
 HOROVOD_ARGS ?=
 PYTEST_ARGS ?=
+# make test LONG=1: also the tests that take minutes
+LONG ?=
 # Files of tests that run at the same time; 0: all in one process, one after the other.
 TEST_JOBS ?= 2
 
@@ -29,7 +31,7 @@ INSTALL := $(PIP) install --quiet -c constraints.txt
 help:
 	@echo "make mnist   train MNIST: horovodrun -np $(NP) python -m hvd_trainer.mnist"
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
-	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects)"
+	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
 	@echo "make lint    ruff and mypy"
 	@echo "make setup   only .venv, the package and Horovod"
 	@echo "make clean   remove .venv and the caches in this folder (built Horovod wheels stay)"
@@ -42,7 +44,8 @@ mnist: $(STAMPS)/horovod
 	    $(if $(DATA_DIR),--data-dir "$(DATA_DIR)") $(ARGS)
 
 test: $(STAMPS)/horovod $(STAMPS)/test
-	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
+	    $(if $(LONG),,-m "not long") $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

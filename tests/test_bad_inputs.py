@@ -48,7 +48,7 @@ def refused(launcher: str, argv: list[str], *words: str, times: int = 1, **more)
     said = (result.stdout + result.stderr).split("Root Cause")[0]
     printed = re.sub(r"\x1b\[[0-9;]*m", "", said)
     assert result.returncode != 0, printed
-    # horovodrun and torchrun print a traceback of their own.
+    # torchrun prints a traceback of its own.
     assert not re.search(r'File "[^"]*/hvd_trainer/', printed), printed
     for word in words:
         assert printed.count(word) == times, f"{word!r} {printed.count(word)} times:\n{printed}"

@@ -82,7 +82,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
     raise AssertionError(job.report(f"no rank on {host}"))
 
 
-@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+@pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.long)])
 def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
@@ -103,6 +103,7 @@ def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     assert [line["epoch"] for line in lines if line["event"] == "epoch"] == list(range(1, 25))
 
 
+@pytest.mark.long
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
     """Ranks come while the first one starts, and one is stopped, which takes its host with it."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "3", "--log-dir", str(tmp_path)]

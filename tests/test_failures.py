@@ -125,6 +125,7 @@ def undisturbed() -> bytes:
         return digits_job.weights(Path(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "size"), [("ddp", 2), pytest.param("horovod", 4, marks=requires("horovod"))])
 def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: Path) -> None:
     """Nothing is typed: they go on from the newest checkpoint, to the bits of 2 undisturbed ranks of DDP."""
@@ -140,6 +141,7 @@ def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: P
     assert not list(tmp_path.glob("earlier-*"))
 
 
+@pytest.mark.long
 @requires("horovod")
 def test_nodes_join_and_leave(tmp_path: Path) -> None:
     """`torchrun --nnodes 1:3`: a second one comes in the middle, and is gone again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
@@ -42,8 +41,7 @@ def test_a_signal_on_one_rank_stops_all(
         assert running.wait(20).returncode == code, running.report("ended otherwise")
         running.check_nothing_left()
         assert running.stderr.count("stopped by a signal after step") == 1, running.stderr
-        # horovodrun prints a traceback of its own.
-        assert not re.search(r'File "[^"]*/hvd_trainer/', running.stderr), running.stderr
+        assert "Traceback" not in running.stderr, running.stderr
     again = launch(QUICKEST, size, digits_job.argv(backend, parts, [*JOB, "--resume", "auto"]))
     assert "resume   restored model, optimizer, random, metrics" in again.stdout
     launch(QUICKEST, size, digits_job.argv(backend, whole, JOB))
@@ -116,6 +114,7 @@ srun --mpi=none "$PYTHON" {{arguments}} --requeue
 """
 
 
+@pytest.mark.long
 @requires("srun", "horovod")
 def test_a_signalled_slurm_job_requeues_itself_and_goes_on(tmp_path: Path) -> None:
     """By its own end it is the undisturbed run, bit for bit, and nobody typed anything."""

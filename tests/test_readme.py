@@ -187,10 +187,10 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
-        ("make test", "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"),
+        ("make test", 'python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"'),
         (
             'make test PYTEST_ARGS="-k launch"',
-            "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k launch",
+            'python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" -k launch',
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
     """Where nothing is set up yet; the set-up itself is tested in test_install_horovod.py."""
     argv = [*shlex.split(command), "--dry-run", f"VENV={tmp_path / 'venv'}"]
     # Whoever gave some of these to the make that runs the tests finds them in the environment.
-    own = {"ARGS", "DATA_DIR", "NP", "HOROVOD_ARGS", "PYTEST_ARGS", "TEST_JOBS"}
+    own = {"ARGS", "DATA_DIR", "NP", "HOROVOD_ARGS", "LONG", "PYTEST_ARGS", "TEST_JOBS"}
     environ = {name: value for name, value in os.environ.items() if name not in own}
     plan = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=environ).stdout
     joined = plan.replace("\\\n", " ").strip().splitlines()

@@ -15,6 +15,7 @@ from hvd_trainer.tools.verify_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume import BATCH, PLACES, bits_different, plans_for, samples_lost
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "seed", "kills"), [("ddp", 0, 4), pytest.param("horovod", 1, 8, marks=requires("horovod"))]
 )
