@@ -24,6 +24,7 @@ _HOMES = {
     "hvd_trainer.job": ("run_job",),
     "hvd_trainer.launch": ("World", "detect"),
     "hvd_trainer.metrics": ("accuracy",),
+    "hvd_trainer.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.spawn": ("run",),
     "hvd_trainer.trainer": ("Callback", "History", "Trainer"),
 }
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hvd_trainer.job import run_job
     from hvd_trainer.launch import World, detect
     from hvd_trainer.metrics import accuracy
+    from hvd_trainer.slurm import SlurmStep, detect_slurm
     from hvd_trainer.spawn import run
     from hvd_trainer.trainer import Callback, History, Trainer
 

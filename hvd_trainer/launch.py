@@ -173,18 +173,18 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
             f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
             f"alone, type: unset {' '.join(n for n in (*launcher.markers, *names) if n in environ)}"
         )
-    node_rank = _number(environ, launcher.node_rank) if launcher.node_rank else UNKNOWN
+    node_rank = number(environ, launcher.node_rank) if launcher.node_rank else UNKNOWN
     world = World(
-        rank=_number(environ, launcher.rank),
-        size=_number(environ, launcher.size),
-        local_rank=_number(environ, launcher.local_rank),
+        rank=number(environ, launcher.rank),
+        size=number(environ, launcher.size),
+        local_rank=number(environ, launcher.local_rank),
         local_size=(
-            _number(environ, launcher.local_size)
+            number(environ, launcher.local_size)
             if node_rank == UNKNOWN
             else _tasks_on_node(environ, launcher, node_rank)
         ),
         node_rank=node_rank,
-        num_nodes=_number(environ, launcher.num_nodes) if launcher.num_nodes else UNKNOWN,
+        num_nodes=number(environ, launcher.num_nodes) if launcher.num_nodes else UNKNOWN,
         launcher=launcher.name,
         host=environ.get(launcher.host, ""),
         group=environ.get(launcher.group, ""),
@@ -199,7 +199,7 @@ def _by(launcher: Launcher) -> str:
 
 
 def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: int) -> int:
-    text, size = environ[launcher.local_size], _number(environ, launcher.size)
+    text, size = environ[launcher.local_size], number(environ, launcher.size)
     counts = expand_counts(text)
     if not 0 <= node_rank < len(counts):
         raise LaunchError(
@@ -213,14 +213,20 @@ def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: in
     return counts[node_rank]
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def number(environ: Mapping[str, str], name: str) -> int:
+    """The whole number that a variable holds.
+
+    Raises:
+        LaunchError: it holds something else.
+    """
     # Not int(): it takes "1_0", "+1" and other alphabets' digits, which no launcher writes.
-    if not re.fullmatch(r"[0-9]{1,9}", environ[name]):
-        raise LaunchError(f"{name} should be a whole number, but is {_shown(environ[name])}.")
+    if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
+        raise LaunchError(f"{name} should be a whole number, but is {shown(environ[name])}.")
     return int(environ[name])
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """A text as an error shows it, and not more than a line of it."""
     return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
@@ -234,15 +240,9 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE should look like 4(x2),2 but is {_shown(text)}.")
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE should look like 4(x2),2 but is {shown(text)}.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def first_host(nodelist: str) -> str:
-    """The first name of Slurm's compressed host list: `"gpu[03-05,9],login"` starts with `gpu03`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None:
@@ -288,7 +288,7 @@ class SlurmJob:
     """The Slurm job that this process runs in."""
 
     number: str | None
-    """None outside of one"""
+    """as Slurm's commands take it, for this job alone; None outside of one"""
     step: str
     restarts: int
     """how often it was put back into the queue"""
@@ -297,8 +297,12 @@ class SlurmJob:
 def slurm_job(environ: Mapping[str, str]) -> SlurmJob:
     """What Slurm says of its job."""
     count = environ.get("SLURM_RESTART_COUNT", "")
-    step = environ.get("SLURM_STEP_ID", "")
-    return SlurmJob(environ.get("SLURM_JOB_ID"), step, int(count) if count.isdecimal() else 0)
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID", "")
+    # One task of an array has the array's own number, by which Slurm's commands mean all of its tasks. The others
+    # have numbers of their own; a job that one of them submits, too, and it inherits the array's variables.
+    if job is not None and job == environ.get("SLURM_ARRAY_JOB_ID") and "SLURM_ARRAY_TASK_ID" in environ:
+        job = f"{job}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return SlurmJob(job, step, int(count) if count.isdecimal() else 0)
 
 
 def started(process: int) -> str:

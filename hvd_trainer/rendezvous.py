@@ -9,7 +9,7 @@ Every launcher leads to the same thing, one `torch.distributed.Store` that all r
     run           the parent process holds the store and tells each child
     horovodrun    horovodrun's key-value server (HTTP)
     mpirun, srun  one node: a private file, several: MASTER_ADDR and MASTER_PORT, or MPI itself (mpi4py),
-                  or the step's first host and a port made from the numbers of job and step
+                  or a door on the step's first host, at a port made from the numbers of job and step
 
 What the ranks then say to each other is in `peers.py`.
 """
@@ -21,7 +21,7 @@ import itertools
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,13 +31,15 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
+from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch import World, first_host
+from hvd_trainer.launch import World, slurm_job
 from hvd_trainer.network import LOOPBACK
+from hvd_trainer.slurm import SlurmStep, read_step
 
-POLL_S = 0.02
+POLL_S, LONGEST_POLL_S = 0.02, 1.0
 _SESSIONS = itertools.count()
-_STORES: dict[str, dist.Store] = {}
+_MEETINGS: dict[str, Meeting] = {}
 """Stores at a fixed place serve all of a process's trainings: of two that follow each other at one port or file, a
 fast rank would find the first, which slower ranks are about to close."""
 RUN_STORE = "HVD_TRAINER_STORE"
@@ -60,10 +62,10 @@ def _close_stores() -> None:
     """
     done = [
         urlsplit(where).path
-        for where, store in _STORES.items()
+        for where, (store, _) in _MEETINGS.items()
         if where.startswith("file://") and store.add("left", 1) == store.add("met", 0)
     ]
-    _STORES.clear()
+    _MEETINGS.clear()
     for path in done:
         Path(path).unlink(missing_ok=True)
 
@@ -118,8 +120,7 @@ def _find_store(
     if world.num_nodes == 1:
         return _meet_at(FileBoard(job_file(world, environ, session)), world, timeout)
     if world.launcher == "srun":
-        host = _slurm_address(first_host(_needed(environ, "SLURM_STEP_NODELIST", world)))
-        return _torch_store(world, environ, f"tcp://{host}:{_slurm_port(world, environ)}", timeout)
+        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, timeout)
     return _mpi_store(world, timeout)
 
 
@@ -178,12 +179,11 @@ def _torch_store(world: World, environ: Mapping[str, str], init_method: str, tim
         where = init_method
     else:
         raise LaunchError(f"--init-method {init_method} is none of env://, tcp://HOST:PORT and file:///PATH.")
-    if where not in _STORES:
-        _STORES[where] = _open_torch_store(world, init_method, where, timeout)
-    store = _STORES[where]
-    store.set_timeout(timeout)  # a store on a file was not told
-    host = LOOPBACK if where.startswith("file://") else urlsplit(f"//{where.removeprefix('tcp://')}").hostname
-    return Meeting(store, host or LOOPBACK)
+    if where not in _MEETINGS:
+        host = LOOPBACK if where.startswith("file://") else urlsplit(f"//{where.removeprefix('tcp://')}").hostname
+        _MEETINGS[where] = Meeting(_open_torch_store(world, init_method, where, timeout), host or LOOPBACK)
+    _MEETINGS[where].store.set_timeout(timeout)  # a store on a file was not told
+    return _MEETINGS[where]
 
 
 def _open_torch_store(world: World, init_method: str, where: str, timeout: timedelta) -> dist.Store:
@@ -213,15 +213,37 @@ def _meet_at(board: Board, world: World, timeout: timedelta) -> Meeting:
         store = serve_store(host, timeout)
         board.post(f"{host}:{store.port}")
         return Meeting(store, host)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while (address := board.read()) is None:
-        if time.monotonic() > deadline:
+    return _join_store(_wait_for(board.read, world, timeout), world, timeout)
+
+
+def _wait_for(read: Callable[[], str | None], world: World, timeout: timedelta) -> str:
+    began, limit_s = time.monotonic(), timeout.total_seconds()
+    while (address := read()) is None:
+        waited_s = time.monotonic() - began
+        if waited_s > limit_s:
             raise LaunchError(
-                f"{world} waited {timeout.total_seconds():.0f} s for rank 0, which never said where it is. "
+                f"{world} waited {limit_s:.0f} s for rank 0, which never said where it is. "
                 f"See what rank 0 printed: it may have ended."
             )
-        time.sleep(POLL_S)
-    return _join_store(address, world, timeout)
+        # A thousand ranks that ask fifty times a second would keep rank 0's machine from starting it.
+        time.sleep(min(LONGEST_POLL_S, max(POLL_S, waited_s / 10)))
+    return address
+
+
+def _meet_at_door(world: World, step: SlurmStep, restarts: int, timeout: timedelta) -> Meeting:
+    """Rank 0 serves a store, and tells its port to those of its step who ask at the door."""
+    name = f"{step.job}.{step.number} start {restarts}"
+    if name not in _MEETINGS:
+        if world.is_first:
+            host = _slurm_address(step.host)
+            store = dist.TCPStore(LOOPBACK, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+            Door(name, step.ports).open(store.port)
+            _MEETINGS[name] = Meeting(store, host)
+        else:
+            hosts = [_slurm_address(host) for host in (step.hosts if step.scattered else step.hosts[:1])]
+            door = Door(name, step.ports, hosts)
+            _MEETINGS[name] = _join_store(_wait_for(door.read, world, timeout), world, timeout)
+    return _MEETINGS[name]
 
 
 def _slurm_address(node: str) -> str:
@@ -239,15 +261,6 @@ def _slurm_address(node: str) -> str:
         f"The address of {node}, where rank 0 runs, is known neither to this machine nor to Slurm. Type before "
         f"srun: export MASTER_ADDR=ADDRESS_OF_RANK_0 MASTER_PORT=29500"
     )
-
-
-def _slurm_port(world: World, environ: Mapping[str, str]) -> int:
-    """A port that two steps that run at the same time are very unlikely to share."""
-    numbers = _needed(environ, "SLURM_JOB_ID", world), _needed(environ, "SLURM_STEP_ID", world)
-    if not all(text.isascii() and text.isdecimal() for text in numbers):
-        raise LaunchError(f"SLURM_JOB_ID and SLURM_STEP_ID should be numbers, not {' and '.join(numbers)}.")
-    job, step = map(int, numbers)
-    return 20_000 + (job * 61 + step) % 12_000
 
 
 def _mpi_store(world: World, timeout: timedelta) -> Meeting:

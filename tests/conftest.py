@@ -85,7 +85,7 @@ def _process_groups_are_destroyed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm() -> slurm_cluster.SlurmCluster:
-    """The session's private Slurm, two nodes of 8 CPUs; the session's end stops it."""
+    """The session's private Slurm, three nodes of 8 CPUs; the session's end stops it."""
     reason = slurm_cluster.missing()
     if reason is not None:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Submit a batch script to the tests' own Slurm and wait for it."""
+"""Submit a batch script to the tests' own Slurm and wait for it, or disturb it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ class BatchResult:
     """How a batch job ended.
 
     ``state`` is Slurm's word (COMPLETED, FAILED, CANCELLED ...), ``returncode`` the script's exit
-    code, or 128 + N when signal N ended it, ``output`` what it printed, errors included.
+    code, or 128 + N when signal N ended it; of an array, those of the first task that has failed, if
+    one has. ``output`` is what it printed, errors included.
     """
 
     job_id: int
@@ -31,23 +33,74 @@ class BatchResult:
     output: str
 
 
-def sbatch(
+class Batch:
+    """A batch job, or an array of them, that was submitted."""
+
+    def __init__(self, slurm: SlurmCluster, job_id: int, output: Path) -> None:
+        self._slurm, self.job_id, self._output = slurm, job_id, output
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def tasks(self) -> list[dict[str, str]]:
+        """What ``scontrol show job`` tells of the job, or of each task of the array: by fields."""
+        shown = self._slurm.client("scontrol", "--oneliner", "show", "job", str(self.job_id)).stdout
+        lines = [line.split() for line in shown.splitlines() if line.strip()]
+        return [dict(word.split("=", 1) for word in line if "=" in word) for line in lines]
+
+    def wait_for(self, file: Path, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until the job has written a text into a file.
+
+        Raises:
+            TimeoutError: it had not in time; the message has its output.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (file.is_file() and text in file.read_text()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {text} in {file} after {timeout_s:g} s; the job's output:\n{self.output}")
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float = 120.0) -> BatchResult:
+        """Wait for the end of all tasks.
+
+        Raises:
+            TimeoutError: they had not ended in time; the message has their output.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            tasks = self.tasks()
+            if all(task["JobState"] not in _NOT_ENDED for task in tasks):
+                task = next((task for task in tasks if task["JobState"] != "COMPLETED"), tasks[0])
+                code, signal = map(int, task["ExitCode"].split(":"))
+                return BatchResult(self.job_id, task["JobState"], 128 + signal if signal else code, self.output)
+            for task in tasks:
+                if task.get("Reason") == "BeginTime":
+                    # A requeued job waits for two minutes, which a test need not.
+                    name = f"{self.job_id}_{task['ArrayTaskId']}" if "ArrayTaskId" in task else str(self.job_id)
+                    self._slurm.client("scontrol", "update", f"JobId={name}", "StartTime=now")
+            time.sleep(0.1)
+        raise TimeoutError(
+            f"batch job {self.job_id} had not ended after {timeout_s:g} s; its output so far:\n{self.output}"
+        )
+
+
+@contextmanager
+def submitted(
     slurm: SlurmCluster,
     script: str,
     *options: str,
+    arguments: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 120.0,
-) -> BatchResult:
-    """Submit a batch script, with its ``#!`` line, and wait for its end.
+) -> Iterator[Batch]:
+    """Submit a batch script, with its ``#!`` line; what is left of it at the end of the block is cancelled.
 
     Args:
         options: of sbatch, such as ``--ntasks=2``.
+        arguments: of the script.
         env: set on top of this process's environment; None removes a variable.
         cwd: where the script starts; the repository's root unless given.
-
-    Raises:
-        TimeoutError: it had not ended in time; it was cancelled, the message has its output.
     """
     name = f"batch-{secrets.token_hex(4)}"
     folder = slurm.folder / name
@@ -58,8 +111,8 @@ def sbatch(
     mark = f"{os.environ.get(process_tree.MARK, 'session')}/{name}"
     environ = child_environment(os.environ, {**(env or {}), **slurm.environ}, mark=mark, folder=folder)
     command = ["sbatch", "--parsable", f"--job-name={name}", f"--output={output}", *options]
-    submitted = subprocess.run(
-        [*command, str(folder / "script")],
+    accepted = subprocess.run(
+        [*command, str(folder / "script"), *arguments],
         env=environ,
         cwd=cwd or Path(__file__).resolve().parent.parent,
         stdin=subprocess.DEVNULL,
@@ -68,28 +121,26 @@ def sbatch(
         check=True,
         timeout=30,
     )
-    job_id = int(submitted.stdout.split(";")[0])
     try:
-        state, returncode = _wait_for_end(slurm, job_id, timeout_s)
-    except TimeoutError as error:
-        text = output.read_text(errors="replace")
-        raise TimeoutError(f"{error}; its output so far:\n{text}") from None
+        yield Batch(slurm, int(accepted.stdout.split(";")[0]), output)
     finally:
         slurm.cancel(name)
         process_tree.kill_all_marked(mark)
-    return BatchResult(job_id, state, returncode, output.read_text(errors="replace"))
 
 
-def _wait_for_end(slurm: SlurmCluster, job_id: int, timeout_s: float) -> tuple[str, int]:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        shown = slurm.client("scontrol", "--oneliner", "show", "job", str(job_id)).stdout
-        fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
-        if fields["JobState"] not in _NOT_ENDED:
-            code, signal = map(int, fields["ExitCode"].split(":"))
-            return fields["JobState"], 128 + signal if signal else code
-        if fields.get("Reason") == "BeginTime":
-            # A requeued job waits for two minutes, which a test need not.
-            slurm.client("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-        time.sleep(0.1)
-    raise TimeoutError(f"batch job {job_id} had not ended after {timeout_s:g} s")
+def sbatch(
+    slurm: SlurmCluster,
+    script: str,
+    *options: str,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 120.0,
+) -> BatchResult:
+    """Submit a batch script and wait for its end; the arguments are those of :func:`submitted`.
+
+    Raises:
+        TimeoutError: it had not ended in time; it was cancelled, the message has its output.
+    """
+    with submitted(slurm, script, *options, arguments=arguments, env=env, cwd=cwd) as batch:
+        return batch.wait(timeout_s)

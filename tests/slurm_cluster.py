@@ -1,7 +1,7 @@
-"""A private, real Slurm on this machine: munged, slurmctld and two slurmd, in a temporary folder.
+"""A private, real Slurm on this machine: munged, slurmctld and three slurmd, in a temporary folder.
 
-Two slurmd with different names and ports stand for two nodes (``slurmd -N``): a test can ask for
-``srun -N 2``. Each node claims 8 CPUs whatever the machine has. Nothing outside the temporary
+Three slurmd with different names and ports stand for three nodes (``slurmd -N``): a test can ask for
+``srun -N 2``. Each node claims 8 CPUs and 8 GPUs whatever the machine has. Nothing outside the temporary
 folder is written, and Debian's own configuration and services are neither used nor needed. The
 daemons are children of the test process, and the kernel kills them if that dies.
 """
@@ -20,8 +20,9 @@ from pathlib import Path
 
 import process_tree
 
-NODES = ("node1", "node2")
+NODES = ("node1", "node2", "node3")
 CPUS_PER_NODE = 8
+GPUS_PER_NODE = 8
 _START_LIMIT_S = 30.0
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "scancel")
 
@@ -56,7 +57,8 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 # A batch job starts when it is submitted; by default Slurm lets three seconds of them gather.
 SchedulerParameters=batch_sched_delay=0
-NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs={cpus} State=UNKNOWN
+GresTypes=gpu
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs={cpus} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
@@ -143,8 +145,14 @@ class SlurmCluster:
             nodes=",".join(NODES),
             node_ports=",".join(map(str, node_ports)),
             cpus=CPUS_PER_NODE,
+            gpus=GPUS_PER_NODE,
         )
         (self.folder / "slurm.conf").write_text(configuration)
+        # Slurm hands out any devices of these names, and sets CUDA_VISIBLE_DEVICES as it does for real ones.
+        for number in range(GPUS_PER_NODE):
+            (self.folder / f"gpu{number}").symlink_to("/dev/null")
+        devices = f"Name=gpu AutoDetect=off File={self.folder}/gpu[0-{GPUS_PER_NODE - 1}]"
+        (self.folder / "gres.conf").write_text(f"{devices}\n")
 
     def _start_munged(self) -> None:
         key = self.folder / "munge.key"

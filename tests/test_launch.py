@@ -15,9 +15,9 @@ from hvd_trainer.launch import (
     World,
     detect,
     expand_counts,
-    first_host,
     lone_process_warning,
     may_be_first,
+    slurm_job,
     slurm_step,
 )
 from hvd_trainer.peers import Peer, check_world, fair_cpus, locate, sharing_gpu
@@ -48,6 +48,8 @@ EXPECTED = {
     "sbatch_2_nodes_python": ("python", ALONE),
     "sbatch_srun": ("srun", one_node(2)),
     "sbatch_2_nodes_srun": ("srun", TWO_BY_TWO),
+    "sbatch_array_srun": ("srun", [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]),
+    "srun_3_scattered": ("srun", [(0, 3, 0, 2, 1, 2), (1, 3, 0, 1, 0, 2), (2, 3, 1, 2, 1, 2)]),
     "sbatch_horovodrun": ("horovodrun", one_node(2)),
     "sbatch_torchrun": ("torchrun", one_node(2)),
     "sbatch_srun_torchrun": ("torchrun", one_node(2)),
@@ -198,22 +200,6 @@ def test_malformed_counts_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("node1", "node1"),
-        ("node[1-2]", "node1"),
-        ("gpu[03-05,9],login", "gpu03"),
-        ("gpu[7,9-12]", "gpu7"),
-        ("a,b[1-2]", "a"),
-        ("rack[1-2]n[1-4]", "rack1n1"),
-        ("n[1-2]-ib", "n1-ib"),
-    ],
-)
-def test_first_host(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
-
-
-@pytest.mark.parametrize(
     ("case", "warns"),
     [
         ("python", False),
@@ -239,6 +225,16 @@ def test_only_a_step_that_srun_started_for_us_is_ours_to_cancel() -> None:
     assert slurm_step(environments.CASES["sbatch_srun"][0]) == "6.0"
     for case in ("python", "sbatch_python", "sbatch_mpirun", "sbatch_srun_torchrun"):
         assert slurm_step(environments.CASES[case][0]) is None
+
+
+def test_an_array_s_task_is_named_apart_from_its_array() -> None:
+    """`scontrol requeue 968508` would end and requeue all tasks of that array, not only the one of that number."""
+    with_the_arrays_number = environments.CASES["sbatch_array_srun"][0]
+    assert slurm_job(with_the_arrays_number).number == "968508_2"
+    # The other one has a number of its own. So has a job that the first submits, which inherits the variables.
+    assert slurm_job({**with_the_arrays_number, "SLURM_JOB_ID": "968509"}).number == "968509"
+    assert slurm_job(environments.CASES["sbatch_srun"][0]).number == "6"
+    assert slurm_job({}).number is None
 
 
 # What follows once the ranks have met.

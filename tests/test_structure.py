@@ -28,7 +28,8 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 LAYERS = (
     ("errors", "ending", "network"),
     ("launch",),
-    ("boards", "elastic", "peers"),
+    ("slurm",),
+    ("boards", "door", "elastic", "peers"),
     ("rendezvous", "watch"),
     ("spawn",),
     ("preemption", "random_state"),
@@ -133,11 +134,11 @@ def test_no_import_goes_round_in_a_circle() -> None:
         pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
 
 
-def test_rank_variables_are_read_in_launch_only() -> None:
+def test_rank_variables_are_read_in_launch_and_slurm_only() -> None:
     """Elsewhere such a name may only be the key of a dictionary: what Horovod is told before it starts."""
     wrong = []
     for path in modules().values():
-        if path == PACKAGE / "launch.py":
+        if path in (PACKAGE / "launch.py", PACKAGE / "slurm.py"):
             continue
         dictionaries = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Dict))
         written = {id(key) for node in dictionaries for key in node.keys}
