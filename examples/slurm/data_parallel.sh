@@ -14,4 +14,4 @@ fi
 # Since Slurm 22.05 srun does not take the CPUs per task from sbatch by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 python -m hvd_trainer.mnist \
-    --backend ddp --data-dir "${DATA_DIR:-data}" "$@"
+    --backend ddp ${DATA_DIR:+--data-dir "$DATA_DIR"} "$@"

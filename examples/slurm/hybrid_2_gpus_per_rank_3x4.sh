@@ -15,4 +15,5 @@ fi
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 python -m hvd_trainer.imdb \
     --backend ddp --devices-per-rank 2 --chunks 4 \
-    --dataset imdb --data-dir "${DATA_DIR:-data}" "$@"
+    --preset reference --precision bf16 --batch-size 32 --warmup-epochs 1 \
+    ${DATA_DIR:+--data-dir "$DATA_DIR"} "$@"

@@ -19,5 +19,4 @@ fi
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # A requeued job keeps its number, and each task of an array has one of its own.
 srun --kill-on-bad-exit=1 python -m hvd_trainer.mnist \
-    --backend ddp --data-dir "${DATA_DIR:-data}" \
-    --log-dir "runs/$SLURM_JOB_ID" --requeue "$@"
+    --backend ddp --log-dir "runs/$SLURM_JOB_ID" --requeue ${DATA_DIR:+--data-dir "$DATA_DIR"} "$@"
