@@ -18,12 +18,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
-    "hvd_trainer.config": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions", "parse"),
+    "hvd_trainer.config": (
+        "LogOptions",
+        "SaveOptions",
+        "TrainOptions",
+        "TrainerOptions",
+        "parse",
+    ),
     "hvd_trainer.data": ("TensorData", "load_images", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
     "hvd_trainer.job": ("run_job",),
     "hvd_trainer.launch": ("World", "detect"),
     "hvd_trainer.metrics": ("accuracy",),
+    "hvd_trainer.parallel_options": ("ParallelOptions",),
     "hvd_trainer.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.spawn": ("run",),
     "hvd_trainer.trainer": ("Callback", "History", "Trainer"),
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from hvd_trainer.job import run_job
     from hvd_trainer.launch import World, detect
     from hvd_trainer.metrics import accuracy
+    from hvd_trainer.parallel_options import ParallelOptions
     from hvd_trainer.slurm import SlurmStep, detect_slurm
     from hvd_trainer.spawn import run
     from hvd_trainer.trainer import Callback, History, Trainer

@@ -20,7 +20,7 @@ def banner(trainer: Trainer) -> str:
     factor = plan.lr_factor(train.lr_scaling)
     scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
     steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
-    part = "virtual rank" if train.reproducible else "rank"
+    part = "virtual rank" if train.reproducible else "rank" if plan.size == world.size else "copy of the model"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     lines = {
         "backend": f"{backend.name}: {backend.version}",
@@ -38,6 +38,7 @@ def banner(trainer: Trainer) -> str:
         "model": f"{type(trainer.model).__name__}, {parameters:,} parameters",
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
     }
+    lines |= trainer.layout.lines()
     if options.log.verbose:
         lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.peers))
         lines["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"

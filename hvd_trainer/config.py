@@ -21,7 +21,8 @@ import yaml
 
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.errors import OptionError
-from hvd_trainer.launch import World
+from hvd_trainer.option_checks import at_least, flag, more_than
+from hvd_trainer.parallel_options import ParallelOptions
 
 T = TypeVar("T")
 
@@ -114,6 +115,7 @@ class TrainerOptions:
     train: TrainOptions = field(default_factory=TrainOptions)
     log: LogOptions = field(default_factory=LogOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def check(self) -> None:
         """Refuses values that cannot be: all mistakes at once.
@@ -148,10 +150,11 @@ class TrainerOptions:
             found.append(f"--reproducible must be a power of two, not {train.reproducible}")
         if train.reproducible is not None:
             found += [
-                f"--reproducible sums gradients itself: leave out {_flag(name)}"
+                f"--reproducible sums gradients itself: leave out {flag(name)}"
                 for name in EXCHANGE_OPTIONS
                 if getattr(self.engine, name) != getattr(EngineOptions(), name)
             ]
+        found += self.parallel.mistakes(train, self.engine)
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
         if train.non_finite == "skip" and self.engine.compression == "powersgd":
@@ -161,28 +164,6 @@ class TrainerOptions:
         if save.resume == "auto" and log.log_dir is None:
             found.append("--resume auto looks in the log folder: add --log-dir DIR")
         return found
-
-
-def at_least(least: float, **values: float | None) -> list[str]:
-    """One text for each value below `least` (or not a number), by the option's name."""
-    return [
-        f"{_flag(k)} must be {least:g} or more, not {v}"
-        for k, v in values.items()
-        if v is not None and not v >= least
-    ]
-
-
-def more_than(bound: float, **values: float | None) -> list[str]:
-    """One text for each value not above `bound`, by the option's name."""
-    return [
-        f"{_flag(k)} must be more than {bound:g}, not {v}"
-        for k, v in values.items()
-        if v is not None and not v > bound
-    ]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -197,22 +178,22 @@ class BatchPlan:
     """virtual ranks of each rank"""
 
     @classmethod
-    def of(cls, options: TrainOptions, world: World) -> BatchPlan:
-        """Derives the batch per rank.
+    def of(cls, options: TrainOptions, replicas: int) -> BatchPlan:
+        """Derives the batch per rank, or per copy of the model where several ranks share one.
 
         Raises:
             OptionError: the global batch does not divide among the ranks, or the virtual ranks do not.
         """
-        size = options.reproducible or world.size
-        if size % world.size:
+        size = options.reproducible or replicas
+        if size % replicas:
             possible = ", ".join(str(2**power) for power in range(size.bit_length()))
             raise OptionError(
                 f"--reproducible {size} runs on {possible} ranks, each with as many virtual ranks, and not on "
-                f"{world.size}."
+                f"{replicas}."
             )
         wanted, parts = options.global_batch_size, size * options.accumulate
         if wanted is None:
-            return cls(size, options.batch_size, options.accumulate, size // world.size)
+            return cls(size, options.batch_size, options.accumulate, size // replicas)
         kind = "virtual rank" if options.reproducible else "rank"
         among = f"{size} {kind if size == 1 else kind + 's'} x --accumulate {options.accumulate}"
         batch_size, rest = divmod(wanted, parts)
@@ -227,7 +208,7 @@ class BatchPlan:
                 f"--batch-size {options.batch_size} and --global-batch-size {wanted} contradict each other: with "
                 f"{among} the batch size is {batch_size}. Leave one out."
             )
-        return cls(size, batch_size, options.accumulate, size // world.size)
+        return cls(size, batch_size, options.accumulate, size // replicas)
 
     @property
     def passes(self) -> int:
@@ -326,7 +307,7 @@ def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
             near = get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(sorted(known))}."
             raise OptionError(f"--config {path}: there is no option {key!r}.{hint}")
-        arguments += _as_arguments(_flag(name), value)
+        arguments += _as_arguments(flag(name), value)
     return arguments
 
 

@@ -11,6 +11,7 @@ What is the same on all ranks is kept once; what is a rank's own is kept per ran
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import CheckpointError
+from hvd_trainer.export import NAME as WEIGHTS
+from hvd_trainer.export import export_tensors, export_weights
 from hvd_trainer.metrics import Meter, combined_state
 from hvd_trainer.progress import Progress
 from hvd_trainer.random_state import random_state, seed_all, seed_of, set_random_state
@@ -33,6 +36,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class Parts(Protocol):
+    """Which parts of a model and its optimizer a rank has; see `parallel/layout.py`."""
+
+    is_whole: bool
+    seeds_itself: bool
+
+    def merged(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+
+    def merged_updates(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+
+    def local_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def local(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
+
+
 class RunState:
     """The state of a run.
 
@@ -42,7 +60,8 @@ class RunState:
         progress: the counters.
         others: optimizer, scheduler and scaler, by these names; those that there are.
         data: seed and number of samples of the training set.
-        reproducible: whether each step seeds its own random numbers and leaves equal buffers on all ranks.
+        parts: which parts of model and optimizer this rank has.
+        reproducible: whether each step leaves equal buffers on all ranks.
     """
 
     def __init__(
@@ -52,10 +71,11 @@ class RunState:
         progress: Progress,
         others: Mapping[str, Stateful],
         data: Mapping[str, Any],
+        parts: Parts,
         *,
         reproducible: bool = False,
     ) -> None:
-        self._reproducible = reproducible
+        self._parts, self._reproducible = parts, reproducible
         self._backend, self._model, self._progress = backend, model, progress
         self._others, self._data = others, data
         self.metrics: Mapping[str, Any] | None = None
@@ -78,16 +98,38 @@ class RunState:
             # Through the host: a GPU's tensor would come out on the same GPU of each rank that receives it.
             mine["buffers"] = {name: own[name].cpu() for name in means}
         ranks = self._backend.all_gather_object(mine)
+        model = self._parts.merged({name: means.get(name, value) for name, value in self._owned().items()})
+        if model is not None:
+            model = {name: model[name] for name in self._model.state_dict()}  # in their order, not the stages'
+        others = {name: part.state_dict() for name, part in self._others.items()}
+        others["optimizer"]["state"] = self._parts.merged_updates(others["optimizer"]["state"])
         if not (everywhere or self._backend.world.is_first):
             return None
         return {
-            "model": {name: means.get(name, value) for name, value in self._model.state_dict().items()},
+            "model": model,
             "progress": self._progress.state_dict(),
             "data": dict(self._data),
             "kinds": {name: type(part).__name__ for name, part in self._others.items()},
             "ranks": ranks,
-            **{name: part.state_dict() for name, part in self._others.items()},
+            **others,
         }
+
+    def _owned(self) -> dict[str, Any]:
+        """The model's state, as far as this rank has it: of other stages it knows names and shapes only."""
+        return {name: value for name, value in self._model.state_dict().items() if not is_elsewhere(value)}
+
+    def export(self, folder: Path | None) -> None:
+        """Writes the weights of the whole model on rank 0, which has a folder. A collective.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if self._parts.is_whole:
+            export_weights(self._model, folder)
+            return
+        weights = self._parts.merged(self._owned())
+        if folder is not None and weights is not None:
+            export_tensors(weights, folder / WEIGHTS)
 
     def restore(self, state: Mapping[str, Any], partial: Collection[str] = ()) -> list[str]:
         """Puts a state back, the same on all ranks; returns what there is to say about it.
@@ -104,10 +146,14 @@ class RunState:
         if wrong:
             raise CheckpointError("The checkpoint does not fit: " + "; ".join(wrong))
         restored, anew = ["model"], []
-        self._model.load_state_dict(state["model"])
+        # All names and shapes have been compared.
+        self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
         for name, part in self._others.items():
             if self._fits(state, name):
-                part.load_state_dict(state[name])
+                its = state[name]
+                if name == "optimizer":
+                    its = {**its, "state": self._parts.local(part, its["state"])}
+                part.load_state_dict(its)
                 restored.append(name)
             else:
                 anew.append(name)
@@ -130,14 +176,15 @@ class RunState:
         if "random" in mine:
             set_random_state(mine["random"], device)
             restored.append("random")
-        elif not self._reproducible:
+        elif not self._parts.seeds_itself:
             seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
             anew.append("random")
-        if not same and not self._reproducible:
+        if not same and not self._parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
             notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
         for name, buffer in mine.get("buffers", {}).items():
-            self._model.get_buffer(name).copy_(buffer)
+            if not is_elsewhere(self._model.get_buffer(name)):
+                self._model.get_buffer(name).copy_(buffer)
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
         if gathered:
             # With other ranks, the first has gathered what all had.
@@ -176,6 +223,11 @@ class RunState:
                 f"--resume-partial data)"
             )
         return found
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether another stage has this tensor."""
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +54,7 @@ class TrainStep:
         guard: told of each step's losses and gradient.
         max_norm: clip the averaged gradient's norm to this.
         precision: fp32, bf16 or fp16; fp16 scales the loss.
+        bare: the model to evaluate; None: that to train.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class TrainStep:
         *,
         max_norm: float | None = None,
         precision: str = "fp32",
+        bare: nn.Module | None = None,
     ) -> None:
         self.backend, self.model, self.optimizer, self.loss = backend, model, optimizer, loss
+        self.bare = model if bare is None else bare
         self.progress, self.guard = progress, guard
         self.max_norm, self.precision = max_norm, precision
         self.scaler = torch.amp.GradScaler(backend.device.type) if precision == "fp16" else None
@@ -114,6 +117,23 @@ class TrainStep:
         else:
             meter.add(*passed)
 
+    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
+        """Loss and metrics of one batch, without gradients.
+
+        Args:
+            batch: None where only other ranks have one left, and need this one; see `Layout.evaluation`.
+        """
+        assert batch is not None
+        inputs, targets = batch
+        with mixed_precision(self.backend.device, self.precision):
+            outputs = self.bare(inputs)
+            loss = self.loss(outputs, targets)
+        meter.add(loss, outputs, targets, samples_in(batch))
+
+    def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of the whole gradient, from those of this process's parameters."""
+        return nn.utils.get_total_norm(grads)
+
     def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
         """Steps the optimizer; or leaves this step out, with its figures, and puts its first buffers back."""
         result = self.backend.step(
@@ -122,6 +142,7 @@ class TrainStep:
             scaler=self.scaler,
             norm=self.scaler is None,
             skip_non_finite=self.skips,
+            total_norm=self.total_norm,
         )
         self.optimizer.zero_grad(set_to_none=True)
         # Gradients overflow in fp16 training as a matter of course, until the loss scale has found its place.

@@ -21,18 +21,20 @@ from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows
 from hvd_trainer.errors import NonFiniteError
-from hvd_trainer.export import export_weights
 from hvd_trainer.keeper import Keeper, Memory
 from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
+from hvd_trainer.memory import PeakMemory
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.non_finite import NonFiniteGuard
+from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.make import make_layout
 from hvd_trainer.preemption import Requeue
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
-from hvd_trainer.train_step import LossFunction, TrainStep, mixed_precision
+from hvd_trainer.train_step import LossFunction, TrainStep
 
 _FITS = itertools.count()
 
@@ -80,11 +82,22 @@ class Trainer:
         self.options.check()
         if self.options.train.reproducible is not None:
             ask_cublas()
-        self.backend = backends.create(self.options.engine)
+        parallel = self.options.parallel
+        self.backend = backends.create(
+            self.options.engine,
+            columns=self._columns(),
+            devices=parallel.devices or parallel.devices_per_rank,
+        )
+        check_stages(parallel.stages, self.world.size)
         self.progress = Progress()
         self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
         self.model: nn.Module
         self.optimizer: Optimizer
+
+    def _columns(self) -> backends.Columns | None:
+        """Which ranks have the same stage, once the ranks have met; None where all have the whole model."""
+        stages = self.options.parallel.stages
+        return None if stages == 1 else lambda nodes: make_grid(nodes, stages).columns
 
     @property
     def world(self) -> World:
@@ -103,9 +116,14 @@ class Trainer:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        # The step holds the engine's module, and that its connections, which must be freed before it ends.
-        self.__dict__.pop("step", None)
+        self._let_go()
         self.backend.__exit__(kind, error, traceback)
+
+    def _let_go(self) -> None:
+        """Drops what holds the engine's connections, which must be freed before it ends."""
+        self.__dict__.pop("step", None)
+        if "layout" in self.__dict__:
+            self.layout.close()
 
     def fit(
         self,
@@ -150,7 +168,7 @@ class Trainer:
                 return setup()
             except Exception as error:
                 # Where ranks come and go, those that stay begin anew, and go on from what they remember.
-                self.__dict__.pop("step", None)
+                self._let_go()
                 if not self.backend.goes_on_after(error):
                     raise
             optimizer.zero_grad(set_to_none=True)
@@ -168,8 +186,11 @@ class Trainer:
         """Trains in one world, from what there is in memory or on the disk."""
         options, train = self.options, self.options.train
         train_data, test_data, collate = data
-        self.plan = BatchPlan.of(train, self.world)
+        self.layout = make_layout(self.backend, options.parallel, train)
+        self.plan = BatchPlan.of(train, self.layout.share.size)
+        self.layout.check_batch(self.plan.batch_size)
         self.progress = Progress()
+        self.memory = PeakMemory(self.backend)
         self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
         if self.backend.watch is not None:
             self.backend.watch.log_folder = options.log.log_dir
@@ -206,10 +227,10 @@ class Trainer:
             self._finish_epoch(record)
             history.epochs.append(record)
         activity.enter("save")
-        saving = self.keeper.finish()
-        export_weights(self.model, self.log.folder)
+        saving, memory = self.keeper.finish(), self.memory.figures()
+        self.state.export(self.log.folder)
         if not self.log.ended:
-            self.log.record("end", self._position() | history.end | saving)
+            self.log.record("end", self._position() | history.end | saving | memory)
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
 
@@ -238,11 +259,11 @@ class Trainer:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
         seconds = time.perf_counter() - started
         rate = {"samples_per_s": (progress.samples - first) / seconds}
-        return self._position() | prefixed("train", figures) | rate
+        return self._position() | prefixed("train", figures) | rate | self.layout.figures(seconds)
 
     def _finish_step(self, window: list[Batch], result: StepResult, meter: Meter) -> None:
         progress = self.progress
-        samples = sum(map(samples_in, window)) * self.world.size
+        samples = sum(map(samples_in, window)) * self.layout.share.size
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
@@ -286,11 +307,8 @@ class Trainer:
             return {}
         self.model.eval()
         meter = Meter(self.metrics, self.backend)
-        for inputs, targets in self.test_loader.evaluation():
-            with mixed_precision(self.backend.device, self.options.train.precision):
-                outputs = self.model(inputs)
-                loss = self.loss(outputs, targets)
-            meter.add(loss, outputs, targets, samples_in((inputs, targets)))
+        for batch in self.layout.evaluation(self.test_loader):
+            self.step.evaluate(batch, meter)
             self.backend.activity.enter("evaluate")
             self.keeper.alive()
         self.backend.activity.enter("epoch")
@@ -311,10 +329,21 @@ class Trainer:
         return make_loader(
             data,
             self.backend,
-            LoaderPlan(self.plan.batch_size, train.seed, shuffle, train.reproducible, train.accumulate),
+            LoaderPlan(
+                self.plan.batch_size,
+                train.seed,
+                shuffle,
+                train.reproducible,
+                train.accumulate,
+                self.layout.share,
+            ),
             num_workers=train.workers,
             collate=collate,
         )
+
+    def _some_inputs(self) -> Any:
+        """Those of one batch. A collective."""
+        return next(iter(self.train_loader.epoch(0)))[0]
 
     def _prepare(
         self,
@@ -325,10 +354,10 @@ class Trainer:
         memory: Memory,
     ) -> None:
         train = self.options.train
-        self.loss, self.model = loss, model
+        self.model = model
         if train.compile:
             model.compile()
-        wrapped, self.optimizer = self.backend.prepare(model, optimizer, exchange=train.reproducible is None)
+        wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
@@ -338,6 +367,7 @@ class Trainer:
             self.progress,
             {name: part for name, part in parts.items() if part is not None},
             {"seed": train.seed, "samples": self.train_loader.num_samples},
+            self.layout,
             reproducible=train.reproducible is not None,
         )
         self.keeper = Keeper(
@@ -360,7 +390,7 @@ class Trainer:
         parts = (self.backend, model, self.optimizer, loss, self.progress, self.guard)
         how: dict[str, Any] = {"max_norm": train.max_norm, "precision": train.precision}
         if train.reproducible is None:
-            return TrainStep(*parts, **how)
+            return self.layout.make_step(*parts, **how)
         return ReproducibleStep(
             *parts,
             virtual_ranks=train.reproducible,

@@ -18,7 +18,7 @@ from launchers import Result, each_launcher, launch, requires, start
 from hvd_trainer import LaunchError, rendezvous
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.backends.ddp import DDPBackend
-from hvd_trainer.backends.member import choose_device
+from hvd_trainer.backends.pinning import choose_devices
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch import UNKNOWN, World
 from hvd_trainer.peers import Peer
@@ -301,9 +301,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 def test_each_rank_is_pinned_to_its_gpu(two_gpus: list[torch.device]) -> None:
     for local_rank in range(4):
-        choose_device(World(local_rank, 4, local_rank, 4))
+        choose_devices(World(local_rank, 4, local_rank, 4))
     assert [device.index for device in two_gpus] == [0, 1, 0, 1]
-    assert choose_device(World(), "cpu").type == "cpu"
+    assert choose_devices(World(), "cpu")[0].type == "cpu"
     assert len(two_gpus) == 4
 
 
@@ -312,14 +312,14 @@ def test_a_task_that_sees_one_gpu_of_its_own_takes_it(
 ) -> None:
     """srun --gpus-per-task=1: local rank 3 sees GPU 0 only, and that is another one than its neighbours'."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_device(World(3, 4, 3, 4)).index == 0
+    assert choose_devices(World(3, 4, 3, 4))[0].index == 0
 
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_device(World()).type == "cpu"
+    assert choose_devices(World())[0].type == "cpu"
     with pytest.raises(BackendError, match=r"--device cuda .* sees no GPU\. .* --device cpu"):
-        choose_device(World(), "cuda")
+        choose_devices(World(), "cuda")
 
 
 def ddp_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import MutableMapping
 
-from hvd_trainer.backends.base import Backend, ReduceOp, StepResult
+from hvd_trainer.backends.base import Backend, Columns, ReduceOp, StepResult
 from hvd_trainer.backends.options import EngineOptions
+from hvd_trainer.backends.pinning import Devices
 from hvd_trainer.errors import OptionError
 
-__all__ = ["BACKENDS", "Backend", "EngineOptions", "ReduceOp", "StepResult", "create"]
+__all__ = ["BACKENDS", "Backend", "Columns", "EngineOptions", "ReduceOp", "StepResult", "create"]
 
 BACKENDS = {
     "horovod": "hvd_trainer.backends.horovod:HorovodBackend",
@@ -18,8 +19,17 @@ BACKENDS = {
 }
 
 
-def create(options: EngineOptions | None = None, environ: MutableMapping[str, str] | None = None) -> Backend:
+def create(
+    options: EngineOptions | None = None,
+    environ: MutableMapping[str, str] | None = None,
+    columns: Columns | None = None,
+    devices: Devices = 1,
+) -> Backend:
     """Makes the engine that `options.backend` names, not yet started.
+
+    Args:
+        environ: `os.environ` if None.
+        columns, devices: as for `Backend`.
 
     Raises:
         OptionError: there is no such engine, or an option is not for it.
@@ -28,5 +38,5 @@ def create(options: EngineOptions | None = None, environ: MutableMapping[str, st
     if options.backend not in BACKENDS:
         raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[options.backend].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(options, environ)
+    backend: Backend = getattr(importlib.import_module(module), attribute)(options, environ, columns, devices)
     return backend

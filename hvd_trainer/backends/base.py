@@ -14,10 +14,10 @@ import math
 import pickle
 from abc import abstractmethod
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,21 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
+from hvd_trainer.backends.pinning import Devices
 from hvd_trainer.backends.same_model import parameters_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 GATHERED_WHOLE_BYTES = 2**20
 """Up to so many bytes in all, one exchange of whole tensors is quicker than two of slices."""
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
+Columns = Callable[[Sequence[str]], list[list[int]]]
+"""Makes the lists of ranks that have the same parameters, from the node of each rank."""
+TotalNorm = Callable[[Sequence[Tensor]], Tensor]
+"""The norm of all gradients together."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,16 @@ class StepResult:
 class Backend(Member):
     """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
 
+    Args:
+        options: how gradients are exchanged.
+        environ: `os.environ` if None.
+        columns: where a model is cut into stages, which ranks have the same one; None: all have the whole model.
+        devices: how many this rank computes on, or which.
+
     Attributes:
         name: `horovod`, `ddp` or `single`.
         version: the engine and its version, for the banner.
+        column: the ranks that have the same parameters as this one, itself among them; once started.
 
     Raises:
         OptionError: an option is not for this engine.
@@ -58,10 +73,25 @@ class Backend(Member):
     """
 
     def __init__(
-        self, options: EngineOptions | None = None, environ: MutableMapping[str, str] | None = None
+        self,
+        options: EngineOptions | None = None,
+        environ: MutableMapping[str, str] | None = None,
+        columns: Columns | None = None,
+        devices: Devices = 1,
     ) -> None:
-        super().__init__(options, environ)
+        super().__init__(options, environ, devices)
         self._held: deque[list[Tensor]] = deque(maxlen=4)
+        self._make_columns, self.columns = columns, [[*range(self.world.size)]]
+
+    def _meet(self) -> None:
+        super()._meet()
+        self.columns = [[*range(self.world.size)]]
+        if self._make_columns is not None:
+            self.columns = self._make_columns([peer.node for peer in self.peers])
+
+    @property
+    def column(self) -> list[int]:
+        return next(ranks for ranks in self.columns if self.world.rank in ranks)
 
     @property
     @abstractmethod
@@ -90,6 +120,28 @@ class Backend(Member):
             BackendError: the ranks built different models.
         """
 
+    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+        """The same for one stage of a model, among the ranks that have it: `column`.
+
+        Makes its parameters and buffers those of the column's first rank, and has `step` average its gradients
+        over the column. What differs between models and optimizers has been seen to before
+        (`same_model.start_equal`), and all tensors are where they are to be.
+
+        Args:
+            passes: backward passes of a step, after the last of which a gradient is complete.
+        """
+        raise NotImplementedError
+
+    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The torch.distributed group by which the stages of a replica send each other activations and gradients.
+
+        Horovod cannot send from one rank to another, so that torch.distributed runs beside it for that.
+
+        Args:
+            rows: the ranks of each replica; all ranks must give the same.
+        """
+        raise NotImplementedError
+
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.
 
@@ -105,6 +157,7 @@ class Backend(Member):
         scaler: torch.amp.GradScaler | None = None,
         norm: bool = False,
         skip_non_finite: bool = False,
+        total_norm: TotalNorm = nn.utils.get_total_norm,
     ) -> StepResult:
         """Waits for the averaged gradients, unscales, clips, and updates the parameters.
 
@@ -114,6 +167,7 @@ class Backend(Member):
             scaler: the loss scaler of fp16 training, which leaves a step out whose gradients overflowed.
             norm: give the gradient's norm also where nothing is clipped.
             skip_non_finite: leave the update out if the gradient is not finite; waits for the device to know.
+            total_norm: the norm of the whole model's gradient, from those that are here.
 
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
@@ -124,10 +178,10 @@ class Backend(Member):
         if scaler is not None:
             scaler.unscale_(optimizer)
         size = None
-        if max_norm is not None:
-            size = nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), max_norm)
-        elif norm or skip_non_finite:
-            size = nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+        if max_norm is not None or norm or skip_non_finite:
+            size = total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+        if max_norm is not None and size is not None:
+            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, size)
         if scaler is None:
             skipped = skip_non_finite and size is not None and not math.isfinite(float(size))
             if not skipped:
@@ -228,6 +282,14 @@ class Backend(Member):
             mine = pairwise_sum(list(self._all_to_all(rows)))
             return torch.cat(self._all_gather(mine))[: len(tensor)]
 
+    @abstractmethod
+    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
+        """Fills a contiguous tensor, on the ranks of this rank's column, with that of one of them."""
+
+    def _column_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that have the same parameters, as a new tensor."""
+        return self._all_reduce(tensor, "sum")
+
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         with self.activity.waiting():
@@ -247,13 +309,19 @@ class Backend(Member):
 
     def mean_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """What `average_buffers` would make of the floating-point buffers, by name; the model stays as it is."""
-        if self.world.size == 1:
+        size = len(self.column)
+        if size == 1:
             return {}
-        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and b.numel()}
+        buffers = {
+            name: b
+            for name, b in model.named_buffers()
+            if b.is_floating_point() and b.numel() and not b.is_meta  # which other stages have
+        }
         means: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
             same = {name: b for name, b in buffers.items() if b.dtype == dtype}
-            flat = self.all_reduce(torch.cat([b.detach().reshape(-1) for b in same.values()]), "mean")
+            with self.activity.waiting():
+                flat = self._column_sum(torch.cat([b.detach().reshape(-1) for b in same.values()])).div_(size)
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means

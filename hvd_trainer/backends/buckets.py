@@ -41,6 +41,7 @@ class GradientBuckets:
         send: starts the exchange of one bucket; called as soon as it is full.
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
+        passes: how many backward passes add to a gradient before it is sent.
     """
 
     def __init__(
@@ -51,14 +52,16 @@ class GradientBuckets:
         send: Callable[[Bucket], None],
         *,
         reorder: bool,
+        passes: int = 1,
     ) -> None:
-        self._limit, self._factor, self._send = limit_bytes, 1.0 / size, send
+        self._limit, self._factor, self._send, self._passes = limit_bytes, 1.0 / size, send, passes
         self._parameters = list(parameters)
         self._seen: list[nn.Parameter] | None = [] if reorder else None
         self.collecting = True
         first_limit = sys.maxsize if reorder else limit_bytes
         assignment = _assign(self._parameters, first_limit)
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
+        self._left = dict.fromkeys(self._parameters, passes)
         self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._parameters]
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
@@ -77,6 +80,9 @@ class GradientBuckets:
         if not self.collecting:
             return
         assert isinstance(parameter, nn.Parameter)
+        self._left[parameter] -= 1
+        if self._left[parameter] > 0:
+            return
         if self._seen is not None:
             self._seen.append(parameter)
         bucket, view = self._place[parameter]
@@ -109,6 +115,7 @@ class GradientBuckets:
         """Makes the buckets ready for the next step, once all have come back. True if they were laid out anew."""
         for bucket in self.buckets:
             bucket.waiting, bucket.sent = set(bucket.parameters), False
+        self._left = dict.fromkeys(self._parameters, self._passes)
         if self._seen is None:
             return False
         order, self._seen = list(dict.fromkeys(self._seen)), None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.base import Backend, ReduceOp
-from hvd_trainer.backends.member import environment
+from hvd_trainer.backends.ddp_exchange import GroupExchange
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError
-from hvd_trainer.network import LOOPBACK, address_towards, interface_of
-from hvd_trainer.peers import check_world
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 OPS = {
@@ -60,32 +58,14 @@ class DDPBackend(Backend):
 
     _ddp: DistributedDataParallel | None = None
     _hook: RemovableHandle | None = None
+    _exchange: GroupExchange | None = None
+    _column_group: dist.ProcessGroup | None = None
 
     def _start(self) -> None:
         self._check_transport()
-        if dist.is_initialized():
-            check_world(
-                self.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
-            )
-            raise BackendError(
-                "torch.distributed is already initialised in this process. Leave init_process_group to "
-                "hvd_trainer: take that call out."
-            )
-        # Imported before the group exists: this module keeps the default group of the moment in its functions'
-        # default arguments, and DDP imports it. A group that is never freed leaves Gloo's threads running at
-        # exit, where they abort 3 to 13 % of runs ("terminate called without an active exception").
-        import torch.distributed.nn.functional  # noqa: F401
-
-        with environment(self._interface()):
-            dist.init_process_group(
-                self.transport,
-                store=dist.PrefixStore("ddp", self.store),
-                rank=self.world.rank,
-                world_size=self.world.size,
-                timeout=timedelta(seconds=self.options.startup_timeout_s),
-                device_id=self.device if self.uses_nccl else None,
-            )
-        check_world(self.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
+        torch_group.start(self, self.transport)
+        if len(self.columns) > 1:
+            self._column_group = torch_group.new_group(self, self.columns)
 
     def _check_transport(self) -> None:
         if self.transport == "nccl" and self.device.type != "cuda":
@@ -95,14 +75,6 @@ class DDPBackend(Backend):
             )
         if self.transport == "nccl" and not dist.is_nccl_available():
             raise BackendError("This PyTorch was built without NCCL. Type: --transport gloo")
-
-    def _interface(self) -> dict[str, str]:
-        """The network card for Gloo, unless the user has chosen one: the one that leads to rank 0."""
-        if "GLOO_SOCKET_IFNAME" in self.environ:
-            return {}
-        address = LOOPBACK if self.world.num_nodes == 1 else address_towards(self.first_host, 1)
-        interface = interface_of(address)
-        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
     def _stop(self, failed: bool) -> None:
         if not dist.is_initialized():
@@ -115,8 +87,10 @@ class DDPBackend(Backend):
         ddp = self.__dict__.pop("_ddp", None)
         if ddp is not None:
             del ddp.reducer, ddp.logger, ddp.process_group
-        gc.collect()
-        dist.destroy_process_group()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = self._column_group = None
+        torch_group.stop()
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
@@ -133,6 +107,30 @@ class DDPBackend(Backend):
             for tensor in [*model.buffers(), *([] if exchange else model.parameters())]:
                 dist.broadcast(tensor.detach(), src=0)
             return (self._wrap(model) if exchange else model), optimizer
+
+    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+        self._names = {p: name for name, p in stage.named_parameters()}
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        if len(self.column) == 1:
+            return
+        with self.activity.waiting():
+            for tensor in stage.state_dict().values():
+                packed = tensor.contiguous()
+                self.column_broadcast(packed, self.column[0])
+                tensor.copy_(packed)
+        self._exchange = GroupExchange(
+            self._column_group,
+            len(self.column),
+            [p for p in stage.parameters() if p.requires_grad],
+            limit_bytes=int(self.options.bucket_mb * 2**20),
+            compression=self.options.compression,
+            passes=passes,
+        )
+
+    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        return torch_group.new_group(self, rows, "cpu:gloo,cuda:nccl" if self.uses_nccl else None)
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         """DDP around the model, which makes its parameters rank 0's."""
@@ -173,6 +171,11 @@ class DDPBackend(Backend):
         ddp.register_comm_hook(None, hooks[self.options.compression])
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if self._exchange is not None:
+            self._exchange.sync(enabled)
+        # FSDP2's modules, known by what they can, because importing their class takes a second.
+        if callable(wait := getattr(model, "set_requires_gradient_sync", None)):
+            wait(enabled)
         if enabled or not isinstance(model, DistributedDataParallel):
             return nullcontext()
         return model.no_sync()
@@ -180,6 +183,20 @@ class DDPBackend(Backend):
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if not self.options.find_unused_parameters:
             refuse_unused(self._names, optimizer)
+        if self._exchange is not None:
+            self._exchange.finish()
+
+    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
+        self._hold(tensor)
+        dist.broadcast(tensor, src=rank, group=self._column_group)
+
+    def _column_sum(self, tensor: Tensor) -> Tensor:
+        if self._column_group is None:
+            return super()._column_sum(tensor)
+        result = tensor.detach().clone()
+        self._hold(result)
+        dist.all_reduce(result, group=self._column_group)
+        return result
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         result = tensor.detach().to(self.device, copy=True)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer.backends.base import Backend, ReduceOp, StepResult
+from hvd_trainer.backends import torch_group
+from hvd_trainer.backends.base import Backend, ReduceOp, StepResult, TotalNorm
 from hvd_trainer.backends.horovod_exchange import (
     BucketExchange,
     Exchange,
@@ -71,6 +73,7 @@ class HorovodBackend(Backend):
         self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
         self._server: Any = None
         self._exchange: Exchange | None = None
+        self._set: Any = None
         return super().__enter__()
 
     @property
@@ -95,8 +98,10 @@ class HorovodBackend(Backend):
         if self.options.adasum:
             self._start_on_mpi()
         else:
+            sets = [hvd.ProcessSet(ranks) for ranks in self.columns] if len(self.columns) > 1 else []
             with environment(self._variables()):
-                hvd.init()
+                hvd.init(process_sets=sets)
+            self._set = next((its for its in sets if self.world.rank in its.ranks), hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
 
     def _start_on_mpi(self) -> None:
@@ -183,6 +188,7 @@ class HorovodBackend(Backend):
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+        torch_group.stop()
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -233,7 +239,38 @@ class HorovodBackend(Backend):
             limit_bytes=int(options.bucket_mb * 2**20),
             compression=compression,
             reorder=not options.find_unused_parameters,
+            process_set=hvd.global_process_set,
         )
+
+    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+        self._names = {p: name for name, p in stage.named_parameters()}
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        if len(self.column) == 1:
+            return
+        hvd = self._hvd
+        with self.activity.waiting():
+            for tensor in stage.state_dict().values():
+                packed = tensor.contiguous()
+                self.column_broadcast(packed, self.column[0])
+                tensor.copy_(packed)
+        self._exchange = BucketExchange(
+            hvd,
+            self._waiter,
+            stage,
+            limit_bytes=int(self.options.bucket_mb * 2**20),
+            compression=hvd.Compression.fp16 if self.options.compression == "fp16" else hvd.Compression.none,
+            reorder=True,
+            process_set=self._set,
+            passes=passes,
+        )
+
+    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        gpus = self.device.type == "cuda"
+        if not dist.is_initialized():
+            torch_group.start(self, "gloo")
+        return torch_group.new_group(self, rows, "cpu:gloo,cuda:nccl" if gpus else "gloo")
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -249,6 +286,7 @@ class HorovodBackend(Backend):
         scaler: torch.amp.GradScaler | None = None,
         norm: bool = False,
         skip_non_finite: bool = False,
+        total_norm: TotalNorm = nn.utils.get_total_norm,
     ) -> StepResult:
         if self.options.adasum and (max_norm is not None or scaler is not None or skip_non_finite):
             raise OptionError(
@@ -256,7 +294,12 @@ class HorovodBackend(Backend):
                 "--precision fp16 nor with --non-finite skip. Leave one out."
             )
         return super().step(
-            optimizer, max_norm=max_norm, scaler=scaler, norm=norm, skip_non_finite=skip_non_finite
+            optimizer,
+            max_norm=max_norm,
+            scaler=scaler,
+            norm=norm,
+            skip_non_finite=skip_non_finite,
+            total_norm=total_norm,
         )
 
     def _update(self, optimizer: Optimizer) -> None:
@@ -289,6 +332,21 @@ class HorovodBackend(Backend):
         name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
+
+    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
+        self._hold(tensor)
+        name = f"hvd_trainer.column.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
+        self._waiter.result(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._set))
+
+    def _column_sum(self, tensor: Tensor) -> Tensor:
+        if len(self.columns) == 1:
+            return super()._column_sum(tensor)
+        result = tensor.detach().clone()
+        self._hold(result)
+        name = f"hvd_trainer.column.{result.dtype}.{tuple(result.shape)}"
+        handle = self._hvd.allreduce_async_(result, name=name, op=self._hvd.Sum, process_set=self._set)
+        self._waiter.result(handle)
+        return result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._hold(tensor)

@@ -72,12 +72,16 @@ class BucketExchange:
         limit_bytes: int,
         compression: Any,
         reorder: bool,
+        process_set: Any,
+        passes: int = 1,
     ) -> None:
         self._hvd, self._waiter, self._compression = hvd, waiter, compression
+        self._set = process_set
         # Horovod matches tensors of different ranks by name; one that is still on its way may not be reused.
         self._name = f"exchange.{next(_NUMBERS)}"
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.buckets = GradientBuckets(parameters, limit_bytes, hvd.size(), self._send, reorder=reorder)
+        size = process_set.size()
+        self.buckets = GradientBuckets(parameters, limit_bytes, size, self._send, reorder=reorder, passes=passes)
         self._wrap()
 
     def _wrap(self) -> None:
@@ -87,6 +91,7 @@ class BucketExchange:
             named_parameters=[(f"{self._name}.bucket.{i}", flat) for i, flat in enumerate(self._flats.values())],
             compression=self._compression,
             op=self._hvd.Sum,
+            process_set=self._set,
         )
 
     def sync(self, enabled: bool) -> None:

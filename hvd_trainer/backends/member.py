@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -16,10 +17,10 @@ import torch
 
 from hvd_trainer import peers, preemption, rendezvous
 from hvd_trainer.backends.options import EngineOptions
+from hvd_trainer.backends.pinning import Devices, choose_devices
 from hvd_trainer.elastic import Driver, RescaleError
 from hvd_trainer.ending import stand_by
 from hvd_trainer.errors import (
-    BackendError,
     LaunchError,
     OptionError,
     PeerError,
@@ -44,9 +45,15 @@ NEXT_WORLDS = 3
 class Member(ABC):
     """One rank. Use it as a context manager: it meets the others on entry and parts from them on exit.
 
+    Args:
+        options: how gradients are exchanged.
+        environ: `os.environ` if None.
+        devices: how many it computes on, or which.
+
     Attributes:
         world: this process among all; complete once started.
         device: where this rank computes.
+        devices: the same where it has several; `device` is the first.
         slurm_job: what Slurm says of this job.
         job: how this job is known if its launcher starts it again.
         activity: what this rank is doing, for reports.
@@ -64,14 +71,19 @@ class Member(ABC):
     """Options that this engine cannot honour, each with the reason and what to do instead."""
 
     def __init__(
-        self, options: EngineOptions | None = None, environ: MutableMapping[str, str] | None = None
+        self,
+        options: EngineOptions | None = None,
+        environ: MutableMapping[str, str] | None = None,
+        devices: Devices = 1,
     ) -> None:
         self.options = options or EngineOptions()
         self.environ = os.environ if environ is None else environ
         self.check_options()
         self.world: World = detect(self.environ)
         self.slurm_job = slurm_job(self.environ)
+        self._wanted = devices
         self.device = torch.device("cpu")
+        self.devices = [self.device]
         self.activity = Activity(self.options.startup_timeout_s)
         self._guard = ExitStack()
         self._verdict: Verdict | None = None
@@ -120,7 +132,8 @@ class Member(ABC):
             init_method=self.options.init_method,
             timeout_s=self.options.startup_timeout_s,
         )
-        self.device = choose_device(self.world, self.options.device)
+        self.devices = choose_devices(self.world, self.options.device, self._wanted)
+        self.device = self.devices[0]
         watched = self.world.size > 1
         memory, page = (stacks.answer(), self.activity.show()) if watched else (None, None)
         self._guard.callback(self.activity.hide, page)
@@ -217,7 +230,7 @@ class Member(ABC):
             verdict = self._break(error)
             if not broken or verdict is None or not verdict.text or verdict.rank == self.world.rank:
                 return False
-        for attempt in range(1, NEXT_WORLDS + 1):
+        for attempt in itertools.count(1):
             self.world = self.driver.next_world()
             rendezvous.begin_anew()
             try:
@@ -227,8 +240,8 @@ class Member(ABC):
                 if attempt == NEXT_WORLDS:
                     raise
             else:
-                return True
-        return False
+                break
+        return True
 
     def _begin_watch(self) -> None:
         failure.forget()
@@ -304,22 +317,3 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def choose_device(world: World, wish: str = "auto") -> torch.device:
-    """Pins this process to its GPU: `local_rank` modulo the visible ones, so that a task that sees one works.
-
-    Raises:
-        BackendError: a GPU was asked for and PyTorch sees none.
-    """
-    visible = 0 if wish == "cpu" else torch.cuda.device_count()
-    if visible == 0:
-        if wish == "cuda":
-            raise BackendError(
-                f"--device cuda was asked for, but PyTorch {torch.__version__} sees no GPU. "
-                f"Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on CPUs with --device cpu"
-            )
-        return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank % visible)
-    torch.cuda.set_device(device)
-    return device

@@ -20,16 +20,21 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def start_equal(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
+def start_equal(
+    backend: Backend, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None = None
+) -> None:
     """Checks that all ranks built the same model, and gives rank 0's optimizer state and settings to all.
 
     The state travels as an object. Horovod's `broadcast_optimizer_state` must not be used on a fresh optimizer:
     it takes a step on zero gradients to create the state, after which Adam's first real update is 0.744 of
     what it should be and weight decay has moved the weights (horovod/torch/functions.py; issues 2805, 3743).
+
+    Args:
+        state: on rank 0, the optimizer's, where it does not have all of it itself.
     """
     mine: dict[str, Any] = {
         "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
-        "optimizer": optimizer.state_dict(),
+        "optimizer": optimizer.state_dict() if state is None else state,
     }
     first = backend.broadcast_object(mine if backend.world.is_first else {})
     theirs, ours = first["tensors"], mine["tensors"]

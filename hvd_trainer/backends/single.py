@@ -52,6 +52,9 @@ class SingleBackend(Backend):
     ) -> tuple[nn.Module, Optimizer]:
         return model.to(self.device), optimizer
 
+    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+        pass
+
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         pass
 
@@ -63,6 +66,9 @@ class SingleBackend(Backend):
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
         return rows
+
+    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
+        pass
 
     def _broadcast(self, tensor: Tensor) -> None:
         pass

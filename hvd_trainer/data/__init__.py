@@ -2,7 +2,7 @@
 
 from hvd_trainer.data.batch import Batch, samples_in
 from hvd_trainer.data.dataset import Normalise, TensorData
-from hvd_trainer.data.loader import Loader, LoaderPlan
+from hvd_trainer.data.loader import Loader, LoaderPlan, Share
 from hvd_trainer.data.make import make_loader
 from hvd_trainer.data.mnist import ImageOptions, Images, load_images
 from hvd_trainer.data.once import once_per_node
@@ -14,6 +14,7 @@ __all__ = [
     "Loader",
     "LoaderPlan",
     "Normalise",
+    "Share",
     "TensorData",
     "load_images",
     "make_loader",

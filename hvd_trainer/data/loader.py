@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,15 @@ class LoaderPlan:
     """how many virtual ranks share a global batch; None: the ranks themselves do"""
     accumulate: int = 1
     """batches of a virtual rank in a step: they come one after the other"""
+    share: Share | None = None
+    """which share of the data this rank takes; None: that of its number among all ranks"""
 
-    def parts(self, rank: int, size: int) -> Sequence[int]:
-        """Which shares of a global batch are this rank's."""
-        each = (self.virtual_ranks or size) // size
-        return range(rank * each, (rank + 1) * each)
+
+class Share(NamedTuple):
+    """One of `size` equal shares of the data, from 0 on. Ranks that share a copy of the model take the same."""
+
+    number: int
+    size: int
 
 
 class Loader(ABC):
@@ -62,8 +66,10 @@ class Loader(ABC):
         name = getattr(data, "name", None)
         self.name = name if isinstance(name, str) else type(data).__name__
         self.num_samples, self.backend, self.plan = num_samples, backend, plan
-        world = backend.world
-        self._parts, self._size = plan.parts(world.rank, world.size), plan.virtual_ranks or world.size
+        self._share = share = plan.share or Share(backend.world.rank, backend.world.size)
+        self._size = plan.virtual_ranks or share.size
+        each = self._size // share.size
+        self._parts = range(share.number * each, (share.number + 1) * each)
         self.batches_per_epoch = (
             None
             if num_samples is None
@@ -90,11 +96,11 @@ class Loader(ABC):
     def _evaluation(self) -> list[tuple[Place, Tensor]]:
         """The same for evaluation."""
         assert self.num_samples is not None
-        world = self.backend.world
-        share = evaluation_share(self.num_samples, world.rank, world.size)
+        number, size = self._share
+        share = evaluation_share(self.num_samples, number, size)
         # `split` gives one empty part of an empty tensor, and no batch may be empty.
         batches = share.split(self.plan.batch_size) if len(share) else ()
-        return [(Place(number, world.rank), chosen) for number, chosen in enumerate(batches)]
+        return [(Place(position, number), chosen) for position, chosen in enumerate(batches)]
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[Batch]:
         for batch in batches:

@@ -23,7 +23,7 @@ from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.random_state import drawing_apart, seed_all, seed_of
 
 
-class _Share(IterableDataset[Any]):
+class _Stream(IterableDataset[Any]):
     """Of a stream, the samples of one rank, or of one of its workers."""
 
     def __init__(self, data: IterableDataset[Any], rank: int, size: int, batch_size: int) -> None:
@@ -68,10 +68,10 @@ class StreamLoader(Loader):
             raise OptionError(
                 f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
             )
-        self._share = _Share(data, backend.world.rank, backend.world.size, plan.batch_size)
+        self._stream = _Stream(data, *self._share, plan.batch_size)
         # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
         self._loader = torch_loader(
-            self._share,
+            self._stream,
             backend,
             num_workers,
             collate,
@@ -94,14 +94,14 @@ class StreamLoader(Loader):
         return self._pass(EVALUATION, 0)
 
     def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
-        """One reading of the stream. Its random transforms draw by seed, epoch and rank, also of what is skipped.
+        """One reading of the stream. Its random transforms draw by seed, epoch and share, also of what is skipped.
 
         So a pass that is taken up in the middle goes on with the numbers that it would have drawn; but what a
         `collate` draws is not drawn again.
         """
-        self._share.consumed = consumed
+        self._stream.consumed = consumed
         if epoch != EVALUATION:
-            self._share.epoch = epoch
-        self._share.seed = seed = seed_of(self.plan.seed, epoch, self.backend.world.rank)
+            self._stream.epoch = epoch
+        self._stream.seed = seed = seed_of(self.plan.seed, epoch, self._share.number)
         batches = self._moved(self._loader)
         return batches if self._loader.num_workers else drawing_apart(batches, seed, CPU)

@@ -33,7 +33,7 @@ class Activity:
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.limits: tuple[float, float] | None = None
         self.was_waiting = False
-        self._waits = 0
+        self._waits, self._failed_alone = 0, False
         self._page: Page | None = None
 
     def show(self) -> int | None:
@@ -66,10 +66,24 @@ class Activity:
         try:
             yield
         except BaseException:
-            self.was_waiting = True
+            self.was_waiting = not self._failed_alone
             raise
         finally:
             self._waits -= 1
+            self.since = time.monotonic()
+
+    @contextmanager
+    def working(self, phase: str) -> Iterator[None]:
+        """Inside `waiting`: what this rank does by itself meanwhile, such as one chunk of a pipeline."""
+        waits, self._waits = self._waits, 0
+        self.enter(phase)
+        try:
+            yield
+        except BaseException:
+            self._failed_alone = True
+            raise
+        finally:
+            self._waits = waits
             self.since = time.monotonic()
 
     @property

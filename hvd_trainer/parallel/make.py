@@ -1,0 +1,22 @@
+"""The layout of a job, by its options."""
+
+from __future__ import annotations
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.config import TrainOptions
+from hvd_trainer.parallel.layout import Layout, Staged, Whole
+from hvd_trainer.parallel_options import ParallelOptions
+
+
+def make_layout(backend: Backend, options: ParallelOptions, train: TrainOptions) -> Layout:
+    """How this job's ranks share model and data. The engine must have started.
+
+    Raises:
+        OptionError: the options do not fit each other, or the ranks.
+    """
+    if options.shard == "full" and backend.world.size > 1:
+        # Sharded tensors are half a second of imports that only this needs.
+        from hvd_trainer.parallel.full_shard import FullyShared
+
+        return FullyShared(backend, options, train)
+    return (Staged if options.is_staged else Whole)(backend, options, train)

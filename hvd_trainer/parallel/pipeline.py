@@ -1,0 +1,270 @@
+"""One optimizer step in micro-batches, in one stage or through several.
+
+    batch       0 1 2 3 4 5 6 7                 each chunk counts by its samples, so that their losses' sum is the
+    chunks      0 1 | 2 3 | 4 5 | 6 7           mean of the batch, whatever the number of chunks
+    stage 0     F0 F1 .  B0 F2 B1 F3 B2 .  B3
+    stage 1     .  F0 B0 F1 B1 F2 B2 F3 B3 .    activations go down, their gradients come up (torch.distributed)
+
+Every stage adds up its gradients chunk by chunk, in their order; and the random numbers of a block depend on the
+step, the replica, the chunk and the block alone. So the numbers are the same bits for any number of stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.backends.same_model import parameters_of
+from hvd_trainer.data import Batch
+from hvd_trainer.errors import OptionError
+from hvd_trainer.metrics import Meter
+from hvd_trainer.non_finite import NonFiniteGuard
+from hvd_trainer.parallel.blocks import Blocks, Draws
+from hvd_trainer.parallel.chunks import Chunk, cut
+from hvd_trainer.parallel.devices import ManyDevices
+from hvd_trainer.parallel.loss import ChunkLoss
+from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
+from hvd_trainer.progress import Progress
+from hvd_trainer.train_step import LossFunction, TrainStep
+
+
+class OneStage:
+    """All blocks in this process: chunk after chunk."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.group: dist.ProcessGroup | None = None
+
+    def train(self, chunks: Sequence[Chunk], loss: ChunkLoss, draws: Callable[[int], Draws]) -> None:
+        """Forward and backward of all chunks."""
+        self._blocks.draws_of = draws
+        for number, chunk in enumerate(chunks):
+            self._blocks.chunk = number
+            loss(self._blocks(chunk.inputs), number).backward()
+
+    def evaluate(self, chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+        """Forward of all chunks."""
+        for number, chunk in enumerate(chunks):
+            loss(self._blocks(chunk.inputs), number)
+
+
+class ManyStages:
+    """Some of the parts in this process, the others in those of its row: by torch.distributed.pipelining.
+
+    Args:
+        parts: those of this process, by their number among all.
+        num_parts: of the whole model.
+        chunks: of a batch.
+        schedule: a name in `schedule.CLASSES`.
+        group: the row.
+        backend: the engine.
+
+    Attributes:
+        busy_s: how long this process has computed in training, in seconds; the rest it waited, sent and received.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, Blocks],
+        num_parts: int,
+        chunks: int,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        backend: Backend,
+    ) -> None:
+        from torch.distributed import pipelining
+
+        self.group, self._backend, self._parts = group, backend, parts
+        self._is_first, self._is_last = 0 in parts, num_parts - 1 in parts
+        self._loss: ChunkLoss | None = None
+        stages = [
+            _make_stage(part, number, num_parts, backend, group, self._worked) for number, part in parts.items()
+        ]
+        kind = getattr(pipelining, CLASSES[schedule])
+        what = stages[0] if schedule in ONE_PART else stages
+        self._schedule = kind(what, chunks, loss_fn=self._loss_of, scale_grads=False)
+        self._numbers = torch.arange(chunks)
+        self.busy_s = 0.0
+
+    def _worked(self, seconds: float) -> None:
+        self.busy_s += seconds
+
+    def _loss_of(self, outputs: Any, number: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(outputs, number)
+
+    def train(self, chunks: Sequence[Chunk], loss: ChunkLoss, draws: Callable[[int], Draws]) -> None:
+        """Forward and backward of all chunks, through all stages."""
+        for part in self._parts.values():
+            part.draws_of = draws
+        self._run(self._schedule.step, chunks, loss)
+
+    def evaluate(self, chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+        """Forward of all chunks, through all stages."""
+        busy_s = self.busy_s
+        self._run(self._schedule.eval, chunks, loss)
+        self.busy_s = busy_s
+
+    def _run(self, run: Callable[..., Any], chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+        self._loss = loss
+        inputs = _joined([chunk.inputs for chunk in chunks]) if self._is_first else ()
+        # The schedule cuts up what it is given, and the loss finds the chunk by its number.
+        how: dict[str, Any] = {"target": self._numbers, "losses": []} if self._is_last else {}
+        with self._backend.activity.waiting():
+            run(*inputs, **how)
+        self._loss = None
+
+
+def _make_stage(
+    part: Blocks,
+    number: int,
+    num_parts: int,
+    backend: Backend,
+    group: dist.ProcessGroup,
+    worked: Callable[[float], None],
+) -> Any:
+    """A `PipelineStage` that says what it does, for the watch over the ranks and the measured bubble."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            part.chunk = fwd_chunk_id
+            with self._working("forward"):
+                try:
+                    return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+                except RuntimeError as error:
+                    # PyTorch wraps what a block raises into a list of its inputs.
+                    raise error.__cause__ or error from None
+
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with self._working("backward"):
+                return super().backward_one_chunk(*args, **kwargs)
+
+        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with self._working("backward"):
+                return super().backward_weight_one_chunk(*args, **kwargs)
+
+        @contextmanager
+        def _working(self, phase: str) -> Iterator[None]:
+            began = time.perf_counter()
+            with backend.activity.working(phase):
+                yield
+            worked(time.perf_counter() - began)
+
+    return Stage(part, number, num_parts, backend.device, group=group)
+
+
+Runner = OneStage | ManyDevices | ManyStages
+
+
+class StageStep(TrainStep):
+    """A step in micro-batches; see the drawing above.
+
+    Args:
+        runner: the stage or stages of this process.
+        chunks: micro-batches of a batch.
+        chunk_size: samples of each.
+        seed: of the run.
+        replica: the number of this copy of the model.
+        others: as for `TrainStep`; the optimizer has all parameters of the model, and those of other stages never
+            get a gradient here.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: LossFunction,
+        progress: Progress,
+        guard: NonFiniteGuard,
+        *,
+        runner: Runner,
+        chunks: int,
+        chunk_size: int,
+        seed: int,
+        replica: int,
+        max_norm: float | None = None,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__(backend, model, optimizer, loss, progress, guard, max_norm=max_norm, precision=precision)
+        self._runner, self._chunks, self._chunk_size = runner, chunks, chunk_size
+        self._seed, self._replica = seed, replica
+        self._batch = 0
+        if self.scaler is not None and runner.group is not None:
+            # Where one stage overflows, all must leave the step out.
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            self.scaler = ShardedGradScaler(backend.device.type, process_group=runner.group)
+            # Its scale is made when it is first asked for, and only the last stage has a loss.
+            self.scaler.scale(torch.zeros(1, device=backend.device))
+
+    def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
+        self._batch = 0
+        return super().__call__(window, meter, meanwhile)
+
+    def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
+        """All chunks of one batch, through all stages."""
+        self.backend.activity.enter("forward")
+        loss = ChunkLoss(self.loss, chunks := self._cut(batch), weight, self._begin)
+        draws = functools.partial(Draws, self._seed, self.progress.step, self._replica, self._batch)
+        self._batch += 1
+        self._runner.train(chunks, loss, draws)
+        mean = loss.mean()
+        if mean is not None:
+            self._losses.append(mean)
+        for _, passed in sorted(loss.passes.items()):
+            if self.skips:
+                self._uncounted.append(passed)
+            else:
+                meter.add(*passed)
+
+    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
+        assert batch is not None
+        loss = ChunkLoss(self.loss, chunks := self._cut(batch), 1.0, lambda share: share)
+        self._runner.evaluate(chunks, loss)
+        for _, passed in sorted(loss.passes.items()):
+            meter.add(*passed)
+
+    def _cut(self, batch: Batch) -> list[Chunk]:
+        return cut(batch, self._chunks, self._chunk_size)
+
+    def _begin(self, share: Tensor) -> Tensor:
+        scaled = share if self.scaler is None else self.scaler.scale(share)
+        return scaled * self.guard.seed(scaled)
+
+    def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of all stages' gradients: the same bits wherever the model is cut."""
+        parameters = list(parameters_of(self.optimizer))
+        there = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+        norms = torch.zeros(len(parameters), device=self.backend.device)
+        if there:
+            found = [norm.to(norms) for norm in torch._foreach_norm(list(grads))]
+            norms[torch.tensor(there, device=norms.device)] = torch.stack(found)
+        if self._runner.group is not None:
+            with self.backend.activity.waiting():
+                # One stage has each of them, and zeros change nothing.
+                dist.all_reduce(norms, group=self._runner.group)
+        whole: Tensor = torch.linalg.vector_norm(norms)
+        return whole
+
+
+def _joined(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The inputs of all chunks, as the arguments of the first stage.
+
+    Raises:
+        OptionError: they are neither tensors nor tuples of tensors.
+    """
+    rows = [value if isinstance(value, tuple) else (value,) for value in inputs]
+    if not all(isinstance(tensor, Tensor) for row in rows for tensor in row):
+        raise OptionError("With --stages the inputs of the model are a tensor or a tuple of tensors")
+    return tuple(torch.cat(column) for column in zip(*rows, strict=True))

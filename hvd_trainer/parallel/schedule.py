@@ -1,0 +1,63 @@
+r"""In which order a stage works on its micro-batches, and how long it must wait meanwhile.
+
+    gpipe, 2 stages, 3 chunks                1f1b
+    stage 0  F0 F1 F2 .  .  B0 B1 B2         F0 F1 .  B0 F2 B1 .  B2      . is the bubble: (p-1)/(m+p-1) of
+    stage 1  .  F0 F1 F2 B0 B1 B2 .          .  F0 B0 F1 B1 F2 B2 .       the time, with p stages and m chunks
+
+1f1b has the same bubble and keeps the activations of at most p chunks. `interleaved` gives each stage several
+parts of the model, and `zero-bubble` fills the gaps with the gradients of weights, which nobody waits for. The
+orders themselves are those of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hvd_trainer.errors import OptionError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+CLASSES: dict[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+}
+ONE_PART = ("gpipe", "1f1b")
+"""Those of `PipelineScheduleSingle`, which takes one stage per process."""
+
+
+def bubble(schedule: Schedule, stages: int, chunks: int, parts: int = 1) -> float:
+    """The fraction of a step that a stage waits, where all parts take equally long and sending takes none.
+
+    gpipe and 1f1b: Huang et al., GPipe (NeurIPS 2019). interleaved: Narayanan et al., Efficient large-scale
+    language model training on GPU clusters (SC'21). zero-bubble: the schedule ZB-H1 of Qi et al., Zero bubble
+    pipeline parallelism (ICLR 2024), with forward and both halves of backward equally long.
+
+    Args:
+        parts: of the model, per stage.
+    """
+    gaps = stages - 1
+    if schedule == "zero-bubble":
+        return gaps / (3 * parts * chunks + gaps)
+    return gaps / (parts * chunks + gaps)
+
+
+def check_chunks(schedule: Schedule, stages: int, chunks: int) -> None:
+    """Refuses numbers of chunks that a schedule has no order for.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if schedule == "1f1b" and chunks < stages:
+        raise OptionError(
+            f"--schedule 1f1b keeps {stages} stages busy only with as many chunks, and here are {chunks}. Type "
+            f"--chunks {stages}, or --schedule gpipe, which takes any number"
+        )
+    if schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, chunks // stages)
+        if chunks % rounds:
+            near = max(1, round(chunks / stages)) * stages
+            raise OptionError(
+                f"--schedule {schedule} works in {rounds} rounds of equally many chunks with {stages} stages, and "
+                f"--chunks {chunks} does not divide. Type --chunks {near}"
+            )

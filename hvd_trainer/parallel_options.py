@@ -1,0 +1,127 @@
+"""The options of a model in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.option_checks import at_least, flag
+
+if TYPE_CHECKING:
+    from hvd_trainer.config import TrainOptions
+
+NOT_IN_STAGES = (
+    *("sync_batch_norm", "find_unused_parameters", "static_graph", "powersgd_rank"),
+    *("adasum", "num_groups", "autotune"),
+)
+"""Engine options that need a whole model and whole batches."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """A model in parts, for one that is too large for a GPU, or for its batch."""
+
+    stages: int = 1
+    """processes that share one copy of the model, each with a stage of its blocks; ranks / stages copies train in
+    parallel, and --batch-size is per copy"""
+    devices_per_rank: int = 1
+    """devices of each process, with a part of the model on each"""
+    devices: tuple[str, ...] = ()
+    """the same by their names, such as cuda:0 cpu, instead of the next free ones"""
+    chunks: int | None = None
+    """micro-batches that a batch is cut into, so that all stages or devices work at once (1: one after the other);
+    None: as many as there are stages or devices"""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """in which order a stage works on its micro-batches"""
+    parts_per_stage: int | None = None
+    """parts of the model that each stage has; None: 2 for the interleaved schedule, and 1 for the others"""
+    balance: str = "bytes"
+    """where the model is cut: by the bytes of its blocks, by the time that they take, or by hand: the number of
+    blocks in each part, such as 3,2"""
+    activation_checkpointing: Literal["none", "blocks"] = "none"
+    """compute the activations inside each block anew in backward instead of keeping them"""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """what copies of the model share out among themselves instead of each keeping it: the optimizer's state, or
+    (ddp only) parameters and gradients too"""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model or its batches are cut."""
+        return self.stages * self.num_devices > 1 or self.chunks is not None
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices) or self.devices_per_rank
+
+    @property
+    def num_chunks(self) -> int:
+        return self.stages * self.num_devices if self.chunks is None else self.chunks
+
+    @property
+    def parts_of_each(self) -> int:
+        return self.parts_per_stage or (2 if self.schedule == "interleaved" else 1)
+
+    def mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
+        """What is out of range, and what does not go together with micro-batches and stages."""
+        found = at_least(
+            1,
+            stages=self.stages,
+            devices_per_rank=self.devices_per_rank,
+            chunks=self.chunks,
+            parts_per_stage=self.parts_per_stage,
+        )
+        if self.shard == "full":
+            found += self._shard_mistakes(train, engine)
+        if self.stages == 1:
+            found += [
+                f"{flag(name)} is about stages: add --stages, or leave it out"
+                for name in ("schedule", "parts_per_stage")
+                if getattr(self, name) != getattr(ParallelOptions, name)
+            ]
+        if self.stages * self.num_devices == 1 and self.balance != ParallelOptions.balance:
+            found.append("--balance cuts a model: add --stages or --devices-per-rank, or leave it out")
+        if found or not self.is_staged:
+            return found
+        how = "--stages" if self.stages > 1 else "--chunks" if self.num_devices == 1 else "--devices-per-rank"
+        if train.reproducible is not None:
+            found.append(f"{how} and --reproducible: micro-batches are summed in another order; leave one out")
+        if self.chunks is not None and train.global_batch_size is None and self.chunks > train.batch_size:
+            found.append(f"--chunks {self.chunks} cuts --batch-size {train.batch_size} into less than one sample")
+        if self.devices and self.devices_per_rank not in (1, len(self.devices)):
+            found.append(
+                f"--devices names {len(self.devices)}, but --devices-per-rank is {self.devices_per_rank}: leave "
+                f"one out"
+            )
+        if self.stages > 1 and self.num_devices > 1:
+            found.append(
+                "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one out"
+            )
+        if self.stages > 1 and self.parts_of_each > 1 and self.schedule in ("gpipe", "1f1b"):
+            found.append(
+                f"--schedule {self.schedule} has one part per stage: leave out --parts-per-stage, or type "
+                f"--schedule interleaved"
+            )
+        found += [
+            f"{flag(name)} does not go with {how}: leave one out"
+            for name in NOT_IN_STAGES
+            if getattr(engine, name) != getattr(EngineOptions(), name)
+        ]
+        if engine.compression == "powersgd":
+            found.append(f"--compression powersgd does not go with {how}: type --compression fp16")
+        if train.compile:
+            found.append(f"--compile does not go with {how}: compile the blocks yourself, with block.compile()")
+        return found
+
+    def _shard_mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
+        found = []
+        if engine.backend != "ddp":
+            found.append("--shard full is PyTorch's own: type --backend ddp, or --shard optimizer")
+        if train.reproducible is not None:
+            found.append("--shard full and --reproducible: gradients are summed in slices; leave one out")
+        found += [
+            f"{flag(name)} does not go with --shard full: leave one out"
+            for name in (*NOT_IN_STAGES, "compression")
+            if getattr(engine, name) != getattr(EngineOptions(), name)
+        ]
+        return found

@@ -1,0 +1,142 @@
+"""What `test_stages.py` runs in every rank: trainings in stages and micro-batches, which the test compares."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_trainer import (
+    Callback,
+    EngineOptions,
+    LogOptions,
+    ParallelOptions,
+    SaveOptions,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    accuracy,
+    detect,
+)
+from hvd_trainer.errors import UserError
+
+NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a run."""
+
+
+class Stop(Callback):
+    """Ends a run after a step."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        if trainer.progress.step == self.after:
+            raise StoppedError
+
+
+class Masked(nn.Module):
+    """Hands a mask on beside its output, as a Transformer's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 12)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(inputs), (inputs > 0).float()
+
+
+class Joined(nn.Module):
+    """Takes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(18, 12)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh(self.linear(torch.cat(both, 1)))
+
+
+def data(num: int = NUM) -> TensorData:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, 6, generator=generator)
+    return TensorData(inputs, (inputs.sum(1) > 0).long(), name="signs")
+
+
+def model(dropout: float = 0.3) -> nn.Module:
+    return nn.Sequential(
+        Masked(), Joined(), nn.Dropout(dropout), nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 2)
+    )
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay and biases do not: the optimizer's order is not the model's."""
+    decaying = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.02
+    )
+
+
+def fit(
+    backend: str,
+    parallel: dict[str, Any],
+    *,
+    folder: str | None = None,
+    dropout: float = 0.3,
+    stop_after: int | None = None,
+    engine: dict[str, Any] | None = None,
+    save: dict[str, Any] | None = None,
+    **train: Any,
+) -> dict[str, Any]:
+    """One training; its records, or the error, and the weights where the whole model is in one place."""
+    options = TrainerOptions(
+        engine=EngineOptions(backend=backend, **(engine or {})),  # type: ignore[arg-type]
+        train=TrainOptions(**{"epochs": 3, "global_batch_size": 16, "max_norm": 0.5, **train}),
+        parallel=ParallelOptions(**parallel),
+        log=LogOptions(log_dir=folder, quiet=True),
+        save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **(save or {})}),
+    )
+    with Trainer(options) as trainer:
+        whole = model(dropout)
+        callbacks = [] if stop_after is None else [Stop(stop_after)]
+        history = None
+        try:
+            history = trainer.fit(
+                whole,
+                two_groups(whole),
+                nn.functional.cross_entropy,
+                data(),
+                data(21),
+                metrics={"accuracy": accuracy},
+                callbacks=callbacks,
+            )
+        except StoppedError:
+            trainer.keeper.finish()
+        state = None if history is None else trainer.state.collect(None)
+        own = [t for its in trainer.optimizer.state.values() for t in its.values() if isinstance(t, Tensor)]
+        own = [t.to_local() if hasattr(t, "to_local") else t for t in own]
+        names = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples", "step")
+        return {
+            "records": [[record[name] for name in names] for record in (history.epochs if history else [])],
+            "weights": state["model"] if state else None,
+            "state": state["optimizer"]["state"] if state else None,
+            "own state": sum(tensor.numel() for tensor in own),
+        }
+
+
+def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Trainings one after the other, in one launch."""
+    found = {}
+    for name, how in runs.items():
+        try:
+            found[name] = fit(backend, **how)
+        except UserError as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return detect(os.environ).rank, found

@@ -1,0 +1,198 @@
+"""A model cut into stages: the same numbers for any stages, schedule and engine; what cannot work is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stage_checks
+from launchers import requires, run_ranks
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+ENGINES = ["ddp", pytest.param("horovod", marks=requires("horovod"))]
+# 3 chunks of 6, 6 and 4 samples; the last batch of an epoch has 12: 6, 6 and none.
+CUT = {"chunks": 3}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {"parallel": CUT},
+    "accumulate": {"parallel": CUT, "accumulate": 2},
+    "bf16": {"parallel": CUT, "precision": "bf16"},
+    "fp16": {"parallel": CUT, "precision": "fp16"},
+    "recompute": {"parallel": {**CUT, "activation_checkpointing": "blocks"}},
+}
+DEVICES: dict[str, dict[str, Any]] = {
+    "2 devices": {"parallel": {**CUT, "devices_per_rank": 2}},
+    "3 devices": {"parallel": {**CUT, "devices": ("cpu", "cpu", "cpu"), "balance": "time"}},
+    "fp16 on 2 devices": {"parallel": {**CUT, "devices_per_rank": 2}, "precision": "fp16"},
+}
+SLICED: dict[str, dict[str, Any]] = {
+    "plain": {"parallel": {"shard": "full"}},
+    "accumulate": {"parallel": {"shard": "full"}, "accumulate": 2},
+    "bf16": {"parallel": {"shard": "full"}, "precision": "bf16"},
+    "fp16": {"parallel": {"shard": "full"}, "precision": "fp16"},
+    "recompute": {"parallel": {"shard": "full", "activation_checkpointing": "blocks"}},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "whole": {"parallel": {}, "dropout": 0.0},
+    "recompute whole": {"parallel": {"activation_checkpointing": "blocks"}, "dropout": 0.0},
+}
+
+
+def in_stages(stages: int, runs: dict[str, dict[str, Any]], **more: Any) -> dict[str, dict[str, Any]]:
+    return {name: {**how, "parallel": {**how["parallel"], "stages": stages, **more}} for name, how in runs.items()}
+
+
+@cache
+def trained(backend: str, size: int) -> list[dict[str, Any]]:
+    """All trainings with so many ranks; per rank."""
+    runs: dict[str, dict[str, Any]]
+    plain = {"plain": ALONE["plain"]}
+    exact = {"exact": {"parallel": CUT, "dropout": 0.0}}
+    if size == 1:
+        runs = ALONE | WHOLE | DEVICES
+    elif size == 2:
+        runs = in_stages(2, ALONE, schedule="gpipe") | {
+            "copies": ALONE["plain"],
+            "copies on 2 devices": DEVICES["2 devices"],
+        }
+        for schedule in SCHEDULES:
+            runs |= {f"{schedule}": in_stages(2, plain, schedule=schedule)["plain"]}
+        runs |= {"by hand": in_stages(2, plain, balance="1,5")["plain"]}
+        runs |= {"by time": in_stages(2, plain, balance="time")["plain"]}
+        runs |= {"fp16 on the wire": {**ALONE["plain"], "engine": {"compression": "fp16"}}}
+        runs |= {"whole copies": {"parallel": {}}, "shared": {"parallel": {"shard": "optimizer"}}}
+        runs |= {"shared in fp16": {"parallel": {"shard": "optimizer"}, "precision": "fp16"}}
+        runs |= {"whole in fp16": {"parallel": {}, "precision": "fp16"}}
+        runs |= {"shared, reproducible": {"parallel": {"shard": "optimizer"}, "reproducible": 2}}
+        runs |= {"whole, reproducible": {"parallel": {}, "reproducible": 2}}
+        if backend == "ddp":
+            runs |= {f"sliced, {name}": how for name, how in SLICED.items()}
+            runs |= {f"whole, {name}": {**how, "parallel": {}} for name, how in SLICED.items()}
+    else:
+        runs = {
+            "copies": in_stages(2, plain)["plain"],
+            "exact": in_stages(2, exact)["exact"],
+            "shared": in_stages(2, plain, shard="optimizer")["plain"],
+            "deep": in_stages(4, {"deep": {"parallel": {"chunks": 4}}})["deep"],
+            "exact deep": in_stages(4, {"deep": {"parallel": {"chunks": 4}, "dropout": 0.0}})["deep"],
+            "fp16 on the wire": {**in_stages(2, plain)["plain"], "engine": {"compression": "fp16"}},
+        }
+    return run_ranks(stage_checks.run_all, num_processes=size, args=(backend, runs), timeout_s=200)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Losses, weights and the optimizer's state, bit for bit."""
+    assert one["records"] == other["records"]
+    assert list(one["weights"]) == list(other["weights"])
+    for name, tensor in one["weights"].items():
+        assert tensor.equal(other["weights"][name]), name
+    assert sorted(one["state"]) == sorted(other["state"])
+    for number, entries in one["state"].items():
+        for key, value in entries.items():
+            assert value.equal(other["state"][number][key]), (number, key)
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for mine, theirs in zip(one["records"], other["records"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    for name, tensor in one["weights"].items():
+        assert float((tensor - other["weights"][name]).norm() / tensor.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("name", [*ALONE, *SCHEDULES, "by hand", "by time"])
+def test_stages_change_no_bit(backend: str, name: str) -> None:
+    """Against one process with the same chunks: dropout, masks, clipping over all stages, uneven chunks."""
+    alone = trained("single", 1)[0]
+    for rank in trained(backend, 2):
+        assert rank[name]["records"] == alone.get(name, alone["plain"])["records"]
+    same(trained(backend, 2)[0][name], alone.get(name, alone["plain"]))
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("name", ["copies", "fp16 on the wire"])
+def test_stages_change_no_bit_of_two_copies(backend: str, name: str) -> None:
+    """2 ranks with a whole model each, against 4 with half of it; and one engine against the other."""
+    same(trained(backend, 4)[0][name], trained("ddp", 2)[0][name])
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_devices_change_no_bit(backend: str) -> None:
+    """CPUs stand for them: tested are the order of the work, and the exchange of what is in several places."""
+    alone = trained("single", 1)[0]
+    for name in ("2 devices", "3 devices"):
+        same(alone[name], alone["plain"])
+    same(alone["fp16 on 2 devices"], alone["fp16"])
+    copies = trained(backend, 2)[0]
+    same(copies["copies on 2 devices"], copies["copies"])
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_any_grid_equals_the_whole_model(backend: str) -> None:
+    """Copies and chunks change the order of sums, and nothing else."""
+    whole = trained("single", 1)[0]["whole"]
+    close(trained(backend, 4)[0]["exact"], whole)
+    close(trained(backend, 4)[0]["exact deep"], whole)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_sharing_out_the_optimizers_state_changes_no_bit(backend: str) -> None:
+    two, four = trained(backend, 2), trained(backend, 4)
+    same(two[0]["shared"], two[0]["whole copies"])
+    same(two[0]["shared in fp16"], two[0]["whole in fp16"])
+    same(two[0]["shared, reproducible"], two[0]["whole, reproducible"])
+    same(four[0]["shared"], four[0]["copies"])
+    kept = [rank["shared"]["own state"] for rank in two]
+    assert sum(kept) == two[0]["whole copies"]["own state"]
+    assert max(kept) < 0.6 * sum(kept)
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_sharing_out_everything_changes_the_order_of_sums_only(name: str) -> None:
+    ranks = trained("ddp", 2)
+    close(ranks[0][f"sliced, {name}"], ranks[0][f"whole, {name}"])
+    kept = [rank[f"sliced, {name}"]["own state"] for rank in ranks]
+    assert max(kept) < 0.6 * ranks[0][f"whole, {name}"]["own state"]
+
+
+def test_recomputing_changes_no_bit() -> None:
+    alone = trained("single", 1)[0]
+    same(alone["recompute"], alone["plain"])
+    same(alone["recompute whole"], alone["whole"])
+
+
+SHAPES: list[tuple[str, int, dict[str, Any]]] = [
+    ("ddp", 2, {"stages": 2, "chunks": 3}),
+    ("single", 1, {"chunks": 3}),
+    ("ddp", 4, {"stages": 2, "chunks": 3}),
+    ("horovod", 2, {"stages": 2, "chunks": 3, "schedule": "zero-bubble"}),
+    ("single", 1, {}),
+    ("ddp", 2, {"shard": "optimizer"}),
+    ("horovod", 4, {"stages": 2, "chunks": 3, "shard": "optimizer"}),
+    ("ddp", 2, {"shard": "full"}),
+    ("ddp", 4, {"shard": "full"}),
+]
+
+
+def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
+    """Stopped inside the second epoch in one shape, and resumed in another."""
+    first, second = (SHAPES[number] for number in shapes)
+    common = {"folder": str(folder), "dropout": 0.0}
+    saving = {"parallel": first[2], **common, "save": {"save_every_steps": 5}, "stop_after": 6}
+    run_ranks(stage_checks.run_all, num_processes=first[1], args=(first[0], {"run": saving}))
+    going_on = {"parallel": second[2], **common, "save": {"resume": "auto"}}
+    ranks = run_ranks(stage_checks.run_all, num_processes=second[1], args=(second[0], {"run": going_on}))
+    run: dict[str, Any] = ranks[0]["run"]
+    return run
+
+
+@requires("horovod")
+@pytest.mark.parametrize(
+    "shapes", [[0, 1], [1, 3], [0, 2], [2, 4], [4, 6], [6, 5], [5, 7], [7, 0], [7, 8]], ids=str
+)
+def test_a_checkpoint_of_any_shape_loads_into_any_other(shapes: list[int], tmp_path: Path) -> None:
+    """At the next sample; with the same bits where only stages, schedule or engine differ."""
+    resumed, whole = stopped_and_resumed(shapes, tmp_path), trained("single", 1)[0]["whole"]
+    whole = {**whole, "records": whole["records"][1:]}
+    close(resumed, whole)
