@@ -102,7 +102,8 @@ class EncoderLayer(nn.Module):
         visible = (padding == 0) | padding.all(dim=1, keepdim=True)
         # Without dropout of its weights: only so do CPUs and GPUs have kernels that never write them down.
         mixed = nn.functional.scaled_dot_product_attention(query, key, values, attn_mask=visible[:, None, None, :])
-        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class PooledHead(nn.Module):

@@ -172,7 +172,8 @@ def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only(
         ("hvd_trainer.launch", {"torch", "horovod"}),
         ("hvd_trainer.cli", {"torch", "horovod"}),
         # What the main job may need later is imported then: each of these would delay every start.
-        ("hvd_trainer.mnist", {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors"}),
+        ("hvd_trainer.mnist", {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors", "tokenizers"}),
+        ("hvd_trainer.imdb", {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors", "tokenizers"}),
     ],
 )
 def test_imports_bring_no_more_than_is_needed(module: str, absent: set[str]) -> None:

@@ -1,0 +1,51 @@
+"""A few dozen made-up reviews, laid out as the Large Movie Review Dataset, for tests of its loader and its job."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+EACH = 12
+WORDS = {"pos": ("wonderful", "moving", "brilliant"), "neg": ("dreadful", "boring", "stupid")}
+
+
+def reviews(each: int = EACH) -> dict[str, bytes]:
+    """So many of each split and label, by their names in the archive."""
+    files = {}
+    for split in ("train", "test"):
+        for label, words in WORDS.items():
+            for number in range(each):
+                word, other = words[number % 3], words[(number + 1) % 3]
+                text = f"A {word} film.<br /><br />I saw it {number} times, {split}ing my patience. How {other}!"
+                files[f"aclImdb/{split}/{label}/{number}_{9 if label == 'pos' else 2}.txt"] = text.encode()
+    return files
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", size: int = 0) -> tarfile.TarInfo:
+    """An entry of any kind under any name."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, target, size
+    return info
+
+
+def write_archive(path: Path, files: Mapping[str, bytes], more: Iterable[tarfile.TarInfo] = ()) -> Path:
+    """Packs files, and further entries that hold what their names say, into `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wb", compresslevel=1) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+        for name, raw in files.items():
+            tar.addfile(member(name, size=len(raw)), io.BytesIO(raw))
+        for info in more:
+            tar.addfile(info, io.BytesIO(b"x" * info.size))
+    return path
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
+    """The same, unpacked into `path`."""
+    for name, raw in files.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(raw)
+    return path

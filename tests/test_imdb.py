@@ -1,0 +1,612 @@
+"""The IMDB job: its archive, tokens and cache, its model, and real runs of it on both engines."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pickle
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import md5
+from pathlib import Path
+from typing import Any
+
+import fake_imdb
+import pytest
+import torch
+import yaml
+from launchers import QUICKEST, Result, launch, requires, run_ranks
+from torch import nn
+
+from hvd_trainer import backends, parse
+from hvd_trainer.backends import Backend, EngineOptions
+from hvd_trainer.data import LoaderPlan, TextOptions, Texts, imdb_archive, imdb_tokens, load_texts, make_loader
+from hvd_trainer.data import imdb as imdb_module
+from hvd_trainer.data import imdb_download as download_module
+from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.imdb import PRESETS, ImdbOptions, TextModelOptions
+from hvd_trainer.text_model import PADDING, TextSizes, transformer
+
+VOCABULARY, LENGTH = 300, 16
+TINY = TextSizes(
+    layers=2, d_model=8, heads=2, d_hid=12, dropout=0.0, sequence_length=LENGTH, vocabulary=VOCABULARY
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/hvd_trainer/data"
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    return fake_imdb.write_archive(tmp_path / "here" / imdb_archive.ARCHIVE, fake_imdb.reviews())
+
+
+@pytest.fixture
+def alone() -> Iterator[Backend]:
+    with backends.create(EngineOptions(backend="single")) as backend:
+        yield backend
+
+
+def load(backend: Backend, place: Path, said: list[str] | None = None, length: int = LENGTH) -> Texts:
+    return load_texts(
+        TextOptions(data_dir=str(place)),
+        backend,
+        vocabulary=VOCABULARY,
+        sequence_length=length,
+        say=[].append if said is None else said.append,
+    )
+
+
+# The archive.
+
+
+def test_archive_and_folder_are_found_and_read_alike(tmp_path: Path, archive: Path) -> None:
+    unpacked = fake_imdb.write_folder(tmp_path / "unpacked", fake_imdb.reviews())
+    for place in (archive, archive.parent, unpacked, unpacked / "aclImdb"):
+        found = imdb_archive.read(imdb_archive.find(place))
+        assert found == imdb_archive.read(archive)
+    assert len(found.train.texts) == len(found.test.texts) == 2 * fake_imdb.EACH
+    for text, label in zip(found.test.texts, found.test.labels, strict=True):
+        assert any(word in text for word in fake_imdb.WORDS[imdb_archive.LABELS[label]])
+    assert imdb_archive.digest(unpacked / "aclImdb") == imdb_archive.digest(unpacked / "aclImdb")
+    before = imdb_archive.digest(unpacked / "aclImdb")
+    (unpacked / "aclImdb/test/neg/0_2.txt").write_text("Another word.")
+    assert imdb_archive.digest(unpacked / "aclImdb") != before
+
+
+def test_malformed_reviews_are_counted_and_nothing_is_unpacked(
+    tmp_path: Path, cache: Path, alone: Backend
+) -> None:
+    files = fake_imdb.reviews()
+    files |= {
+        "aclImdb/train/pos/100_9.txt": "Beyonc\xe9, d\xe9j\xe0 vu".encode("latin-1"),
+        "aclImdb/train/pos/101_9.txt": b"",
+        "aclImdb/test/neg/102_1.txt": b" <br /><br/>\n",
+        "aclImdb/test/neg/103_1.txt": b"word " * 100_000,
+        "aclImdb/test/neg/104_1.txt": b"endless" * 300_000,
+        "aclImdb/test/neg/notes.txt": b"not a review",
+        "aclImdb/train/pos/._0_9.txt": b"\0\5\x16\7",
+        "aclImdb/train/unsup/0_0.txt": b"not labelled",
+        "aclImdb/imdb.vocab": b"the\nand\n",
+        "../../escaped_9.txt": b"out",
+        f"{tmp_path}/absolute": b"out",
+        "aclImdb/train/pos/../../../../7_9.txt": b"out",
+    }
+    more = [
+        fake_imdb.member("aclImdb/train/neg/200_1.txt", tarfile.SYMTYPE, "/etc/passwd"),
+        fake_imdb.member("aclImdb/train/neg/201_1.txt", tarfile.LNKTYPE, "aclImdb/train/neg/0_2.txt"),
+        fake_imdb.member("aclImdb/train/neg/202_1.txt", tarfile.FIFOTYPE),
+    ]
+    place = fake_imdb.write_archive(tmp_path / "odd" / imdb_archive.ARCHIVE, files, more)
+    there = set(tmp_path.rglob("*"))
+    reviews = imdb_archive.read(place)
+    assert set(tmp_path.rglob("*")) == there
+    assert (reviews.not_utf8, reviews.empty, reviews.strange) == (1, 2, 8)
+    assert any(text.startswith("Beyonc\ufffd") for text in reviews.train.texts)
+    assert max(map(len, reviews.test.texts)) == imdb_archive.MOST_BYTES
+    note = load(alone, place.parent, length=64).note
+    assert note is not None
+    assert note == (
+        "imdb: 25 + 26 reviews (all would be 25,000 + 25,000); 1 not UTF-8 (read with replacements), "
+        "2 empty (left out), 8 other files among them (left out; a review is called such as "
+        "aclImdb/train/pos/0_9.txt), 2 cut to 64 tokens"
+    )
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path, archive: Path) -> None:
+    """Also where only the end of the tar is missing, which tarfile takes for the end of the archive."""
+    whole = archive.read_bytes()
+    damaged = [whole[:-1], whole[:-9], whole[: len(whole) // 2], whole[:20], b"", b"not gzip"]
+    middle = len(whole) // 2
+    damaged.append(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
+    for content in damaged:
+        archive.write_bytes(content)
+        with pytest.raises(DataError, match="Delete it and download it again|has no reviews") as caught:
+            imdb_archive.read(archive)
+        assert str(archive) in str(caught.value)
+
+
+def test_a_label_without_reviews_is_named(tmp_path: Path) -> None:
+    files = {name: raw for name, raw in fake_imdb.reviews().items() if "test/pos" not in name}
+    place = fake_imdb.write_archive(tmp_path / imdb_archive.ARCHIVE, files)
+    with pytest.raises(DataError, match=r"no reviews in aclImdb/test/pos, but 36 in all.*train/pos/0_9\.txt"):
+        imdb_archive.read(place)
+
+
+def test_missing_reviews_say_how_to_get_them(
+    tmp_path: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imdb_module, "URL", "http://localhost:9/")
+    with pytest.raises(DataError) as caught:
+        load(alone, tmp_path / "nowhere")
+    for words in (
+        "nowhere",
+        "cannot be downloaded",
+        "refused",
+        "curl -O https://",
+        "--data-dir aclImdb",
+        "synthetic",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(DataError, match="there is no file"):
+        load(alone, tmp_path / "no.tar.gz")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Gives the archive; slowly under /slow."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path != "/none" else 404)
+        self.end_headers()
+        if self.path == "/slow":
+            for _ in range(100):
+                self.wfile.write(b"x" * download_module.PIECE_BYTES)
+                if self.server.ended.wait(0.05):  # type: ignore[attr-defined]
+                    return
+        self.wfile.write(self.content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(archive: Path) -> Iterator[str]:
+    Server.content = archive.read_bytes()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as listening:
+        listening.ended = threading.Event()  # type: ignore[attr-defined]
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.ended.set()  # type: ignore[attr-defined]
+        listening.shutdown()
+        thread.join()
+
+
+def test_downloads_end_whole_or_leave_nothing(
+    server: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new"
+    monkeypatch.setattr(imdb_module, "URL", f"{server}/slow")
+    trouble = imdb_module.fetch(folder, patience_s=0.2)
+    assert trouble is not None
+    assert "it took longer than 0.2 s" in trouble
+    monkeypatch.setattr(imdb_module, "URL", f"{server}/none")
+    assert "Not Found" in str(imdb_module.fetch(folder, patience_s=60))
+    monkeypatch.setattr(imdb_module, "URL", f"{server}/whole")
+    assert "MD5" in str(imdb_module.fetch(folder, patience_s=60))
+    for thread in threading.enumerate():
+        if thread.name == "download":
+            thread.join(10)
+    assert not list(folder.iterdir())
+    monkeypatch.setattr(imdb_module, "MD5", md5(archive.read_bytes()).hexdigest())
+    assert imdb_module.fetch(folder, patience_s=60) is None
+    assert [file.name for file in folder.iterdir()] == [imdb_archive.ARCHIVE]
+    assert imdb_archive.read(imdb_archive.find(folder)) == imdb_archive.read(archive)
+
+
+def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(imdb_module, "URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        monkeypatch.setattr(download_module, "CONNECT_S", 0.3)
+        trouble = imdb_module.fetch(tmp_path / "new", patience_s=60)
+    assert trouble is not None
+    assert "cannot be downloaded from here (" in trouble
+
+
+# Tokens and their cache.
+
+
+def test_tokens_are_learnt_from_the_training_reviews_alone(archive: Path) -> None:
+    reviews = imdb_archive.read(archive)
+    tokens = imdb_tokens.encode(reviews, VOCABULARY, LENGTH)
+    pieces = json.loads(tokens.tokenizer)["model"]["vocab"]
+    assert pieces[imdb_tokens.PAD] == PADDING
+    assert {"train", "test"} & {name.strip("\u0120") for name in pieces} == {"train"}
+    assert len(pieces) <= VOCABULARY
+    # The same in any process, or nodes with caches of their own would train on different tokens.
+    assert tokens.fingerprint() == imdb_tokens.encode(reviews, VOCABULARY, LENGTH).fingerprint()
+
+
+def test_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
+    from tokenizers import Tokenizer
+
+    reviews = imdb_archive.read(archive)
+    tokens = imdb_tokens.encode(reviews, VOCABULARY, LENGTH)
+    tokenizer = Tokenizer.from_str(tokens.tokenizer)
+    assert tokenizer.encode("WONDERFUL<br />film").ids == tokenizer.encode("wonderful film").ids
+    assert tokenizer.decode(tokenizer.encode("Caf\xe9 \u4e16").ids) == " caf\xe9 \u4e16"
+    assert tokens.ids["train"].dtype == torch.int16
+    assert tokens.counts["cut"] == len(reviews.train.texts) + len(reviews.test.texts)
+    for text, row in zip(reviews.test.texts, tokens.ids["test"].tolist(), strict=True):
+        whole = tokenizer.encode(text).ids
+        assert row == whole[: LENGTH // 4] + whole[-LENGTH * 3 // 4 :]
+    long = imdb_tokens.encode(reviews, 40_000, 400)
+    assert long.ids["train"].dtype == torch.int32
+    assert long.counts["cut"] == 0
+    for text, row in zip(reviews.train.texts, long.ids["train"].tolist(), strict=True):
+        whole = Tokenizer.from_str(long.tokenizer).encode(text).ids
+        assert row == whole + [PADDING] * (400 - len(whole))
+
+
+def test_odd_letters_are_neither_padding_nor_out_of_range(tmp_path: Path) -> None:
+    odd = {name: "[PAD] \0\t\x7f \u4e16\u754c \U0001f600 e\u0301 [PAD]".encode() for name in fake_imdb.reviews()}
+    reviews = imdb_archive.read(fake_imdb.write_archive(tmp_path / "a.tar.gz", odd))
+    tokens = imdb_tokens.encode(reviews, imdb_tokens.LEAST_VOCABULARY, LENGTH)
+    assert int(tokens.ids["test"].min()) > PADDING
+    assert int(tokens.ids["test"].max()) < imdb_tokens.LEAST_VOCABULARY
+
+
+def test_the_second_start_reads_the_cache(
+    archive: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    first = load(alone, archive, said)
+    (file,) = cache.iterdir()
+    assert len(said) == 1
+    assert f"keeps them in {file}" in said[0]
+    monkeypatch.setattr(imdb_tokens, "encode", None)
+    second = load(alone, archive.parent, said)
+    assert len(said) == 1
+    assert torch.equal(first.train.inputs, second.train.inputs)
+    assert torch.equal(first.test.targets, second.test.targets)
+    assert (first.note, first.tokenizer) == (second.note, second.tokenizer)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+def test_a_damaged_cache_is_made_anew(damage: str, archive: Path, cache: Path, alone: Backend) -> None:
+    first = load(alone, archive)
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    rows = first.test.inputs.numpy().tobytes()
+    place = whole.index(rows) + len(rows) // 2
+    file.write_bytes(
+        {
+            "flipped": whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+            "cut": whole[: len(whole) // 2],
+            "empty": b"",
+            "other": b"PK\3\4 something else",
+        }[damage]
+    )
+    said: list[str] = []
+    second = load(alone, archive, said)
+    assert "is damaged" in said[0]
+    assert "is made anew" in said[0]
+    assert torch.equal(first.test.inputs, second.test.inputs)
+    assert [entry.name for entry in cache.iterdir()] == [file.name]
+    assert file.read_bytes() == whole
+
+
+def test_other_sizes_and_other_reviews_have_caches_of_their_own(
+    tmp_path: Path, archive: Path, cache: Path, alone: Backend
+) -> None:
+    load(alone, archive)
+    assert load(alone, archive, length=20).train.inputs.shape[1] == 20
+    load(alone, fake_imdb.write_archive(tmp_path / "more.tar.gz", fake_imdb.reviews(13)))
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_says_where_else(
+    tmp_path: Path, archive: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="cannot be kept in .*export XDG_CACHE_HOME=/path"):
+        load(alone, archive)
+
+
+def load_on_nodes_of_their_own(archives: list[str], folder: str) -> tuple[int, str]:
+    """Each rank on another machine, by its name, with another cache; what it has loaded, or the error."""
+    rank = int(os.environ["RANK"])
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/cache{rank}"
+    socket.gethostname = lambda: f"node{rank}"
+    with backends.create(EngineOptions(backend="ddp")) as backend:
+        assert backend.world.num_nodes == 2
+        try:
+            texts = load(backend, Path(archives[rank]))
+        except DataError as error:
+            return rank, str(error)
+        return rank, str(texts.train.inputs.tolist())
+
+
+def test_nodes_with_different_reviews_are_told_apart(tmp_path: Path, archive: Path) -> None:
+    """Each node has a cache of its own, of whose contents the other ranks know nothing."""
+    other = fake_imdb.write_archive(tmp_path / "other.tar.gz", fake_imdb.reviews(13))
+    one, two = run_ranks(
+        load_on_nodes_of_their_own, num_processes=2, args=([str(archive), str(archive)], str(tmp_path))
+    )
+    assert one == two
+    assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.npz"))) == 2
+    for error in run_ranks(
+        load_on_nodes_of_their_own, num_processes=2, args=([str(archive), str(other)], str(tmp_path))
+    ):
+        assert "different reviews" in error
+        assert "node0, node1" in error
+
+
+def test_batches_are_what_an_embedding_takes(archive: Path, cache: Path, alone: Backend) -> None:
+    texts = load(alone, archive)
+    for workers in (None, 1):
+        loader = make_loader(texts.train, alone, LoaderPlan(10), num_workers=workers)
+        ids, labels = next(iter(loader.epoch(0)))
+        assert (ids.shape, ids.dtype, labels.dtype) == ((10, LENGTH), torch.int64, torch.int64)
+    assert sorted(texts.train.targets.tolist()) == [0] * fake_imdb.EACH + [1] * fake_imdb.EACH
+
+
+def test_synthetic_tokens_depend_on_the_seed_alone() -> None:
+    one, same, other = (imdb_module.synthetic(30, VOCABULARY, LENGTH, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.train.inputs, same.train.inputs)
+    assert torch.equal(one.test.targets, same.test.targets)
+    assert not torch.equal(one.train.inputs, other.train.inputs)
+    assert (len(one.train), len(one.test), one.note, one.tokenizer) == (30, 3, None, None)
+    assert one.train.inputs.dtype == torch.int16
+    assert int(one.train.inputs.min()) >= 1
+    assert int(one.train.inputs.max()) < VOCABULARY
+
+
+# The model.
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return transformer(TINY)
+
+
+def some_ids(*lengths: int) -> torch.Tensor:
+    ids = torch.randint(2, VOCABULARY, (len(lengths), LENGTH), generator=torch.Generator().manual_seed(3))
+    for row, length in zip(ids, lengths, strict=True):
+        row[length:] = PADDING
+    return ids
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_every_block_hands_on_the_same_kind_of_value(model: nn.Sequential, precision: torch.dtype) -> None:
+    """So that any of them may begin a pipeline stage, in any precision."""
+    assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
+    ids = some_ids(16, 5, 1)
+    *blocks, head = model
+    value: Any = ids
+    with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+        for block in blocks:
+            value = block(value)
+            hidden, padding = value
+            assert (hidden.shape, hidden.dtype) == ((3, LENGTH, TINY.d_model), torch.float32)
+            assert torch.equal(padding, (ids == PADDING).float())
+        logits = head(value)
+    assert logits.shape == (3, 2)
+    loss = nn.functional.cross_entropy(logits.float(), torch.tensor([0, 1, 0]))
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.dtype == torch.float32, name
+
+
+def test_blocks_share_nothing_and_have_no_buffers(model: nn.Sequential) -> None:
+    """Tied weights would need both ends in one stage; buffers of floats are averaged over ranks."""
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert len(places) == len(set(places))
+    assert not list(model.buffers())
+    ids = some_ids(16, 5)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(ids), model(ids))
+
+
+def test_padding_does_not_change_the_logits(model: nn.Sequential) -> None:
+    ids = some_ids(16, 9, 4, 1)
+    together = model(ids)
+    for row, length in enumerate((16, 9, 4, 1)):
+        alone = model(ids[row : row + 1, :length])
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+def test_a_text_without_tokens_is_finite(model: nn.Sequential) -> None:
+    logits = model(some_ids(0, 16))
+    assert torch.equal(logits[0], model.head.classes.bias)
+    logits.square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_training_and_evaluation_compute_alike(model: nn.Sequential) -> None:
+    """nn.TransformerEncoderLayer takes another way through evaluation."""
+    ids = some_ids(16, 7)
+    trained = model.train()(ids)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids), trained)
+    dropping = transformer(replace(TINY, dropout=0.5))
+    assert not torch.equal(dropping.train()(ids), dropping.eval()(ids))
+
+
+def test_it_learns_one_text_by_deterministic_operations(model: nn.Sequential) -> None:
+    ids, label = some_ids(6)[:, :6], torch.tensor([1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids), label)
+            loss.backward()
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loss.item() < 0.05
+    assert torch.equal(model.embedding.token.weight[PADDING], torch.zeros(TINY.d_model))
+
+
+# Options.
+
+
+def test_what_is_typed_wins_over_the_preset(tmp_path: Path) -> None:
+    assert TextModelOptions().sizes == TextSizes(2, 64, 2, 128, 0.2, 256, 8000)
+    typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).network.filled()
+    reference = PRESETS["reference"]
+    assert (typed.layers, typed.lr) == (3, 0.5)
+    assert (typed.d_model, typed.vocabulary) == (reference.d_model, reference.vocabulary)
+    file = tmp_path / "job.yaml"
+    file.write_text("preset: reference\nheads: 8\n")
+    both = parse(ImdbOptions, ["--config", str(file), "--heads", "4"]).network.filled()
+    assert (both.heads, both.layers) == (4, 12)
+
+
+def test_presets_are_whole_and_of_their_size() -> None:
+    for name, count in (("small", 595_586), ("reference", 364_732_418)):
+        options = TextModelOptions(preset=name).filled()  # type: ignore[arg-type]
+        assert not [value for value in vars(options).values() if value is None]
+        with torch.device("meta"):
+            assert sum(p.numel() for p in transformer(options.sizes).parameters()) == count
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    wrong = ["--layers=0", "--heads=3", "--dropout=1", "--vocabulary=10", "--lr=0", "--synthetic-reviews=0"]
+    options = parse(ImdbOptions, [*wrong, "--dataset=synthetic", "--data-dir=x", "--epochs=0"])
+    with pytest.raises(OptionError) as caught:
+        options.check()
+    for words in (
+        "--layers must be 1 or more, not 0",
+        "--heads must divide --d-model, and 3 does not divide 64",
+        "--dropout must be less than 1, not 1",
+        "--vocabulary must be 257 or more, not 10",
+        "--lr must be more than 0",
+        "--synthetic-reviews must be 1 or more",
+        "leave out --data-dir",
+        "--epochs must be 1 or more",
+    ):
+        assert words in str(caught.value)
+
+
+# The job.
+
+SMALL = "--layers 2 --d-model 16 --heads 2 --d-hid 16 --sequence-length 24 --vocabulary 300 --global-batch-size 8"
+
+
+def run(backend: str, log_dir: Path, data_dir: Path, *options: str, size: int = 2, check: bool = True) -> Result:
+    argv = ["-m", "hvd_trainer.imdb", "--backend", backend, *SMALL.split()]
+    argv += ["--epochs", "2", "--log-dir", str(log_dir), "--data-dir", str(data_dir), *options]
+    launcher = QUICKEST if size > 1 else "python"
+    return launch(launcher, size, argv, env={"XDG_CACHE_HOME": str(log_dir / "cache")}, check=check)
+
+
+def weights(log_dir: Path) -> bytes:
+    return (log_dir / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
+    """The archive, the log folder and the output of two epochs on two ranks of DDP."""
+    folder = tmp_path_factory.mktemp("imdb")
+    archive = fake_imdb.write_archive(folder / imdb_archive.ARCHIVE, fake_imdb.reviews())
+    return archive, folder / "ddp", run("ddp", folder / "ddp", archive)
+
+
+def test_a_run_says_what_it_has_read_and_keeps_what_is_needed(trained: tuple[Path, Path, Result]) -> None:
+    _, folder, result = trained
+    for words in ("imdb: makes tokens of", "imdb: 24 + 24 reviews", "data     IMDB: 24 samples", "epoch 2/2"):
+        assert result.stdout.count(words) == 1, result.stdout
+    assert "Traceback" not in result.stderr
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["preset"], config["layers"], config["dropout"], config["lr"]) == ("small", 2, 0.2, 1e-3)
+    assert parse(ImdbOptions, ["--config", str(folder / "config.yaml")]).network.layers == 2
+    from tokenizers import Tokenizer
+
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() <= VOCABULARY
+
+
+@requires("horovod")
+def test_both_engines_give_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+    archive, folder, _ = trained
+    run("horovod", tmp_path, archive)
+    assert weights(tmp_path) == weights(folder)
+
+
+def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+    """In the middle of an epoch's order, from the cache, after other epochs than the run was told at first."""
+    archive, folder, _ = trained
+    first = run("ddp", tmp_path, archive, "--epochs", "1")
+    second = run("ddp", tmp_path, archive, "--resume", "auto")
+    assert "makes tokens" in first.stdout
+    assert "makes tokens" not in second.stdout
+    assert "epoch 1/2" not in second.stdout
+    assert weights(tmp_path) == weights(folder)
+
+
+def test_reproducible_on_one_rank_and_two(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+    archive = trained[0]
+    for size in (1, 2):
+        backend = "ddp" if size > 1 else "single"
+        run(backend, tmp_path / str(size), archive, "--reproducible", "2", "--epochs", "1", size=size)
+    assert weights(tmp_path / "1") == weights(tmp_path / "2")
+
+
+def test_a_damaged_archive_ends_all_ranks_with_one_line(tmp_path: Path, archive: Path) -> None:
+    archive.write_bytes(archive.read_bytes()[:-20])
+    result = run("ddp", tmp_path / "log", archive, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("is damaged or cut short") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_synthetic_needs_no_data(tmp_path: Path) -> None:
+    argv = (
+        f"-m hvd_trainer.imdb --backend ddp --dataset synthetic --synthetic-reviews 40 --epochs 1 {SMALL}".split()
+    )
+    result = launch(QUICKEST, 2, [*argv, "--precision", "bf16"], env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert "data     synthetic: 40 samples to train on, 4 to test on" in result.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+# The real reviews.
+
+
+@pytest.mark.long
+def test_a_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    folder = pytestconfig.rootpath / "../shared/data/imdb"
+    if not (folder / imdb_archive.ARCHIVE).is_file():
+        pytest.skip(f"no {imdb_archive.ARCHIVE} in ../shared/data/imdb")
+    argv = [
+        "-m",
+        "hvd_trainer.imdb",
+        *("--backend", "ddp", "--epochs", "1", "--layers", "1", "--sequence-length", "64", "--log-dir"),
+    ]
+    result = launch(
+        "torchrun",
+        2,
+        [*argv, str(tmp_path), "--data-dir", str(folder.resolve())],
+        env={"XDG_CACHE_HOME": str(tmp_path)},
+        timeout_s=280,
+    )
+    assert "imdb: 25,000 + 25,000 reviews; " in result.stdout
+    (end,) = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "end"
+    ]
+    assert end["test_accuracy"] > 0.75
