@@ -114,9 +114,12 @@ class ParallelOptions:
         return found
 
     def _shard_mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
+        """What does not go together with slices of everything."""
         found = []
         if engine.backend != "ddp":
             found.append("--shard full is PyTorch's own: type --backend ddp, or --shard optimizer")
+        if self.is_staged:
+            found.append("--shard full does not go with a model or batches that are cut: type --shard optimizer")
         if train.reproducible is not None:
             found.append("--shard full and --reproducible: gradients are summed in slices; leave one out")
         found += [

@@ -55,6 +55,17 @@ TYPED_ELSEWHERE = {
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
     "-m hvd_trainer.mnist --global-batch-size 256": "tests/test_elastic.py",
+    # Like these, on synthetic data.
+    **dict.fromkeys(
+        (
+            "srun -n 4 python -m hvd_trainer.imdb --stages 2 --chunks 8",
+            "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
+            "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
+        ),
+        "tests/test_parts.py",
+    ),
+    "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
+    "--epochs 3": "tests/test_slurm_examples.py",
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": "tests/test_checkpoint.py",
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
@@ -74,7 +85,10 @@ SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
 
 OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--oversubscribe"},
-    "Slurm": {"--cpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks-per-node", "--open-mode", "--signal"},
+    "Slurm": {
+        *("--array", "--cpus-per-task", "--gpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks"),
+        *("--ntasks-per-node", "--open-mode", "--signal"),
+    },
     "torchrun": {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"},
     "horovodrun": {
         *("--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
@@ -255,7 +269,13 @@ def test_options_in_commands_exist() -> None:
 
 def test_options_in_prose_exist() -> None:
     known = {"--help"}.union(*OF_OTHERS.values())
-    for what in ("hvd_trainer.mnist", "hvd_trainer install-horovod", "hvd_trainer export", "benchmarks"):
+    for what in (
+        "hvd_trainer.mnist",
+        "hvd_trainer.imdb",
+        "hvd_trainer install-horovod",
+        "hvd_trainer export",
+        "benchmarks",
+    ):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:
         named = set().union(*(documents.options_in(code) for code in documents.inline_code(document)))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import digits_job
+import pytest
 import slurm_batch
 import slurm_cluster
 from launchers import REPOSITORY, requires
@@ -110,3 +111,31 @@ def test_hosts_are_what_slurm_makes_of_the_list(slurm: slurm_cluster.SlurmCluste
     assert len(lists) == len(HOSTS) - 2
     shown = slurm.client("scontrol", "show", "hostnames", ",".join(lists)).stdout
     assert shown.split() == " ".join(lists.values()).split()
+
+
+TEXTS = [
+    *("--dataset", "synthetic", "--synthetic-reviews", "64", "--sequence-length", "16", "--epochs", "1"),
+    *("--device", "cpu", "--preset", "small", "--precision", "fp32", "--vocabulary", "300"),
+]
+
+
+@pytest.mark.long
+@requires("srun")
+@pytest.mark.parametrize(
+    ("script", "options", "world", "steps"),
+    [
+        # 4 ranks make up one copy of the model.
+        ("pipeline.sh", ["--nodes=2", "--ntasks-per-node=2"], "4 ranks on 2 nodes", 2),
+        # Each rank has a copy of its own.
+        ("hybrid_2_gpus_per_rank_3x4.sh", ["--ntasks-per-node=1"], "3 ranks on 3 nodes", 1),
+        ("hybrid_2_gpus_per_rank_2x8.sh", ["--ntasks-per-node=1"], "2 ranks on 2 nodes", 1),
+    ],
+)
+def test_a_model_in_parts(
+    script: str, options: list[str], world: str, steps: int, slurm: slurm_cluster.SlurmCluster, tmp_path: Path
+) -> None:
+    text = (FOLDER / script).read_text()
+    result = slurm_batch.sbatch(slurm, text, *ON_CPUS, *options, arguments=TEXTS, env=ENV, cwd=tmp_path)
+    assert (result.state, result.returncode) == ("COMPLETED", 0), result.output
+    assert f"{world}, started by srun" in result.output
+    assert re.search(rf"^done: {steps} steps? in", result.output, re.MULTILINE), result.output

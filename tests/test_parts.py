@@ -1,0 +1,70 @@
+"""A model in parts, as README.md types it; and a job that is killed, and goes on in another shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launchers import QUICKEST, launch, requires, start
+
+TEXTS = (
+    *("--dataset", "synthetic", "--synthetic-reviews", "96", "--sequence-length", "16", "--vocabulary", "300"),
+    *("--global-batch-size", "16", "--device", "cpu"),
+)
+# What README.md types, with the chunks that make them comparable: 4 ranks and 2 copies each.
+SHAPES = {
+    "srun": (4, ["--stages", "2", "--chunks", "8"]),
+    "horovodrun": (2, ["--devices-per-rank", "2", "--chunks", "8"]),
+    "torchrun": (4, ["--backend", "ddp", "--stages", "2", "--chunks", "8", "--shard", "optimizer"]),
+}
+
+
+def argv(folder: Path, *more: str, epochs: int = 1) -> list[str]:
+    return ["-m", "hvd_trainer.imdb", *TEXTS, "--epochs", str(epochs), "--log-dir", str(folder), *more]
+
+
+@pytest.mark.long
+@requires("horovod", "srun", "horovodrun", "torchrun")
+def test_the_commands_train_the_same_model(tmp_path: Path) -> None:
+    files = set()
+    for launcher, (size, options) in SHAPES.items():
+        result = launch(launcher, size, argv(tmp_path / launcher, *options))
+        assert "2 copies of the model, batches in 8 chunks of 1" in result.stdout
+        assert "layer1 to head, " in result.stdout
+        files.add((tmp_path / launcher / "model.safetensors").read_bytes())
+    assert len(files) == 1
+
+
+@pytest.mark.long
+@requires("horovod", "torchrun", "horovodrun")
+def test_killed_in_two_stages_it_goes_on_in_one_process(tmp_path: Path) -> None:
+    """kill -9 of one stage; the checkpoint has the whole model, and the end is that of an undisturbed run."""
+    cut = ["--chunks", "4", "--save-every-steps", "5"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch("torchrun", 2, argv(whole, *cut, "--backend", "ddp", "--stages", "2", epochs=20))
+    with start(
+        "horovodrun", 2, argv(parts, *cut, "--stages", "2", "--schedule", "zero-bubble", epochs=20)
+    ) as running:
+        running.wait_for_output("epoch 2/")
+        running.ranks(2)[1].kill()
+        assert running.wait(60).returncode != 0
+    again = launch("python", 1, argv(parts, *cut, "--backend", "single", "--resume", "auto", epochs=20))
+    assert "resume   restored model, optimizer" in again.stdout
+    assert "epoch 1/" not in again.stdout
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stages", "3"], "--stages 3 does not divide the 2 ranks"),
+        (["--stages", "2", "--chunks", "1"], "Type --chunks 2, or --schedule gpipe"),
+        (["--stages", "2", "--balance", "3,2"], "Type for instance: --balance 2,2"),
+        (["--devices-per-rank", "9", "--chunks", "4"], "makes 9 parts, and the model has only 4 blocks"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+    result = launch(QUICKEST, 2, argv(tmp_path, "--backend", "ddp", *options), check=False)
+    assert result.returncode != 0
+    assert result.stderr.count(said) == 1
+    assert "Traceback" not in result.stderr
