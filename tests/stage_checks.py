@@ -91,11 +91,12 @@ def fit(
     folder: str | None = None,
     dropout: float = 0.3,
     stop_after: int | None = None,
+    again: bool = False,
     engine: dict[str, Any] | None = None,
     save: dict[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
-    """One training; its records, or the error, and the weights where the whole model is in one place."""
+    """One training, or the second of the same model and optimizer; what came of it."""
     options = TrainerOptions(
         engine=EngineOptions(backend=backend, **(engine or {})),  # type: ignore[arg-type]
         train=TrainOptions(**{"epochs": 3, "global_batch_size": 16, "max_norm": 0.5, **train}),
@@ -106,17 +107,21 @@ def fit(
     with Trainer(options) as trainer:
         whole = model(dropout)
         callbacks = [] if stop_after is None else [Stop(stop_after)]
+        optimizer = two_groups(whole)
         history = None
         try:
             history = trainer.fit(
                 whole,
-                two_groups(whole),
+                optimizer,
                 nn.functional.cross_entropy,
                 data(),
                 data(21),
                 metrics={"accuracy": accuracy},
                 callbacks=callbacks,
             )
+            if again:
+                loss = nn.functional.cross_entropy
+                history = trainer.fit(whole, optimizer, loss, data(), data(21), metrics={"accuracy": accuracy})
         except StoppedError:
             trainer.keeper.finish()
         state = None if history is None else trainer.state.collect(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,17 @@ def test_what_cannot_work_is_refused(options: list[str], said: str, tmp_path: Pa
     assert result.returncode != 0
     assert result.stderr.count(said) == 1
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
+@requires("torchrun")
+def test_a_stage_that_is_killed_is_reported(backend: str, tmp_path: Path) -> None:
+    """On Horovod's process sets the others were aborted at once: "terminate called", and no report."""
+    options = ["--backend", backend, "--stages", "2", "--chunks", "4"]
+    with start("torchrun", 2, argv(tmp_path, *options, epochs=200)) as running:
+        running.wait_for_output("epoch 2/")
+        running.ranks(2)[1].kill()
+        result = running.wait(60)
+    assert result.returncode != 0
+    assert re.search(r"^failure: rank 1 of 2 on .*: ended without a word", result.stderr, re.MULTILINE)
+    assert "terminate called" not in result.stderr

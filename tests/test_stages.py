@@ -20,6 +20,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16": {"parallel": CUT, "precision": "bf16"},
     "fp16": {"parallel": CUT, "precision": "fp16"},
     "recompute": {"parallel": {**CUT, "activation_checkpointing": "blocks"}},
+    "again": {"parallel": CUT, "again": True},
 }
 DEVICES: dict[str, dict[str, Any]] = {
     "2 devices": {"parallel": {**CUT, "devices_per_rank": 2}},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.config import TrainOptions
-from hvd_trainer.parallel.layout import Layout, Staged, Whole
+from hvd_trainer.parallel.layout import Layout, Whole
+from hvd_trainer.parallel.staged import Staged
 from hvd_trainer.parallel_options import ParallelOptions
 
 

@@ -1,0 +1,218 @@
+"""A model cut into stages, or batches into micro-batches: what a rank keeps of it, and who it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.backends.same_model import start_equal
+from hvd_trainer.config import TrainOptions
+from hvd_trainer.data import Share
+from hvd_trainer.errors import OptionError
+from hvd_trainer.parallel.blocks import Blocks
+from hvd_trainer.parallel.chunks import take
+from hvd_trainer.parallel.devices import ManyDevices
+from hvd_trainer.parallel.grid import make_grid
+from hvd_trainer.parallel.layout import K, Layout, V, drop_other_state
+from hvd_trainer.parallel.pipeline import ManyStages, OneStage, Runner, StageStep
+from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.split import MB, Part, block_names, make_parts
+from hvd_trainer.parallel.timing import time_blocks
+from hvd_trainer.parallel_options import ParallelOptions
+from hvd_trainer.train_step import TrainStep
+
+
+class Staged(Layout):
+    """Several ranks share one copy of the model; or one has it, and cuts its batch."""
+
+    seeds_itself = True
+
+    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
+        super().__init__(backend, options, train)
+        self.grid = make_grid([peer.node for peer in backend.peers], options.stages)
+        self.place = self.grid.place(backend.world.rank)
+        self.share = Share(self.place.replica, self.grid.replicas)
+        self._chunk_size = 0
+        self.is_whole = options.stages == 1
+        check_chunks(options.schedule, options.stages, options.num_chunks)
+        self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
+        self._group: dist.ProcessGroup | None = None
+        self._pipeline: Runner | None = None
+        if options.stages > 1:
+            self._group = backend.transfer_group(self.grid.rows)
+
+    def check_batch(self, batch_size: int) -> None:
+        chunks = self._options.num_chunks
+        if chunks > batch_size:
+            raise OptionError(
+                f"--chunks {chunks} cuts a batch of {batch_size} into less than one sample. Type --chunks "
+                f"{batch_size} or less, or a larger --batch-size"
+            )
+        self._chunk_size = -(-batch_size // chunks)
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
+    ) -> tuple[nn.Module, Optimizer]:
+        # Blocks of other stages lose their tensors, but not their names and shapes.
+        options, backend = self._options, self._backend
+        why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
+        if options.num_devices > 1:
+            why = f"--devices-per-rank {options.num_devices}"
+        names = block_names(model, why)
+        times = self._measured(model, inputs) if options.balance == "time" else None
+        self.parts = make_parts(model, names, self._num_parts, options.balance, why, times)
+        refuse_batch_norm(model, options.num_chunks)
+        refuse_in_place(model, self.parts)
+        # Of a model that has been cut before, each stage knows the state of its own part.
+        before = optimizer.state_dict()
+        state = self.merged(before["state"])
+        start_equal(backend, model, optimizer, None if state is None else {**before, "state": state})
+        mine = range(self.place.stage, len(self.parts), options.stages)
+        for number, part in enumerate(self.parts):
+            if number not in mine:
+                leave_out(model, part, optimizer)
+        self._mine = {number: self._blocks(model, number) for number in mine}
+        drop_other_state(optimizer, self.owns)
+        optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
+        backend.prepare_stage(nn.ModuleList(self._mine.values()), passes=options.num_chunks)
+        self._share_updates(optimizer)
+        return model, optimizer
+
+    def _measured(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
+        """The seconds that each block takes for one chunk, as rank 0 finds it; the others wait meanwhile."""
+        backend, batch = self._backend, inputs()
+        times = []
+        if backend.world.is_first:
+            chunk = take(batch, 0, self._chunk_size)
+            times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
+        return backend.broadcast_object(times)
+
+    def _device(self, number: int) -> torch.device:
+        """Where a part is computed."""
+        return self._backend.devices[number if self._options.stages == 1 else 0]
+
+    def _blocks(self, model: nn.Module, number: int) -> Blocks:
+        """One part, on its device."""
+        blocks, device = list(model.children()), self._device(number)
+        return Blocks(
+            [(i, blocks[i].to(device)) for i in self.parts[number].blocks],
+            device=device,
+            precision=self._train.precision,
+            recompute=self._options.activation_checkpointing == "blocks",
+            sends=self._group is not None and number + 1 < len(self.parts),
+        )
+
+    def make_step(self, *parts: Any, **how: Any) -> TrainStep:
+        options = self._options
+        self._pipeline = self._runner()
+        return StageStep(
+            *parts,
+            runner=self._pipeline,
+            chunks=options.num_chunks,
+            chunk_size=self._chunk_size,
+            seed=self._train.seed,
+            replica=self.place.replica,
+            **how,
+        )
+
+    def _runner(self) -> Runner:
+        options = self._options
+        if self._group is not None:
+            return ManyStages(
+                self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
+            )
+        if options.num_devices > 1:
+            return ManyDevices(list(self._mine.values()), self._backend.devices)
+        return OneStage(self._mine[0])
+
+    def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        if self._group is None:
+            return dict(owned)
+        if self.place.replica > 0:
+            return None
+        return self._gathered(owned, self._group)
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """The fraction of its time that stages waited, or sent and received."""
+        if not isinstance(self._pipeline, ManyStages):
+            return {}
+        busy, whole = self._backend.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
+        self._pipeline.busy_s = 0.0
+        return {"bubble": 1 - busy / whole}
+
+    def lines(self) -> dict[str, str]:
+        options, grid = self._options, self.grid
+        chunks, stages = options.num_chunks, options.stages
+        waits = bubble(options.schedule, stages, chunks, options.parts_of_each)
+        if stages == 1:
+            waits = bubble("gpipe", options.num_devices, chunks)
+        copies = f"{grid.replicas} {'copy' if grid.replicas == 1 else 'copies'}"
+        cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
+        lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
+        if len(self.parts) == 1:
+            return lines
+        how = options.schedule if stages > 1 else f"{options.num_devices} devices each"
+        lines["stages"] += f", {how}: {waits:.1%} of a step is waiting, if all parts take equally long"
+        for number, part in enumerate(self.parts):
+            names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} to {part.names[-1]}"
+            took = "" if part.seconds is None else f", {part.seconds * 1000:.2f} ms per chunk"
+            size = f"{part.parameters:,} parameters, {part.bytes / MB:,.2f} MB"
+            place = f"stage {number % stages}" if stages > 1 else str(self._device(number))
+            lines[f"part {number}"] = f"{place}: {names}, {size}{took}"
+        return lines
+
+    def close(self) -> None:
+        super().close()
+        self._group = self._pipeline = None
+
+
+def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
+    """Refuses batch norm over chunks: it would normalise by each chunk's own statistics, and learn from each.
+
+    Raises:
+        OptionError: the model has some, and the batch is cut.
+    """
+    for name, module in model.named_modules():
+        if chunks > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise OptionError(
+                f"{name} is batch norm, which would take the statistics of each of the {chunks} chunks for those "
+                f"of the batch. Type --chunks 1 --schedule gpipe, or use one that looks at one sample at a time, "
+                f"such as LayerNorm or GroupNorm"
+            )
+
+
+def refuse_in_place(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Refuses parts that begin by overwriting what they receive, which backward needs as it came.
+
+    Raises:
+        OptionError: one does.
+    """
+    blocks = list(model.named_children())
+    for part in parts[1:]:
+        name, block = blocks[part.first]
+        opening = next(module for module in block.modules() if not list(module.children()))
+        if getattr(opening, "inplace", False):
+            raise OptionError(
+                f"The part from {name} on begins with {opening}, which overwrites what it receives. Make it "
+                f"inplace=False, or cut elsewhere with --balance"
+            )
+
+
+def leave_out(model: nn.Module, part: Part, optimizer: Optimizer) -> None:
+    """Drops the tensors of a part's blocks; the optimizer keeps their places, so that its numbering stays."""
+    blocks = list(model.children())
+    replaced: dict[int, nn.Parameter] = {}
+    for number in part.blocks:
+        before = dict(blocks[number].named_parameters())
+        blocks[number].to("meta")
+        for name, parameter in blocks[number].named_parameters():
+            parameter.requires_grad = False
+            replaced[id(before[name])] = parameter
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]

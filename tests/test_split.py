@@ -1,0 +1,155 @@
+"""Where models are cut, which ranks work together and in which order: pure functions, as pictures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hvd_trainer.backends.pinning import gpu_numbers
+from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.parallel.chunks import cut
+from hvd_trainer.parallel.devices import ticks
+from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.sharded_optimizer import share_out
+from hvd_trainer.parallel.split import balanced, block_names, make_parts, read_balance
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stages", "rows"),
+    [
+        ("aaaa", 2, "01 23"),
+        ("aabb", 2, "01 23"),
+        ("abab", 2, "02 13"),  # as srun --distribution=cyclic deals them out
+        ("aaabbb", 2, "01 25 34"),  # what is left of two nodes makes a pipeline across them
+        ("aabb", 4, "0123"),
+        ("aaabbb", 3, "012 345"),
+        ("abc", 1, "0 1 2"),
+    ],
+)
+def test_a_replica_stays_on_a_node_where_it_fits(nodes: str, stages: int, rows: str) -> None:
+    grid = make_grid(list(nodes), stages)
+    assert " ".join("".join(map(str, row)) for row in grid.rows) == rows
+    assert grid.rows[0][0] == 0
+    assert sorted(rank for column in grid.columns for rank in column) == list(range(len(nodes)))
+    for rank in range(len(nodes)):
+        replica, stage = grid.place(rank)
+        assert grid.rows[replica][stage] == rank
+        assert rank in grid.columns[stage]
+
+
+def test_stages_must_divide_the_ranks() -> None:
+    with pytest.raises(OptionError, match="With 6 there can be 1, 2, 3, 6 stages; or start 8 ranks"):
+        check_stages(4, 6)
+
+
+def every_cut(weights: Sequence[float], parts: int) -> list[tuple[float, float]]:
+    """The largest part and the sum of squares of each way to cut."""
+    found = []
+    for inner in itertools.combinations(range(1, len(weights)), parts - 1):
+        edges = [0, *inner, len(weights)]
+        sums = [sum(weights[a:b]) for a, b in itertools.pairwise(edges)]
+        found.append((max(sums), sum(x * x for x in sums)))
+    return found
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_the_cut_is_the_best_of_all(weights: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(weights)))
+    sizes = balanced([float(weight) for weight in weights], parts)
+    assert len(sizes) == parts
+    assert min(sizes) >= 1
+    rest = iter(weights)
+    sums = [sum(itertools.islice(rest, size)) for size in sizes]
+    assert next(rest, None) is None
+    assert (max(sums), sum(x * x for x in sums)) == min(every_cut(weights, parts))
+
+
+def test_parts_by_bytes_by_hand_and_by_time() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    names = block_names(model, "--stages 2")
+    by_bytes = make_parts(model, names, 2, "bytes", "--stages 2", None)
+    assert [part.names for part in by_bytes] == [("0",), ("1", "2", "3")]
+    assert [part.parameters for part in by_bytes] == [72, 90]
+    by_hand = make_parts(model, names, 2, "3,1", "--stages 2", None)
+    assert [list(part.blocks) for part in by_hand] == [[0, 1, 2], [3]]
+    by_time = make_parts(model, names, 2, "time", "--stages 2", [0.1, 0.7, 0.1, 0.1])
+    assert [part.names for part in by_time] == [("0", "1"), ("2", "3")]
+    assert by_time[0].seconds == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("text", ["", "3,", "a", "3,-1", "3,0,1", "4,1", "1,2", "5"])
+def test_a_balance_by_hand_must_fit(text: str) -> None:
+    with pytest.raises(OptionError, match="--balance 3,2|none of them empty. Type for instance: --balance 2,2"):
+        read_balance(text, 4, 2)
+
+
+def test_what_cannot_be_cut() -> None:
+    with pytest.raises(OptionError, match="--stages 2 needs a model that is a sequence of blocks"):
+        block_names(nn.Linear(1, 1), "--stages 2")
+    tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    with pytest.raises(OptionError, match="the blocks 0 and 2 share a parameter"):
+        block_names(tied, "--stages 2")
+
+
+def test_the_order_on_several_devices() -> None:
+    drawn = [" ".join(f"{part}:{chunk}" for part, chunk in tick) for tick in ticks(2, 3)]
+    assert drawn == ["0:0", "0:1 1:0", "0:2 1:1", "1:2"]
+
+
+@pytest.mark.parametrize(("schedule", "parts", "waits"), [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11)])
+def test_the_bubble_of_the_textbook(schedule: str, parts: int, waits: float) -> None:
+    assert bubble(schedule, 4, 8, parts) == pytest.approx(waits)  # type: ignore[arg-type]
+    assert bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert bubble("zero-bubble", 4, 8) == pytest.approx(3 / 27)
+    assert bubble("gpipe", 1, 8) == 0
+
+
+def test_chunks_that_a_schedule_has_no_order_for() -> None:
+    check_chunks("gpipe", 4, 1)
+    with pytest.raises(OptionError, match="Type --chunks 4, or --schedule gpipe"):
+        check_chunks("1f1b", 4, 2)
+    with pytest.raises(OptionError, match="2 rounds .* --chunks 9 does not divide. Type --chunks 8"):
+        check_chunks("interleaved", 4, 9)
+
+
+def test_a_short_batch_fills_its_chunks_up() -> None:
+    numbers = torch.arange(10)
+    chunks = cut((numbers, numbers), 4, 3)
+    assert [chunk.inputs.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
+    assert [chunk.targets.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert [chunk.samples for chunk in cut((numbers[:2], numbers[:2]), 3, 2)] == [2, 0, 0]
+
+
+def test_updates_are_shared_out_evenly() -> None:
+    assert share_out([10, 1, 1, 8, 2], 2) == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "visible", "count", "chosen"),
+    [
+        (0, 2, 4, 2, [0, 1]),
+        (1, 2, 4, 2, [2, 3]),  # all ranks see all GPUs of the node
+        (1, 2, 2, 2, [0, 1]),  # each sees its own
+        (3, 4, 1, 1, [0]),
+        (3, 4, 2, 1, [1]),
+    ],
+)
+def test_each_rank_has_its_own_gpus(
+    local_rank: int, local_size: int, visible: int, count: int, chosen: list[int]
+) -> None:
+    assert gpu_numbers(local_rank, local_size, visible, count) == chosen
+
+
+def test_too_few_gpus_for_all() -> None:
+    with pytest.raises(
+        BackendError, match="need 8 GPUs, and 4 are visible. Type --devices-per-rank 1, or start 2"
+    ):
+        gpu_numbers(0, 4, 4, 2)
