@@ -13,6 +13,10 @@ from hvd_trainer.errors import UserError
 
 TOOLS = {
     "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
+    "grid": (
+        "hvd_trainer.tools.grid",
+        "measure a job in all configurations of a grid: ranks, stages, chunks, ...",
+    ),
     "install-horovod": (
         "hvd_trainer.tools.install_horovod",
         "build, install and prove a Horovod that fits this PyTorch",

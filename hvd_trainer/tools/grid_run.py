@@ -1,0 +1,215 @@
+"""One run of a grid: the job as a user would start it, with a time limit, and what it left to read.
+
+DIR/runs.jsonl    one line per run that has ended
+DIR/running/      what the present run writes: metrics, weights, output; gone after it
+DIR/failed/       the output of each run that failed, by its line in runs.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from hvd_trainer.errors import LaunchError
+from hvd_trainer.launch import LAUNCHERS
+from hvd_trainer.log import METRICS
+from hvd_trainer.tools.grid_plan import key_of
+
+MARK = "HVD_TRAINER_GRID"
+"""Every process of a run has it in its environment, with the grid's folder: launchers put ranks into sessions of
+their own, which a signal to a process group does not reach."""
+END_S = 20.0
+RUNS = "runs.jsonl"
+OF_EPOCH = ("samples_per_s", "train_loss", "bubble", "global_batch_size")
+OF_END = ("peak_memory_mb", "base_memory_mb")
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one run ended."""
+
+    identity: Mapping[str, Any]
+    """of its configuration"""
+    round: int
+    state: Literal["done", "failed", "killed"]
+    """killed: from outside or by the time limit, so that it may go well another time"""
+    seconds: float
+    """from start to end"""
+    note: str = ""
+    """why it failed, in one line"""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+    """the file with what it printed, if it failed"""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.identity)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """All runs that have ended, in their order; a line that a kill has torn is none."""
+    runs = []
+    with suppress(FileNotFoundError):
+        for line in (folder / RUNS).read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError):
+                runs.append(Run(**json.loads(line)))
+    return runs
+
+
+def append_run(folder: Path, run: Run) -> None:
+    """Writes down how a run ended, safe from whatever ends this process next."""
+    file = folder / RUNS
+    torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
+    with file.open("a") as lines:
+        lines.write(("\n" if torn else "") + json.dumps(asdict(run)) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def carry_out(
+    command: Sequence[str], folder: Path, identity: Mapping[str, Any], round_: int, threads: int, limit_s: float
+) -> Run:
+    """Starts the job, waits for its end, and leaves no process of it.
+
+    Args:
+        command: with `--log-dir DIR/running/log`.
+        folder: DIR.
+        threads: of each rank, on the CPU.
+        limit_s: after which it is killed, in seconds.
+    """
+    clear(folder)
+    place = running(folder)
+    place.mkdir(parents=True)
+    began = time.monotonic()
+    with (place / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=_environment(folder, threads),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        end_processes(folder)
+        process.wait()
+    seconds = round(time.monotonic() - began, 2)
+    figures = read_figures(place / "log") if code == 0 else None
+    if figures is not None:
+        ended = Run(identity, round_, "done", seconds, figures=figures)
+    elif code is None or code < 0:
+        why = f"had not ended after {limit_s:g} s (--timeout-s)" if code is None else f"killed by signal {-code}"
+        ended = Run(identity, round_, "killed", seconds, why, output=_keep_output(folder))
+    else:
+        ended = Run(identity, round_, "failed", seconds, why_it_failed(place, code), output=_keep_output(folder))
+    clear(folder)
+    return ended
+
+
+def running(folder: Path) -> Path:
+    """Where the present run writes."""
+    return folder / "running"
+
+
+def clear(folder: Path) -> None:
+    """Leaves nothing of a run in this folder, neither files nor processes, also if its grid was killed."""
+    end_processes(folder)
+    shutil.rmtree(running(folder), ignore_errors=True)
+
+
+def _environment(folder: Path, threads: int) -> dict[str, str]:
+    # Whatever launcher may have started the grid: its ranks are not those of the run.
+    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        MARK: str(folder),
+        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
+        "OMP_NUM_THREADS": str(threads),
+        # torchrun copies there what the failed rank says is the reason.
+        "TORCHELASTIC_ERROR_FILE": str(running(folder) / "error.json"),
+    }
+
+
+def end_processes(folder: Path) -> None:
+    """Kills what lives of a run in this folder.
+
+    Raises:
+        LaunchError: it cannot be killed.
+    """
+    deadline = time.monotonic() + END_S
+    # Again and again: one may start another meanwhile.
+    while found := _processes(folder):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in found)}")
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.5)
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def read_figures(log: Path) -> dict[str, float] | None:
+    """The figures of a run's last epoch and of its end; None if it did not come to its end."""
+    records = []
+    with suppress(FileNotFoundError, ValueError):
+        records = [json.loads(line) for line in (log / METRICS).read_text().splitlines()]
+    epochs = [record for record in records if record["event"] == "epoch"]
+    if not epochs or records[-1]["event"] != "end":
+        return None
+    wanted = {name: epochs[-1].get(name) for name in OF_EPOCH} | {name: records[-1].get(name) for name in OF_END}
+    figures = {name: float(value) for name, value in wanted.items() if isinstance(value, int | float)}
+    length = yaml.safe_load((log / "config.yaml").read_text()).get("sequence_length")
+    if isinstance(length, int) and "samples_per_s" in figures:
+        # Padding counts: it is computed like any other token.
+        figures["tokens_per_s"] = figures["samples_per_s"] * length
+    return figures
+
+
+def why_it_failed(place: Path, code: int) -> str:
+    """The reason in one line: what the failed rank said, or else the launcher."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
+    # A rank that is alone has no watch over it that would tell torchrun.
+    said = (place / "output").read_text(errors="replace")
+    match = re.search(r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)", said, re.MULTILINE)
+    return _reason(match[1]) if match else f"exit code {code}"
+
+
+def _reason(text: str) -> str:
+    """Of a report in one line or more: the exception where there is a traceback, else the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if TRACEBACK in text else lines[0]
+
+
+def _keep_output(folder: Path) -> str:
+    kept = folder / "failed"
+    kept.mkdir(exist_ok=True)
+    number = len((folder / RUNS).read_bytes().splitlines()) if (folder / RUNS).exists() else 0
+    target = kept / f"{number + 1}.txt"
+    shutil.copy(running(folder) / "output", target)
+    return str(target.relative_to(folder))
