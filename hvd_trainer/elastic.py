@@ -22,6 +22,7 @@ from typing import Any
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World, detect, place
 
+ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 ANSWER = ("rank", "size", "local_rank", "local_size")
 """How horovodrun's answer begins."""
 
@@ -43,17 +44,31 @@ class Driver:
     Attributes:
         changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
         worlds: how many this process has been in before this one.
+
+    Raises:
+        LaunchError: horovodrun does not say where it is.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._environ = environ
-        self._host, self._port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+        missing = [name for name in (ADDRESS, PORT) if not environ.get(name)]
+        if missing:
+            raise LaunchError(
+                f"HOROVOD_ELASTIC=1 is for ranks of horovodrun's elastic mode, which sets {' and '.join(missing)} "
+                f"too, and here {'that is' if len(missing) == 1 else 'these are'} not set. Type: unset "
+                f"HOROVOD_ELASTIC, or start all ranks by: horovodrun --host-discovery-script SCRIPT ..."
+            )
+        self._host, self._port = environ[ADDRESS], environ[PORT]
         self.changed = threading.Event()
         self.worlds = 0
         self._listens = False
 
     def listen(self) -> None:
-        """Lets horovodrun tell this process about hosts; it tells the one that is rank 0."""
+        """Lets horovodrun tell this process about hosts; it tells the one that is rank 0.
+
+        Raises:
+            LaunchError: horovodrun has ended.
+        """
         if self._listens:
             return
         from horovod.runner.elastic.worker import WorkerNotificationManager
@@ -62,7 +77,13 @@ class Driver:
         manager = WorkerNotificationManager()
         manager.register_listener(self)
         card = self._environ.get("HOROVOD_GLOO_IFACE")
-        manager.init(self._host, int(self._port), card, world.host, world.local_rank)
+        try:
+            manager.init(self._host, int(self._port), card, world.host, world.local_rank)
+        except (OSError, RuntimeError) as error:
+            raise LaunchError(
+                f"horovodrun at {self._host}:{self._port} does not answer: {first_line(error)}. See what it "
+                f"printed: it may have ended; then start the job anew"
+            ) from error
         self._listens = True
 
     def on_hosts_updated(self, timestamp: int, what: Any) -> None:

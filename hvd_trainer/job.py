@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config import parse
 from hvd_trainer.ending import stand_by
-from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError
-from hvd_trainer.launch import World, detect, lone_process_warning, may_be_first, slurm_step
+from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
+from hvd_trainer.launch import World, detect, is_elastic, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.log import say_error
 from hvd_trainer.watch import failure
 from hvd_trainer.watch.station import CRASH
@@ -59,6 +59,8 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     except UserError as error:
         if not failure.was_told():
             if not _speaks():
+                if isinstance(error, OptionError) and is_elastic(os.environ):
+                    _end(USER_ERROR)  # horovodrun ends nobody then, so that rank 0 has the time to say it
                 stand_by()
             # Rank 0 speaks for all.
             say_error(None if _speaks() else _world(), str(error))
@@ -93,7 +95,7 @@ def _parse(options: type[T], args: Sequence[str] | None, first: bool) -> T:
     try:
         return parse(options, args, outputs=first)
     except SystemExit as leaving:
-        if first or not leaving.code:
+        if first or not leaving.code or is_elastic(os.environ):
             raise
         stand_by()
         return parse(options, args, outputs=True)

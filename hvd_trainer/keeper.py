@@ -89,6 +89,8 @@ class Keeper:
         said = list(found.said)
         if found.state is not None:
             said += self._state.restore(found.state, self._options.resume_partial)
+            if self._memory.state is not None:
+                self._memory.step = self._progress.step
             said.append(f"at epoch {self._progress.epoch + 1}, after {self._progress.step:,} steps")
         for line in said:
             self._log.say(f"resume   {line}")
@@ -119,9 +121,10 @@ class Keeper:
             return None
         holder = steps.index(newest)
         mine = memory.state if self._backend.world.rank == holder else None
-        state = self._backend.all_gather_object(mine)[holder]
-        # Copied, or what a lone rank remembers would become what it trains.
-        return checkpoint.Found(on_host(state), goes_on=True, said=["from the memory of the ranks that were here"])
+        memory.state = self._backend.broadcast_object(mine, holder)
+        # Copied, or what is remembered would become what is trained.
+        state = on_host(memory.state)
+        return checkpoint.Found(state, goes_on=True, said=["from the memory of the ranks that were here"])
 
     def _from_disk(self) -> checkpoint.Found:
         """What rank 0 reads for all."""
@@ -142,6 +145,9 @@ class Keeper:
         if isinstance(outcome, CheckpointError):
             raise outcome
         found: checkpoint.Found = outcome
+        if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
+            # Only there is what the metrics of a running epoch have gathered.
+            self._memory.state = on_host(found.state)
         return found
 
     def _in_this_fit(self, names: Collection[str]) -> set[str]:
@@ -157,7 +163,7 @@ class Keeper:
         self._saver = Saver(folder, self._options)
         self._agreement = Agreement(self._backend, ["save", "stop", "rescale"])
         try:
-            if self._backend.driver is not None:
+            if self._backend.driver is not None and self._memory.state is None:
                 self._save(None, to_disk=False)
             # Without a folder there is nothing to save to, and a signal ends the process as ever.
             with heard(self._asked_to_stop) if self._keeps else nullcontext() as self._request:
@@ -199,6 +205,7 @@ class Keeper:
         if "stop" in wanted:
             self._stop()
         if "rescale" in wanted:
+            self._saver.wait()  # or nobody hears that this world's last checkpoint could not be written
             raise RescaleError(f"after step {step:,}")
 
     def after_epoch(self, record: Mapping[str, Any], epochs: int) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from hvd_trainer.launch import World
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks say, such as Lustre mounted without them."""
+HAND_OVER_S, POLL_S = 20.0, 0.1
+"""How long a frozen rank 0 may still have the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
 METRICS, LOCK, JOB = "metrics.jsonl", ".lock", ".job"
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
@@ -41,6 +44,8 @@ class RunLog:
 
     def __init__(self, backend: Backend, folder: str | None, *, quiet: bool = False) -> None:
         first = backend.world.is_first
+        # Where ranks come and go, horovodrun ends a frozen rank 0 while the others meet in their next world.
+        self._patience_s = HAND_OVER_S if any(peer.worlds for peer in backend.peers) else 0.0
         self.prints = first and not quiet
         self.folder = Path(folder).expanduser() if folder and first else None
         self._board: Any = None
@@ -65,15 +70,22 @@ class RunLog:
     def _claim(self, file: Path) -> str | None:
         """Takes the folder for this job until it ends, however it ends; returns why it cannot."""
         self._lock = file.open("a+")
-        try:
-            # Of the process, and not of its open file, which the workers of a killed rank hold a while longer.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            self._lock.seek(0)
-            return f"another job is using it ({self._lock.read().strip()}). Name another folder, or end that job"
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                # Of the process, and not of its open file, which the workers of a killed rank hold a while longer.
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    self._lock.seek(0)
+                    who = self._lock.read().strip()
+                    return f"another job is using it ({who}). Name another folder, or end that job"
+                time.sleep(POLL_S)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                break
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
@@ -165,7 +177,7 @@ class RunLog:
 
 def _set_aside(folder: Path) -> Path | None:
     """Moves an earlier run's files to `earlier-1`, `earlier-2`, ...; None where there is none."""
-    names = (METRICS, "config.yaml", "model.safetensors", "checkpoints")
+    names = (METRICS, "config.yaml", "model.safetensors", "checkpoints", "failures")
     found = [folder / name for name in names if (folder / name).exists()]
     found += folder.glob("events.out.tfevents.*")
     if not found:

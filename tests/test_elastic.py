@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -59,13 +59,15 @@ class Cluster:
 
 
 @contextmanager
-def elastic(argv: list[str], folder: Path, **slots: int) -> Iterator[tuple[Job, Cluster]]:
-    """A job that has begun on some hosts."""
+def elastic(
+    argv: list[str], folder: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None, **slots: int
+) -> Iterator[tuple[Job, Cluster]]:
+    """A job that has begun on some hosts; `more` are horovodrun's options."""
     cluster = Cluster(folder)
     cluster.has(**slots)
-    options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo"]
+    options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo", *more]
     options += ["--host-discovery-script", str(cluster.script)]
-    env = {"PYTHONPATH": str(REPOSITORY)}
+    env = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
     with start("horovodrun", sum(slots.values()), argv, options=options, env=env) as job:
         yield job, cluster
 
@@ -146,6 +148,58 @@ def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
         assert job.stderr.splitlines()[-1].startswith("horovodrun: Horovod detected")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
+def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: Path) -> None:
+    """Nobody there can end it. Once horovodrun waited for it without limit, and the other for horovodrun."""
+    argv = [*JOB, "--backend", backend, "--epochs", "200", "--log-dir", str(tmp_path)]
+    argv += ["--timeout-s", "4", "--startup-timeout-s", "20"]
+    with elastic(argv, tmp_path, ["--elastic-timeout", "15"], here=1, there=1) as (job, _):
+        job.wait_for_output("epoch 2/")
+        rank_on(job, frozen).suspend()
+        job.wait_for_output("world    1 rank on 1 node", limit_s=90)
+        (report,) = REPORT.findall(job.stderr)
+        assert re.search(rf"rank [01] of 2 on {frozen} .* step \d+, \w+: has not answered", report)
+        assert job.wait(90).returncode == 0, job.report("did not go on")
+
+
+def test_horovodrun_gives_up_who_does_not_leave_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen rank; with its host, and without what has left by itself."""
+    from horovod.runner.elastic.registration import WorkerStateRegistry
+
+    given_up: set[str] = set()
+    next_world = threading.Event()
+    slot = SimpleNamespace(local_rank=0)
+    driver = SimpleNamespace(finished=lambda: False, resume=next_world.set, _timeout=0.2)
+    driver.host_assignments = {"a": [slot], "b": [slot], "c": [slot]}
+    hosts = SimpleNamespace(blacklist=given_up.add, is_blacklisted=given_up.__contains__)
+    registry = WorkerStateRegistry(driver, hosts)
+    registry.reset(3)
+    for host in "ac":
+        threading.Thread(target=registry.record_ready, args=(host, 0), daemon=True).start()
+    assert next_world.wait(30)
+    assert given_up == {"b"}
+
+
+def test_a_rank_that_takes_its_time_goes_on(tmp_path: Path) -> None:
+    """It was ended where it took longer than --timeout-s to notice that another one had been lost."""
+    argv = [*JOB, "--epochs", "40", "--timeout-s", "2", "--log-dir", str(tmp_path)]
+    with elastic(argv, tmp_path, env={elastic_job.LONG_CALLBACK: "5"}, here=1, there=1) as (job, _):
+        job.wait_for_output("a long callback")
+        rank_on(job, THERE).kill()
+        job.wait_for_output("world    1 rank on 1 node")
+        assert job.wait(60).returncode == 0, job.report("did not go on")
+
+
+@pytest.mark.parametrize("mistake", [["--epochz", "3"], ["--timeout-s", "0"]])
+def test_a_mistake_that_all_ranks_make_is_said_once(mistake: list[str], tmp_path: Path) -> None:
+    """horovodrun ends nobody while there are others, so that each rank once said it after its ten seconds."""
+    with elastic([*JOB, *mistake], tmp_path, here=2) as (job, _):
+        assert job.wait(60).returncode != 0
+        printed = job.stdout + job.stderr
+        assert len(re.findall(rf"{mistake[0]}\b", printed)) == 1, printed
+
+
 def test_one_fit_in_a_job() -> None:
     """A rank that comes during the second training of the others is in its first."""
     others = (1, 240)
@@ -158,7 +212,7 @@ def test_one_fit_in_a_job() -> None:
 
 def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks that were left by others, some waited for Gloo's time limit."""
-    monkeypatch.setattr(horovod, "_patch_set", lambda: 4)
+    monkeypatch.setattr(horovod, "_patch_set", lambda: 5)
     engine = horovod.HorovodBackend(EngineOptions(), dict(RANK))
     engine._hvd = horovod._import_horovod()
     with pytest.raises(BackendError, match="python -m hvd_trainer install-horovod"):
@@ -188,6 +242,14 @@ def answering(status: int, answer: str) -> Iterator[Driver]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Driver(RANK | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port)})
         server.shutdown()
+
+
+def test_a_horovodrun_that_is_not_there() -> None:
+    """Its variables were set by hand, or it has ended."""
+    with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_PORT too.* Type: unset HOROVOD_ELASTIC"):
+        Driver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
+    with pytest.raises(LaunchError, match=r"horovodrun at 127.0.0.1:1 does not answer: .* start the job anew"):
+        Driver(dict(RANK)).listen()
 
 
 def test_the_next_world() -> None:

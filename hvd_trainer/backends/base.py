@@ -221,8 +221,8 @@ class Backend(Member):
         """The ranks' tensors (any shape, same on all ranks) in rank order."""
 
     @abstractmethod
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Fills a tensor with rank 0's."""
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fills a tensor with that of one rank."""
 
     def _hold(self, *tensors: Tensor) -> None:
         """Keeps the tensors of an exchange that is about to start through the next ones, which are soon.
@@ -246,15 +246,15 @@ class Backend(Member):
             parts = self._all_gather(payload)
         return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast_object(self, value: T) -> T:
-        """Gives rank 0's picklable value to all ranks."""
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Gives one rank's picklable value to all ranks."""
         if self.world.size == 1:
             return value
-        payload = pickle.dumps(value) if self.world.is_first else b""
+        payload = pickle.dumps(value) if self.world.rank == source else b""
         with self.activity.waiting():
             length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
             tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-            self._broadcast(tensor)
+            self._broadcast(tensor, source)
         received: T = pickle.loads(_bytes(tensor))
         return received
 

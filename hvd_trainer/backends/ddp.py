@@ -218,8 +218,8 @@ class DDPBackend(Backend):
         dist.all_to_all_single(received, sent)
         return received
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.to(self.device)
         self._hold(sent)
-        dist.broadcast(sent, src=0)
+        dist.broadcast(sent, src=source)
         tensor.copy_(sent)

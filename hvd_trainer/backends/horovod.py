@@ -43,8 +43,8 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 """For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
-WAKES, LEAVES = 3, 5
-"""The first of our builds that have `horovod_waking.py` and `horovod_elastic.py`."""
+WAKES, LEAVES = 3, 6
+"""The first of our builds that have `horovod_waking.py` and all of `horovod_elastic.py`."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
@@ -360,9 +360,11 @@ class HorovodBackend(Backend):
         received: Tensor = self._waiter.result(handle)[0]
         return received
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
         self._hold(tensor)
-        self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=0, name="hvd_trainer.broadcast"))
+        # Horovod keeps what it knows of a name, the source too.
+        name = f"hvd_trainer.broadcast.{source}"
+        self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=source, name=name))
 
 
 def _patch_set() -> int:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 QUIET_S, LOUD_S = 1.0, 3.0
 """What a launcher takes to end the other ranks when one has failed, which shall end first to be blamed: those that
 would print a traceback of their own wait longer."""
+BROKEN = (UserError, RuntimeError, OSError)
+"""What is raised where ranks that meet or part miss another one: by us, by the engines, at their time limits."""
 NEXT_WORLDS = 3
 """How many worlds in a row may fail to come about before a rank gives up."""
 
@@ -63,7 +65,7 @@ class Member(ABC):
 
     Raises:
         OptionError: an option is not for this engine.
-        LaunchError: the ranks could not meet.
+        LaunchError: the ranks could not meet, or horovodrun in its elastic mode cannot be reached.
     """
 
     name: ClassVar[str]
@@ -223,7 +225,7 @@ class Member(ABC):
             return False
         if isinstance(error, RescaleError):
             # All remember the step that they leave after, and who fails on the way out is not missed.
-            with suppress(UserError, RuntimeError):
+            with suppress(*BROKEN):
                 self._part()
         else:
             broken = self.activity.in_exchange and not isinstance(error, UserError)
@@ -235,7 +237,7 @@ class Member(ABC):
             rendezvous.begin_anew()
             try:
                 self.__enter__()
-            except (UserError, RuntimeError):
+            except BROKEN:
                 # Another rank may have failed on its way to the meeting.
                 if attempt == NEXT_WORLDS:
                     raise
@@ -253,7 +255,8 @@ class Member(ABC):
                 self.activity,
                 startup_s=self.options.startup_timeout_s,
                 environ=self.environ,
-                goes_on_s=None if self.driver is None else self.options.timeout_s,
+                # A callback may take as long, and then the exchange with the rank that is gone.
+                goes_on_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
             )
             watch.start(self.store, self.first_host)
             self.watch = watch

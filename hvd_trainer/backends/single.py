@@ -70,5 +70,5 @@ class SingleBackend(Backend):
     def column_broadcast(self, tensor: Tensor, rank: int) -> None:
         pass
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
         pass

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from hvd_trainer.tools.horovod_source import Replacement
 
+REGISTRATION = "horovod/runner/elastic/registration.py"
+FROZEN = (
+    "when a rank was frozen and no other could end it, horovodrun waited for it without limit, and all others for "
+    "horovodrun: --elastic-timeout after the first has left a world, who is still in it is given up with its host"
+)
+
 ELASTIC_CHANGES = (
     Replacement(
         "horovod/common/gloo/gloo_context.cc",
@@ -22,5 +28,34 @@ ELASTIC_CHANGES = (
         "            hosts = self._host_manager.current_hosts\n"
         "            self._notify_workers_host_changes(hosts, HostUpdateResult.added)\n",
         "hosts that came while the first ranks started were told to nobody, and waited for the next change",
+    ),
+    Replacement(
+        REGISTRATION,
+        "                self._workers[state].add(key)\n",
+        "                self._workers[state].add(key)\n"
+        "                if state != SUCCESS and len(self._states) == 1:\n"
+        "                    self._expect_the_others()\n",
+        FROZEN,
+    ),
+    Replacement(
+        REGISTRATION,
+        "    def _wait(self, key, state, rendezvous_id):\n",
+        "    def _expect_the_others(self):\n"
+        "        slots = [(host, slot.local_rank)\n"
+        "                 for host, its in self._driver.host_assignments.items() for slot in its]\n"
+        "        timer = threading.Timer(\n"
+        "            self._driver._timeout, self._give_up, (self._rendezvous_id, slots))\n"
+        "        timer.daemon = True\n"
+        "        timer.start()\n\n"
+        "    def _give_up(self, rendezvous_id, slots):\n"
+        "        with self._lock:\n"
+        "            if rendezvous_id != self._rendezvous_id:\n"
+        "                return\n"
+        "            late = [slot for slot in slots if slot not in self._states]\n"
+        "        # Each waits at the barrier until the last is there.\n"
+        "        for slot in late:\n"
+        "            threading.Thread(target=self.record_failure, args=slot, daemon=True).start()\n\n"
+        "    def _wait(self, key, state, rendezvous_id):\n",
+        FROZEN,
     ),
 )

@@ -14,7 +14,7 @@ from hvd_trainer.tools.horovod_source import Replacement
 from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 5
+PATCH_SET = 6
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"

@@ -65,11 +65,16 @@ class Failure:
     """one line for each other rank, where that helps"""
     folder: str = ""
     """where the stacks of all ranks are"""
+    heard: bool = False
+    """whether step and phase are only what it has last said of itself"""
 
     def text(self) -> str:
         """The report, whole lines."""
         who = f"rank {self.rank} of {self.size} on {self.host} (process {self.process})"
-        lines = [f"failure: {who}, {place(self.step, self.phase)}: {self.what}"]
+        where = place(self.step, self.phase)
+        if self.heard:
+            where = f"last heard of {where}" if self.phase == "start" else f"last heard of in {where}"
+        lines = [f"failure: {who}, {where}: {self.what}"]
         lines += [self.detail.rstrip()] if self.detail else []
         lines += self.others
         lines += [f"stacks of all ranks: {self.folder}"] if self.folder else []

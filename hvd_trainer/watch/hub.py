@@ -42,6 +42,7 @@ class Hub(Station):
         self._first_event = self._closing_since = 0.0
         self._stuck: Stuck | None = None
         self._stuck_signs: dict[int, Sign] = {}
+        self._stuck_place: Sign | None = None
         self._stacks: dict[int, str] = {}
         self._stacks_until = 0.0
         self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -172,6 +173,8 @@ class Hub(Station):
 
     def _ask_for_stacks(self, stuck: Stuck, now: float) -> None:
         self._stuck, self._stuck_signs, self._stacks_until = stuck, self._all_signs(now), now + STACKS_S
+        # Before a stopped one is made to run on, to give its stacks.
+        self._stuck_place = self.last_seen(stuck.ranks[0])
         silent = stuck.ranks if stuck.how == "silent" else ()
         for rank, line in self._lines.items():
             if rank not in silent:
@@ -194,8 +197,9 @@ class Hub(Station):
         others = [f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank]
         found = self.failure_of(
             rank,
-            self.last_seen(rank) or sign,
+            self._stuck_place or sign,
             what,
+            heard=stuck.how == "silent" and self._stuck_place is None,
             detail="" if stuck.how == "crossed" else stacks.main_of(self._stacks.get(rank, "")),
             others=others[:MOST_OTHERS]
             + ([f"and {more} more"] if (more := len(others) - MOST_OTHERS) > 0 else []),

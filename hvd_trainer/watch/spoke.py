@@ -84,6 +84,9 @@ class Spoke(Station):
     def _miss_rank_0(self, what: str, silent: Sequence[int]) -> None:
         """Rank 1 tells of rank 0's failure, as far as it knows; who can acts for a silent rank 0."""
         self.end_for_sure()
+        # Looked at before it is made to run on, to give its stacks. Where it is not seen from here, it was in the
+        # step in which this rank waits for it.
+        sign = self.last_seen(0) or Sign(self.activity.step, "reduce")
         near = self.neighbours_among(silent)
         folder = failure.folder_for(self.log_folder, self._token)
         shown = ""
@@ -92,8 +95,6 @@ class Spoke(Station):
         for rank in near:
             shown = stacks.main_of(text := self.stacks_of(rank))
             failure.keep(folder, f"rank-{rank}.txt", text)
-        # If it is not seen from here, it was in the step in which this rank waits for it.
-        sign = self.last_seen(0) or Sign(self.activity.step, "reduce")
         found = self.failure_of(0, sign, what, detail=shown, folder=str(folder) if silent else "")
         if silent and self.world.rank == 1:
             failure.keep(folder, "report.txt", found.text())

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -205,6 +205,8 @@ class Station(ABC):
             self._keep_watch()
         except Exception:
             traceback.print_exc()
+            if self.verdict is not None:
+                os._exit(CRASH)  # the job ends, and nobody else would see to it that this rank does
             sys.stderr.write("The watch over the ranks has failed, and training goes on without it.\n")
             self.retire()
 
@@ -224,7 +226,20 @@ class Station(ABC):
             if self._closing and self.part():
                 return
             if self._ends_at is not None and now >= self._ends_at:
-                os._exit(CRASH)
+                self._end()
+
+    def _end(self) -> NoReturn:
+        """Ends this process, which has not left by itself; says why, where others go on."""
+        verdict = self.verdict
+        if self.goes_on_s is not None and verdict is not None and verdict.rank != self.world.rank:
+            where = failure.place(self.activity.step, self.activity.phase)
+            text = (
+                f"{self.world} is ended: {self.goes_on_s:g} s after rank {verdict.rank} failed it has not left "
+                f"({where}). If it may take so long, raise --startup-timeout-s\n"
+            )
+            with suppress(OSError):
+                os.write(2, text.encode())
+        os._exit(CRASH)
 
     def _take_words(self) -> None:
         self._woken.recv(1 << 12)

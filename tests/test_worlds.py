@@ -1,0 +1,139 @@
+"""One process goes through several worlds, as it does under horovodrun's elastic mode, without the launcher."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_trainer import (
+    Callback,
+    EngineOptions,
+    LogOptions,
+    SaveOptions,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    accuracy,
+    backends,
+    checkpoint,
+)
+from hvd_trainer.elastic import RescaleError
+from hvd_trainer.errors import CheckpointError, LaunchError
+from hvd_trainer.launch import World
+
+STEPS = 10
+"""of the one epoch"""
+
+
+def horovodrun() -> Any:
+    """What an elastic rank sees of it, where it is the only one in each world."""
+    driver = SimpleNamespace(changed=threading.Event(), worlds=0, listen=lambda: None)
+
+    def next_world() -> World:
+        driver.changed.clear()
+        driver.worlds += 1
+        return World()
+
+    driver.next_world = next_world
+    return driver
+
+
+class Trouble(Callback):
+    """Something happens at steps, the first time that they are made."""
+
+    def __init__(self, **at: Callable[[Trainer], None]) -> None:
+        self.at = at
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        self.at.pop(f"step_{trainer.progress.step}", lambda _: None)(trainer)
+
+
+def hosts_change(trainer: Trainer) -> None:
+    driver: Any = trainer.backend.driver
+    driver.changed.set()
+
+
+def a_rank_is_lost(trainer: Trainer) -> None:
+    """The world ends in the middle of a step, before anything of it is remembered."""
+    raise RescaleError
+
+
+def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[Trainer], None]) -> dict[str, float]:
+    """The figures of an epoch in which all this happens."""
+    options = TrainerOptions(
+        EngineOptions(backend="single"),
+        TrainOptions(epochs=1, batch_size=4),
+        LogOptions(log_dir=None if folder is None else str(folder), quiet=True),
+        save,
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(4 * STEPS, 6, generator=generator)
+    data = TensorData(inputs, (inputs.sum(1) > 0).long())
+    with Trainer(options) as trainer:
+        trainer.backend.driver = horovodrun()
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trouble, loss = Trouble(**at), nn.functional.cross_entropy
+        history = trainer.fit(model, optimizer, loss, data, metrics={"accuracy": accuracy}, callbacks=[trouble])
+        assert not trouble.at
+        (record,) = history.epochs
+        return {name: record[name] for name in ("train_loss", "train_accuracy")}
+
+
+def test_a_second_loss_leaves_the_figures_of_an_epoch_right() -> None:
+    """The state that a world began from was remembered once more, without what the metrics had gathered."""
+    seldom = SaveOptions(commit_every_steps=1000)
+    # All ask each other after steps 1 and 3.
+    lost = figures(seldom, step_2=hosts_change, step_5=a_rank_is_lost, step_6=a_rank_is_lost)
+    assert lost == figures(seldom)
+
+
+def test_so_does_a_loss_after_a_start_from_a_checkpoint(tmp_path: Path) -> None:
+    def stop(trainer: Trainer) -> None:
+        raise CheckpointError("stopped")
+
+    often = SaveOptions(save_every_steps=4)
+    with pytest.raises(CheckpointError, match="stopped"):
+        figures(often, tmp_path, step_6=stop)
+    resumed = SaveOptions(resume="auto", commit_every_steps=1000)
+    assert figures(resumed, tmp_path, step_5=a_rank_is_lost) == figures(often)
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That has another writer, which does not know of it."""
+
+    save, trouble = checkpoint.save, [CheckpointError("the disk is full")]
+
+    def full_once(*args: Any, **more: Any) -> Path:
+        if trouble:
+            raise trouble.pop()
+        return save(*args, **more)
+
+    monkeypatch.setattr(checkpoint, "save", full_once)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
+
+
+def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its time limit Horovod raises TimeoutError, which is no RuntimeError, and ended the rank."""
+    with backends.create(EngineOptions(backend="single")) as backend:
+        backend.driver = driver = horovodrun()
+        trouble: list[Exception] = [TimeoutError("the others did not take part"), LaunchError("not all came")]
+
+        def start() -> None:
+            if trouble:
+                raise trouble.pop()
+
+        monkeypatch.setattr(backend, "_start", start)
+        assert backend.goes_on_after(RescaleError())
+        assert driver.worlds == 3
