@@ -157,7 +157,9 @@ class HorovodBackend(Backend):
             # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            if not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ and _patch_set() >= WAKES:
+            # What wakes the thread is the queue of all ranks, and those of a column have their own.
+            wakes = _patch_set() >= WAKES and len(self.columns) == 1
+            if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ:
                 wanted |= WAKING
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
