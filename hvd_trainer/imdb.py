@@ -20,7 +20,7 @@ from hvd_trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TextModelOptions:
-    """The model and its optimizer. What is None is the preset's."""
+    """The model and its optimizer. What is None is the preset's (small; reference)."""
 
     preset: Literal["small", "reference"] = "small"
     """small, for CPUs, or reference, for GPUs: 364 million parameters, to which --precision bf16, --batch-size 32
@@ -84,7 +84,7 @@ class TextModelOptions:
 
 
 PRESETS = {
-    # 0.6 million parameters: 85 % of the test reviews in minutes on two CPU cores.
+    # 0.6 million parameters: 87 % of the test reviews after two epochs, in all six minutes of CPU time.
     "small": TextModelOptions(
         layers=2,
         d_model=64,

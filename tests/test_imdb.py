@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import pickle
@@ -155,6 +156,11 @@ def test_missing_reviews_say_how_to_get_them(
         "synthetic",
     ):
         assert words in str(caught.value)
+    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(download_module.urllib.request, "urlopen", lambda *args, **options: io.BytesIO())
+    with pytest.raises(DataError, match=r"cannot be downloaded from here \(.*Not a directory"):
+        load(alone, tmp_path / "file" / "folder")
     with pytest.raises(DataError, match="there is no file"):
         load(alone, tmp_path / "no.tar.gz")
 
@@ -220,6 +226,7 @@ def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: 
         trouble = imdb_module.fetch(tmp_path / "new", patience_s=60)
     assert trouble is not None
     assert "cannot be downloaded from here (" in trouble
+    assert not list(tmp_path.iterdir())
 
 
 # Tokens and their cache.
@@ -548,7 +555,7 @@ def test_both_engines_give_the_same_weights(trained: tuple[Path, Path, Result], 
 
 
 def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
-    """In the middle of an epoch's order, from the cache, after other epochs than the run was told at first."""
+    """Also with the tokens from the cache, which the first run has made."""
     archive, folder, _ = trained
     first = run("ddp", tmp_path, archive, "--epochs", "1")
     second = run("ddp", tmp_path, archive, "--resume", "auto")

@@ -9,6 +9,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,6 @@ def download(url: str, file: Path, md5: str, *, patience_s: float) -> str | None
         md5: what the file must have.
         patience_s: how long it may take, in seconds.
     """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"{file.parent} cannot be written to ({error.strerror})"
     # Nodes that share the folder may download at the same time.
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
     attempt = _Attempt(url, part, md5)
@@ -46,7 +43,7 @@ def download(url: str, file: Path, md5: str, *, patience_s: float) -> str | None
     if attempt.trouble is None:
         attempt.part.replace(file)
     else:
-        attempt.part.unlink(missing_ok=True)
+        attempt.clear_away()
     return attempt.trouble
 
 
@@ -71,11 +68,18 @@ class _Attempt(threading.Thread):
         finally:
             self.under_way.set()
             if self.given_up.is_set():
-                self.part.unlink(missing_ok=True)
+                self.clear_away()
+
+    def clear_away(self) -> None:
+        """Leaves nothing of what came, if anything did."""
+        with suppress(OSError):
+            self.part.unlink()
 
     def _store(self, answer: Any) -> str:
         """Writes what comes; returns its MD5."""
         md5 = hashlib.md5(usedforsecurity=False)
+        # Not sooner: a folder of a mistyped name shall not stay behind where there is no internet.
+        self.part.parent.mkdir(parents=True, exist_ok=True)
         with self.part.open("wb") as out:
             while not self.given_up.is_set() and (piece := answer.read(PIECE_BYTES)):
                 md5.update(piece)
