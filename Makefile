@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 # make test LONG=1: also the tests that take minutes
 LONG ?=
 # Files of tests that run at the same time; 0: all in one process, one after the other.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps

@@ -37,24 +37,30 @@ TYPED_HERE = (
 )
 
 PLAIN = "tests/test_examples_plain.py"
-# Command -> the file whose run covers it.
+OWN = "tests/test_readme.py"
+# Command -> the file whose run covers it, and what there shows that.
 TYPED_ELSEWHERE = {
-    MAIN: "tests/test_readme.py",  # with its output, below
-    "make mnist": "tests/test_readme.py",  # what it would do, below
-    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': "tests/test_readme.py",
-    'make test PYTEST_ARGS="-k launch"': "tests/test_readme.py",
-    "make setup": "tests/test_install_horovod.py",
-    "make test": ".ci/run",
-    "make lint": ".ci/run",
-    "source .venv/bin/activate": "Makefile",
-    "pip install -c constraints.txt .": "Makefile",
-    "python -m hvd_trainer install-horovod": "tests/test_install_horovod.py",
-    "python -m hvd_trainer verify-resume --kills 12 --backend horovod -np 2": "tests/test_verify_resume.py",
+    MAIN: (OWN, "test_the_main_command_prints_what_is_shown"),
+    "make mnist": (OWN, "test_make_ends_with_what_is_said"),
+    'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
+        *(OWN, "test_make_ends_with_what_is_said"),
+    ),
+    'make test PYTEST_ARGS="-k launch"': (OWN, "test_make_ends_with_what_is_said"),
+    # The others begin with it.
+    "make setup": (".ci/run", "make test"),
+    "make test": (".ci/run", "make test"),
+    "make lint": (".ci/run", "make lint"),
+    "source .venv/bin/activate": ("Makefile", "-m venv"),
+    "pip install -c constraints.txt .": ("Makefile", "install --quiet -c constraints.txt"),
+    "python -m hvd_trainer install-horovod": ("tests/test_install_horovod.py", '"install-horovod"'),
+    "python -m hvd_trainer verify-resume --kills 12 --backend horovod -np 2": (
+        *("tests/test_verify_resume.py", '"verify-resume"'),
+    ),
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
-        "tests/test_failures.py"
+        *("tests/test_failures.py", '"--max-restarts"'),
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
-    "-m hvd_trainer.mnist --global-batch-size 256": "tests/test_elastic.py",
+    "-m hvd_trainer.mnist --global-batch-size 256": ("tests/test_elastic.py", '"--host-discovery-script"'),
     # Like these, on synthetic data.
     **dict.fromkeys(
         (
@@ -62,23 +68,30 @@ TYPED_ELSEWHERE = {
             "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
             "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
         ),
-        "tests/test_parts.py",
+        ("tests/test_parts.py", "test_the_commands_train_the_same_model"),
     ),
     "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
-    "--epochs 3": "tests/test_slurm_examples.py",
-    "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": "tests/test_checkpoint.py",
+    "--epochs 3": ("tests/test_slurm_examples.py", "data_parallel.sh"),
+    # As these, and smaller.
+    "python -m hvd_trainer grid --job imdb --ranks 1,2,4 --stages 1,2 --chunks 1,2,4,8,16,32 --batch-size "
+    "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "grid.main"),
+    "python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 32 --precision fp32,bf16 "
+    "--activation-checkpointing none,blocks --shard none,optimizer,full --out runs/memory": (
+        *("tests/test_grid.py", "grid.main"),
+    ),
+    "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": (
+        *("tests/test_checkpoint.py", '"export"'),
+    ),
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
-        "benchmarks/run.py"
+        *("tests/test_benchmarks.py", '"benchmarks"'),
     ),
     # Like the same command on digits, which is typed here.
-    "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (
-        "tests/test_readme.py"
-    ),
-    "horovodrun -np 2 python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": PLAIN,
-    "python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": PLAIN,
-    "torchrun --nproc-per-node 2 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": PLAIN,
-    "torchrun --nproc-per-node 1 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": PLAIN,
+    "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (OWN, "EXAMPLE"),
+    "horovodrun -np 2 python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": (PLAIN, "horovod"),
+    "python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": (PLAIN, "horovod"),
+    "torchrun --nproc-per-node 2 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
+    "torchrun --nproc-per-node 1 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
 }
 # With several hosts; tests/test_matrix.py starts each launcher on two nodes or names that one machine plays.
 SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
@@ -91,7 +104,7 @@ OF_OTHERS = {
     },
     "torchrun": {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"},
     "horovodrun": {
-        *("--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
+        *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },
     "py-spy, docker": {"--pid", "--shm-size"},
 }
@@ -100,7 +113,8 @@ OF_OTHERS = {
 def test_every_command_is_typed_somewhere() -> None:
     found = [command for command in documents.commands() if not SEVERAL_HOSTS.search(command)]
     assert set(found) == {*TYPED_HERE, *TYPED_ELSEWHERE}
-    assert not [place for place in TYPED_ELSEWHERE.values() if not (REPOSITORY / place).is_file()]
+    for command, (place, shown) in TYPED_ELSEWHERE.items():
+        assert shown in (REPOSITORY / place).read_text(), f"{place} does not cover {command}"
 
 
 # Typing.
@@ -201,10 +215,10 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
-        ("make test", 'python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"'),
+        ("make test", 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long"'),
         (
             'make test PYTEST_ARGS="-k launch"',
-            'python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" -k launch',
+            'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -k launch',
         ),
     ],
 )
@@ -274,6 +288,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer.imdb",
         "hvd_trainer install-horovod",
         "hvd_trainer export",
+        "hvd_trainer grid",
         "benchmarks",
     ):
         known |= documents.options_in(help_of(what))

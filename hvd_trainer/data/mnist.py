@@ -27,7 +27,7 @@ from torch.nn.functional import interpolate
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
-from hvd_trainer.data.once import SharedDataError, once_per_node
+from hvd_trainer.data.once import SharedDataError, everywhere, once_per_node
 from hvd_trainer.errors import DataError
 
 FILES = {
@@ -93,15 +93,11 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
 
 def _load_everywhere(folder: Path, backend: Backend) -> Images:
     """Reads MNIST on each rank; where one of them cannot, all raise, and none waits for it."""
-    images, trouble = None, None
-    try:
-        images = load_mnist(folder)
-    except DataError as error:
-        trouble = str(error)
-    found = [text for text in backend.all_gather_object(trouble) if text is not None]
-    if images is None or found:
-        raise SharedDataError(found[0])
-    return images
+    read: list[Images] = []
+    trouble = everywhere(backend, lambda: read.append(load_mnist(folder)))
+    if trouble:
+        raise SharedDataError(trouble[0])
+    return read[0]
 
 
 def load_mnist(folder: Path) -> Images:

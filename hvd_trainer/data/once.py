@@ -33,20 +33,35 @@ def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeou
     Raises:
         DataError: a node was not done in time.
     """
-    rank, store, call = backend.world.rank, backend.store, f"once.{next(_CALLS)}"
-    # Where ranks come and go, those that were here before have been through this.
-    calling = {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.worlds}
+    calling = _calling(backend)
     first = {node: rank for rank, node in reversed(calling.items())}
-    if rank in first.values():
+    return _done_by(backend, list(first.values()), prepare, timeout_s)
+
+
+def everywhere(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
+    """The same on every rank: all know what went wrong on any. All ranks must call it."""
+    return _done_by(backend, list(_calling(backend)), prepare, timeout_s)
+
+
+def _calling(backend: Backend) -> dict[int, str]:
+    """The ranks that come by here, and their nodes: where ranks come and go, others have been through this."""
+    return {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.worlds}
+
+
+def _done_by(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:
+    """Runs `prepare` on these ranks, and waits for all of them."""
+    rank, store, call = backend.world.rank, backend.store, f"once.{next(_CALLS)}"
+    if rank in ranks:
         store.set(f"{call}.{rank}", json.dumps(_attempt(prepare)))
     trouble = []
-    for other in first.values():
+    for other in ranks:
         key = f"{call}.{other}"
         try:
             store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise DataError(
-                f"Rank {other} has not finished preparing the data for the others of its node in {timeout_s:g} s."
+                f"Rank {other} has not finished preparing the data for the others of its node in {timeout_s:g} s. "
+                f"See what it printed; or get the data before the job starts, and pass --data-dir"
             ) from error
         trouble.append(json.loads(store.get(key)))
     return [found for found in trouble if found is not None]
