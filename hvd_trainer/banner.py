@@ -20,15 +20,15 @@ def banner(trainer: Trainer) -> str:
     factor = plan.lr_factor(train.lr_scaling)
     scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
     steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
-    part, parts = ("virtual rank" if train.reproducible else "rank"), None
+    parts = plural(plan.size, "virtual rank" if train.reproducible else "rank")
     if plan.size < world.size:
-        part, parts = "copy of the model", "copies of the model"
+        parts = plural(plan.size, "copy of the model", "copies of the model")
     parameters = sum(p.numel() for p in trainer.model.parameters())
     lines = {
         "backend": f"{backend.name}: {backend.version}",
         "world": f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}, started by {world.launcher}"
         f"; {device}{threads}",
-        "batch": f"{plan.batch_size} x {plural(plan.size, part, parts)} x {plural(plan.accumulate, 'pass', 'passes')}"
+        "batch": f"{plan.batch_size} x {parts} x {plural(plan.accumulate, 'pass', 'passes')}"
         f" = {plan.global_batch_size} per step, {steps} {'step' if steps == '1' else 'steps'} per epoch",
         "rate": f"{type(trainer.optimizer).__name__}, lr {trainer.rate.full:g}{scaled}"
         + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")

@@ -68,7 +68,8 @@ class Bar:
         if self._bar is None:
             return
         now = time.monotonic()
-        if now - self._shown > REFRESH_S:
+        # Where the model is in stages, only the last one has losses.
+        if now - self._shown > REFRESH_S and meter.samples:
             self._shown = now
             self._bar.set_postfix_str(f"loss {meter.local_loss():.4f}", refresh=False)
         # The last step may repeat a few samples so that all ranks have as many.

@@ -220,8 +220,8 @@ class StageStep(TrainStep):
         self._batch += 1
         self._runner.train(chunks, loss, draws)
         mean = loss.mean()
-        if mean is not None:
-            self._losses.append(mean)
+        # All ranks count as many losses, or they would not look at them together.
+        self._losses.append(torch.zeros(()) if mean is None else mean)
         for _, passed in sorted(loss.passes.items()):
             if self.skips:
                 self._uncounted.append(passed)
