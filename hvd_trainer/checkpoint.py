@@ -213,7 +213,7 @@ def restore(log_folder: Path | None, resume: str) -> Found:
     place = (log_folder or Path()) if resume == "auto" else Path(resume).expanduser()
     if resume != "auto" and not place.is_dir():
         raise CheckpointError(
-            f"{place} is not a checkpoint: there is no such folder. Type --resume with a checkpoint or log folder"
+            f"{place} is not a checkpoint: there is no such folder. Name a checkpoint or a log folder"
         )
     if resume != "auto" and ((place / MANIFEST).exists() or (place / STATE).exists()):
         return Found(load(place), _is_in(place, log_folder), [f"from {place}"])

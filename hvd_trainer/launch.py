@@ -52,11 +52,22 @@ class World:
             if (i, n) == (UNKNOWN, UNKNOWN) and index == "node_rank":
                 continue
             if not 0 <= i < n:
-                raise LaunchError(f"{self.launcher} says {index} {i} of {count} {n}, which cannot be.")
+                raise LaunchError(
+                    f"{self.launcher} says {index} {i} of {count} {n}, which cannot be. {self._mend(index, count)}"
+                )
         if self.local_size > self.size:
             raise LaunchError(
-                f"{self.launcher} says {self.local_size} processes on this node but only {self.size} in all."
+                f"{self.launcher} says {self.local_size} processes on this node but only {self.size} in all. "
+                f"{self._mend('local_size', 'size')}"
             )
+
+    def _mend(self, *numbers: str) -> str:
+        """What to do about numbers that contradict each other."""
+        row = next((launcher for launcher in LAUNCHERS if launcher.name == self.launcher), None)
+        names = [name for number in numbers if (name := getattr(row, number, ""))]
+        if self.launcher == "hand":
+            return f"Set {' and '.join(names)} on each rank: they count from 0 to one less than there are."
+        return f"Leave {' and '.join(names) or 'these numbers'} to {self.launcher}, or start the ranks anew."
 
     @property
     def is_first(self) -> bool:
@@ -221,7 +232,10 @@ def number(environ: Mapping[str, str], name: str) -> int:
     """
     # Not int(): it takes "1_0", "+1" and other alphabets' digits, which no launcher writes.
     if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
-        raise LaunchError(f"{name} should be a whole number, but is {shown(environ[name])}.")
+        raise LaunchError(
+            f"{name} should be a whole number, but is {shown(environ[name])}. Leave it to the launcher, or type: "
+            f"export {name}=NUMBER"
+        )
     return int(environ[name])
 
 

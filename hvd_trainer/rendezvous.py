@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import re
 import socket
 import subprocess
 import time
@@ -175,7 +176,13 @@ def _torch_store(world: World, environ: Mapping[str, str], init_method: str, tim
                 f"MASTER_PORT=29500, or pass --init-method tcp://HOST_OF_RANK_0:29500"
             )
         where = f"{environ['MASTER_ADDR']}:{_port(environ['MASTER_PORT'])}"
-    elif init_method.startswith(("tcp://", "file://")):
+    elif init_method.startswith("tcp://"):
+        where = init_method
+        if not re.match(r"tcp://.+:[0-9]+($|[/?])", where):
+            raise LaunchError(
+                f"--init-method {where} names no port. Type: --init-method {where.rstrip('/:')}:29500"
+            )
+    elif init_method.startswith("file://"):
         where = init_method
     else:
         raise LaunchError(f"--init-method {init_method} is none of env://, tcp://HOST:PORT and file:///PATH.")

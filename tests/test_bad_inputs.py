@@ -70,12 +70,12 @@ def test_a_half_set_launcher(launcher: str, script) -> None:
     refused(launcher, argv, f"looks started by {launcher}, but {FORGET[launcher]} is not. Set what is missing")
 
 
-@each_launcher("mpirun")
-def test_one_rank_alone_is_half_set(launcher: str, script) -> None:
+@requires("mpirun")
+def test_one_rank_alone_is_half_set(script) -> None:
     """The others wait for it, and must not wait for 300 s."""
-    rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
-    argv = script(f"if os.environ['{rank}'] == '1': del os.environ['{FORGET[launcher]}']")
-    refused(launcher, argv, f"but {FORGET[launcher]} is not")
+    lost = FORGET["mpirun"]
+    argv = script(f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1': del os.environ['{lost}']")
+    refused("mpirun", argv, f"but {lost} is not")
 
 
 @each_launcher("torchrun", "mpirun")
@@ -83,10 +83,9 @@ def test_an_unknown_backend(launcher: str) -> None:
     refused(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
 
 
-@each_launcher("srun")
-def test_one_rank_alone_is_given_a_wrong_option(launcher: str, script) -> None:
-    rank = {"mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}[launcher]
-    refused(launcher, script(f"if os.environ['{rank}'] == '1': sys.argv.append('--epochz')"), "--epochz")
+@requires("srun")
+def test_one_rank_alone_is_given_a_wrong_option(script) -> None:
+    refused("srun", script("if os.environ['SLURM_PROCID'] == '1': sys.argv.append('--epochz')"), "--epochz")
 
 
 BLOCKER = """
@@ -195,6 +194,14 @@ def test_no_port_at_all() -> None:
     )
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}
     refused("python", digits_job.argv("ddp"), "A port is a number from 1 to 65535, not 'http'", env=env)
+
+
+@pytest.mark.parametrize("method", ["tcp://node1", "tcp://node1:", "tcp://[::1]"])
+def test_an_init_method_without_a_port(method: str) -> None:
+    """PyTorch's own error spoke of urllib's parts."""
+    world = World(1, 2, 1, 2, launcher="hand")
+    with pytest.raises(LaunchError, match=r"names no port\. Type: --init-method tcp://[^ ]*[1\]]:29500$"):
+        rendezvous.open_store(world, {}, init_method=method, timeout_s=1)
 
 
 @pytest.mark.parametrize(("rank", "words"), [(0, "1/2 clients joined"), (1, "could not meet the others")])

@@ -258,6 +258,7 @@ def test_records_after_the_checkpoint_come_once(tmp_path: Path, capsys: pytest.C
 def test_a_new_run_in_a_used_folder_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         fit(tmp_path, epochs=1)
+        (tmp_path / "failures").mkdir()  # a report of this run, and not of the next one
     assert f"the run that was in {tmp_path} is now in {tmp_path}/earlier-2" in capsys.readouterr().out
     for folder in (tmp_path, tmp_path / "earlier-1", tmp_path / "earlier-2"):
         assert lines(folder)[-1] == ("end", 3)
@@ -323,7 +324,9 @@ def test_weights_are_exported_on_demand(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "older.safetensors").read_bytes() != (tmp_path / "model.safetensors").read_bytes()
     assert cli.main(["export", str(tmp_path / "nothing")]) == 2
     assert cli.main(["export", older, str(tmp_path / "no/folder")]) == 2
-    assert len(re.findall("^error: ", capsys.readouterr().err, re.MULTILINE)) == 2
+    said = capsys.readouterr().err
+    assert len(re.findall("^error: ", said, re.MULTILINE)) == 2
+    assert "there is no such folder. Name a checkpoint or a log folder" in said
 
 
 @pytest.fixture

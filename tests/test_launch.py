@@ -185,6 +185,16 @@ def test_contradictions_are_refused(case: str, changes: dict[str, str], words: s
         detect({**COMPLETE[case], **changes})
 
 
+def test_what_to_do_about_a_contradiction() -> None:
+    """Its variables are named."""
+    with pytest.raises(LaunchError, match=r"Set RANK and WORLD_SIZE on each rank: they count from 0"):
+        detect({**BY_HAND, "RANK": "4"})
+    with pytest.raises(LaunchError, match=r"Leave HOROVOD_RANK and HOROVOD_SIZE to horovodrun"):
+        detect({**COMPLETE["horovodrun"], "HOROVOD_RANK": "2"})
+    with pytest.raises(LaunchError, match=r"Leave it to the launcher, or type: export RANK=NUMBER"):
+        detect({**BY_HAND, "RANK": "first"})
+
+
 @pytest.mark.parametrize(
     ("text", "counts"),
     [("1", [1]), ("4(x2),2", [4, 4, 2]), ("2,1", [2, 1]), ("8(x3)", [8, 8, 8]), ("3,2(x2),1", [3, 2, 2, 1])],
