@@ -15,8 +15,8 @@ import slurm_cluster
 LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "srun", "python")
 
 QUICKEST = "warm"
-"""Where it does not matter who starts the ranks: see warm_server.py."""
-"""For what any launcher can start: torchrun imports PyTorch itself, which takes it longer than many a test."""
+"""Where it does not matter who starts the ranks: torchrun's import of PyTorch takes longer than many a test. See
+warm_server.py."""
 
 
 def requires(*names: str) -> pytest.MarkDecorator:

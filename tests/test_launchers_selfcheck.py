@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +16,8 @@ import psutil
 import pytest
 import slurm_batch
 import slurm_cluster
+import warm
+from child_environment import child_environment
 from launchers import (
     LAUNCHERS,
     LaunchError,
@@ -293,3 +298,28 @@ def test_run_ranks_values_are_in_rank_order_and_as_recorded(launcher: str) -> No
     for environ in values:
         assert environ["HVD_TRAINER_SEEN"] == "yes"
         assert environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
+    """A client that is killed before it has said what it wants left a process that spun; a killed pytest, all."""
+    address = tmp_path / "socket"
+    command = f"{sys.executable} {TESTS / 'warm_server.py'} {address} & wait"
+    mark = f"{os.environ[process_tree.MARK]}/warm"
+    environ = child_environment(os.environ, {}, mark=mark, folder=tmp_path)
+    with subprocess.Popen(["sh", "-c", command], env=environ, start_new_session=True) as starter:
+        try:
+            deadline = time.monotonic() + warm.START_S
+            while not address.exists():
+                assert starter.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            (server,) = psutil.Process(starter.pid).children()
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(address))
+            while not (launched := server.children()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not process_tree.wait_for_end(launched, limit_s=10)
+        finally:
+            starter.kill()
+        assert not process_tree.wait_for_end([server], limit_s=10)

@@ -93,16 +93,23 @@ def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
 def test_a_fork_that_is_ended_stops_nobody() -> None:
     """DataLoader ends loader processes by SIGTERM; their socket is their parent's too."""
     numbers: list[int] = []
-    with heard(numbers.append):
+    forked, tell = os.pipe()
+    with heard(numbers.append) as request:
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            os.write(tell, b"!")  # what Python does after a fork is done
+            signal.pause()
             os._exit(0)
-        time.sleep(0.2)
+        os.read(forked, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
-        time.sleep(0.2)
-        assert numbers == []
+        # What is heard comes in order: after this one, nothing else is on its way.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(numbers)
+        request.granted = True
+        assert numbers == [signal.SIGUSR1]
+    os.close(forked)
+    os.close(tell)
 
 
 REQUEUED = f"""#!/bin/bash

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launchers import launch, requires
 
-from hvd_trainer import checkpoint
+from hvd_trainer import LaunchError, checkpoint
+from hvd_trainer.tools import hunt
 from hvd_trainer.tools.verify_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume import BATCH, PLACES, bits_different, plans_for, samples_lost
+from hvd_trainer.watch.page import Page
 
 
 @pytest.mark.long
@@ -33,6 +39,32 @@ def test_plans_cover_every_place() -> None:
     assert {plan.place for plan in plans} == set(PLACES)
     assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
     assert plans == plans_for(20, 4, random.Random(0))
+
+
+@pytest.fixture
+def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hunt.RunningJob]:
+    """A job whose launcher and only rank do nothing, for ever."""
+    for name in ("START_S", "END_S", "SETTLE_S"):
+        monkeypatch.setattr(hunt, name, 0.2)
+    page = Page.make()
+    assert page is not None
+    with hunt.RunningJob(["sleep", "60"], tmp_path, size=1) as job, subprocess.Popen(["sleep", "60"]) as rank:
+        job._ranks, job._pages = {0: psutil.Process(rank.pid)}, {0: page[0]}
+        page[0].write(3, "data")
+        yield job
+        rank.kill()
+    os.close(page[1])
+
+
+def test_a_job_that_does_not_get_on_is_given_up(asleep: hunt.RunningJob) -> None:
+    with pytest.raises(LaunchError, match=r"did not come to step 4 in 0\.2 s"):
+        asleep.hunt(hunt.Plan("data", 0, 4, 0.0))
+
+
+def test_a_launcher_that_outlives_its_ranks_is_counted(asleep: hunt.RunningJob) -> None:
+    hit = asleep.hunt(hunt.Plan("data", 0, 3, 0.0))
+    assert hit is not None
+    assert hit.left_behind == 1
 
 
 def audit(folder: Path, *, forget: int | None = None, repeat: int | None = None, torn: bool = False) -> None:

@@ -32,6 +32,8 @@ NEEDED = (
     "hvd_trainer.backends.ddp",
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
+PARENT_S = 1.0
+"""How often to see whether pytest is still there: one that was killed does not end its server."""
 LEFT_BEHIND = 98
 """The exit code where ranks have left something running."""
 PORTS = range(12000, 19000)
@@ -39,7 +41,8 @@ PORTS = range(12000, 19000)
 
 
 def main(address: str) -> None:
-    """Serves clients until it is killed."""
+    """Serves clients until it is killed, or the process that started it is."""
+    parent = os.getppid()
     for name in NEEDED:
         importlib.import_module(name)
     with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):
@@ -48,10 +51,14 @@ def main(address: str) -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what was imported cannot be forked"
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    # Who finds it may connect to it.
+    listener.bind(f"{address}.new")
     listener.listen()
+    os.rename(f"{address}.new", address)
     ports = ports_of(os.getpid())
-    while True:
+    while os.getppid() == parent:
+        if not select.select([listener], [], [], PARENT_S)[0]:
+            continue
         connection, _ = listener.accept()
         port = next(ports)
         if os.fork() == 0:
@@ -80,7 +87,10 @@ def launch(connection: socket.socket, port: int) -> NoReturn:
     os.setsid()
     text, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
     while not text.endswith(b"\n"):
-        text += connection.recv(1 << 20)
+        more = connection.recv(1 << 20)
+        if not more:
+            os._exit(1)  # the client was killed meanwhile
+        text += more
     wanted = json.loads(text)
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)

@@ -25,6 +25,8 @@ from hvd_trainer.watch.page import Page
 MARK = "HVD_TRAINER_VERIFY"
 START_S, END_S, SETTLE_S = 180.0, 600.0, 10.0
 AIM_STEPS = 8
+POLL_S = 5e-5
+"""Short beside most phases; without a pause it would take a whole core from the ranks."""
 START_UP_S = 3.0
 """Kills before training strike within so many seconds of a rank's appearing."""
 
@@ -67,7 +69,7 @@ class Hit:
     at: float
     """by `time.monotonic`"""
     left_behind: int = 0
-    """processes that had not ended some seconds after the launcher"""
+    """processes that had not ended some seconds after the launcher, and the launcher if it had not ended at all"""
     recovery_s: float = 0.0
     """from the kill to the next finished step"""
 
@@ -135,7 +137,11 @@ class RunningJob:
         return time.monotonic()
 
     def hunt(self, plan: Plan) -> Hit | None:
-        """Kills as planned, and waits until all have ended; None if the job ended by itself before."""
+        """Kills as planned, and waits until all have ended; None if the job ended by itself before.
+
+        Raises:
+            LaunchError: the job does not come to the step.
+        """
         if plan.place == "start":
             self._find_ranks(need_pages=False)
             strike = time.monotonic() + plan.moment * START_UP_S
@@ -144,14 +150,18 @@ class RunningJob:
             return self._kill(plan.rank, "start")
         self._find_ranks(need_pages=True)
         page = self._pages[plan.rank]
+        deadline = time.monotonic() + END_S
         while self._launcher.poll() is None:
+            if time.monotonic() > deadline:
+                said = self.output()[-2000:]
+                raise LaunchError(f"The job did not come to step {plan.step} in {END_S:g} s:\n{said}")
             step, phase = page.read()
             # Some phases last a few microseconds: one that is not caught in so many steps is let go.
             missed = step >= plan.step + AIM_STEPS
             if missed or (step >= plan.step and self._is_at(plan.place, phase)):
                 place = phase if missed and plan.place == "write" else plan.place
                 return self._kill(None if plan.place == "launcher" else plan.rank, place)
-            time.sleep(0)
+            time.sleep(POLL_S)
         return None
 
     def _trains(self, rank: int) -> bool:
@@ -182,7 +192,7 @@ class RunningJob:
         gone = time.monotonic() + SETTLE_S
         while self._processes() and time.monotonic() < gone:
             time.sleep(0.02)
-        hit.left_behind = len(self._processes())
+        hit.left_behind = len(self._processes()) + (self._launcher.poll() is None)
         return hit
 
     def _find_ranks(self, *, need_pages: bool) -> None:
