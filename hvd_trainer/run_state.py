@@ -144,7 +144,10 @@ class RunState:
         """
         wrong = self._mistakes(state, partial)
         if wrong:
-            raise CheckpointError("The checkpoint does not fit: " + "; ".join(wrong))
+            raise CheckpointError(
+                f"The checkpoint does not fit: {'; '.join(wrong)}. Give the options of its run, or begin another: "
+                f"--resume none, or another --log-dir"
+            )
         restored, anew = ["model"], []
         # All names and shapes have been compared.
         self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
