@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,35 @@ def mnist_dir(pytestconfig: pytest.Config) -> Path:
     if not (folder / "MNIST/raw").is_dir():
         pytest.skip("no MNIST in ../shared/data/mnist (torchvision's layout, MNIST/raw/...)")
     return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Horovod's published source, fetched and checked as the installer does it."""
+    # Not imported above: a test that does not build Horovod shall not wait for it.
+    from hvd_trainer.tools.horovod_errors import InstallError
+    from hvd_trainer.tools.horovod_steps import BuildSteps
+
+    folder = tmp_path_factory.mktemp("published")
+    steps = BuildSteps(folder, folder / "log")
+    try:
+        steps.fetch_tools()
+        return steps.fetch_source()
+    except InstallError as error:
+        if "no network" not in error.found:
+            raise
+        pytest.skip(f"needs a package index to fetch Horovod's source from: {error.found}")
+
+
+@pytest.fixture(scope="session")
+def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with our changes."""
+    from hvd_trainer.tools.horovod_patches import apply_patches
+
+    source = tmp_path_factory.mktemp("patched") / published.name
+    shutil.copytree(published, source)
+    apply_patches(source, 20, {"torch": "2.15.0", "cuda": None})
+    return source
 
 
 @pytest.fixture

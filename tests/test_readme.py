@@ -226,7 +226,7 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
     ],
 )
 def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:
-    """Where nothing is set up yet; the set-up itself is tested in test_install_horovod.py."""
+    """Where nothing is set up yet; what stops it is tested in test_make.py."""
     argv = [*shlex.split(command), "--dry-run", f"VENV={tmp_path / 'venv'}"]
     # Whoever gave some of these to the make that runs the tests finds them in the environment.
     own = {"ARGS", "DATA_DIR", "NP", "HOROVOD_ARGS", "LONG", "PYTEST_ARGS", "TEST_JOBS"}

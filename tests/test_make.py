@@ -1,0 +1,44 @@
+"""`make` on a machine that lacks something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from install_checks import ROOT, script, tool_folder
+
+
+def make_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
+    command = ["make", "--no-print-directory", f"VENV={tmp_path / 'venv'}", "setup", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert not (tmp_path / "venv").exists()
+    return done.stderr
+
+
+def test_make_without_python(tmp_path: Path) -> None:
+    assert "apt-get install python3" in make_refuses(tmp_path, "PYTHON=no-such-python")
+
+
+def test_make_with_an_old_python(tmp_path: Path) -> None:
+    old = script(
+        tmp_path / "python3.8",
+        textwrap.dedent("""\
+            [ "$1" = -V ] && echo Python 3.8.18 && exit 0
+            exit 1"""),
+    )
+    message = make_refuses(tmp_path, f"PYTHON={old}")
+    assert "3.10 or later is needed" in message
+    assert "Python 3.8.18" in message
+
+
+def test_make_without_a_compiler(tmp_path: Path) -> None:
+    path = tool_folder(tmp_path / "bin", "make", "sh", "rm", "mkdir", "touch")
+    message = make_refuses(tmp_path, f"PYTHON={sys.executable}", PATH=path)
+    assert "apt-get install g++" in message
