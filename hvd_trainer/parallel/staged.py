@@ -140,7 +140,8 @@ class Staged(Layout):
 
     def figures(self, seconds: float) -> dict[str, float]:
         """The fraction of its time that stages waited, or sent and received."""
-        if not isinstance(self._pipeline, ManyStages):
+        # On a GPU the clock would only tell how long Python takes to ask for the work.
+        if not isinstance(self._pipeline, ManyStages) or self._backend.device.type == "cuda":
             return {}
         busy, whole = self._backend.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0
