@@ -159,7 +159,8 @@ def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: 
         rank_on(job, frozen).suspend()
         job.wait_for_output("world    1 rank on 1 node", limit_s=90)
         (report,) = REPORT.findall(job.stderr)
-        assert re.search(rf"rank [01] of 2 on {frozen} .* step \d+, \w+: has not answered", report)
+        # Of a rank on another host the last beat is known, which may have been before its first step.
+        assert re.search(rf"rank [01] of 2 on {frozen} .*: has not answered", report)
         assert job.wait(90).returncode == 0, job.report("did not go on")
 
 

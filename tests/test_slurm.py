@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from dataclasses import replace
@@ -235,6 +236,7 @@ def test_rank_0_is_looked_for_wherever_it_may_be(monkeypatch: pytest.MonkeyPatch
     addresses = {"node1": "nowhere.invalid", "node2": "127.0.0.1"}
     monkeypatch.setattr(rendezvous, "_slurm_address", addresses.__getitem__)
     monkeypatch.setattr(rendezvous, "_MEETINGS", {})
+    monkeypatch.setattr(rendezvous, "_SESSIONS", itertools.count())  # other tests of this process have begun some
     meeting = rendezvous.open_store(detect(environ), environ, timeout_s=10)
     assert meeting.host == "127.0.0.1"
     store.set("hvd_trainer.0/word", "heard")
