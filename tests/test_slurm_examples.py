@@ -79,12 +79,14 @@ def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, 
     assert sizes == [3, 2]
 
 
+@pytest.mark.long
 @requires("srun")
 def test_a_task_of_an_array_goes_back_into_the_queue_alone(
     slurm: slurm_cluster.SlurmCluster, tmp_path: Path
 ) -> None:
     """The one that has the array's number: by that alone, Slurm would end and requeue the others as well."""
-    job = [*DIGITS, "--epochs", "12", "--batch-size", "64"]
+    # Many epochs: on a busy machine the signal takes seconds to arrive.
+    job = [*DIGITS, "--epochs", "40", "--batch-size", "64"]
     options = [*ON_CPUS, "--array=1-2", "--nodes=1", "--ntasks-per-node=1"]
     script = (FOLDER / "requeue.sh").read_text()
     with slurm_batch.submitted(slurm, script, *options, arguments=job, env=ENV, cwd=tmp_path) as batch:
