@@ -23,7 +23,7 @@ class TextModelOptions:
     """The model and its optimizer. What is None is the preset's (small; reference)."""
 
     preset: Literal["small", "reference"] = "small"
-    """small, for CPUs, or reference, for GPUs: 364 million parameters, to which --precision bf16, --batch-size 32
+    """small, for CPUs, or reference, for GPUs: 365 million parameters, to which --precision bf16, --batch-size 32
     and --warmup-epochs 1 suit"""
     layers: int | None = None
     """encoder layers (2; 12)"""

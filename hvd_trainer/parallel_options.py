@@ -73,6 +73,13 @@ class ParallelOptions:
         )
         if self.shard == "full":
             found += self._shard_mistakes(train, engine)
+        if self.shard == "optimizer" and engine.adasum:
+            found.append("--shard optimizer and --adasum, which makes the updates itself: leave one out")
+        if train.compile and (self.activation_checkpointing != "none" or self.shard == "full"):
+            found.append(
+                "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, and "
+                "compile the blocks yourself, with block.compile()"
+            )
         if self.stages == 1:
             found += [
                 f"{flag(name)} is about stages: add --stages, or leave it out"

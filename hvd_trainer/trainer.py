@@ -186,6 +186,7 @@ class Trainer:
         """Trains in one world, from what there is in memory or on the disk."""
         options, train = self.options, self.options.train
         train_data, test_data, collate = data
+        self._let_go()  # of an earlier training, whose hooks would go on in this one
         self.layout = make_layout(self.backend, options.parallel, train)
         self.plan = BatchPlan.of(train, self.layout.share.size)
         self.layout.check_batch(self.plan.batch_size)

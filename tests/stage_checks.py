@@ -135,6 +135,7 @@ def fit(
             "weights": state["model"] if state else None,
             "state": state["optimizer"]["state"] if state else None,
             "own state": sum(tensor.numel() for tensor in own),
+            "hooks": len(optimizer._optimizer_step_post_hooks),
         }
 
 

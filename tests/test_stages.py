@@ -63,6 +63,8 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
         runs |= {"by time": in_stages(2, plain, balance="time")["plain"]}
         runs |= {"fp16 on the wire": {**ALONE["plain"], "engine": {"compression": "fp16"}}}
         runs |= {"whole copies": {"parallel": {}}, "shared": {"parallel": {"shard": "optimizer"}}}
+        runs |= {"shared again": {"parallel": {"shard": "optimizer"}, "again": True}}
+        runs |= {"whole again": {"parallel": {}, "again": True}}
         runs |= {"shared in fp16": {"parallel": {"shard": "optimizer"}, "precision": "fp16"}}
         runs |= {"whole in fp16": {"parallel": {}, "precision": "fp16"}}
         runs |= {"shared, reproducible": {"parallel": {"shard": "optimizer"}, "reproducible": 2}}
@@ -141,6 +143,9 @@ def test_any_grid_equals_the_whole_model(backend: str) -> None:
 def test_sharing_out_the_optimizers_state_changes_no_bit(backend: str) -> None:
     two, four = trained(backend, 2), trained(backend, 4)
     same(two[0]["shared"], two[0]["whole copies"])
+    same(two[0]["shared again"], two[0]["whole again"])
+    # An earlier training's hooks stayed, and sent all parameters round once more.
+    assert [two[0][name]["hooks"] for name in ("shared", "shared again", "whole again")] == [1, 1, 0]
     same(two[0]["shared in fp16"], two[0]["whole in fp16"])
     same(two[0]["shared, reproducible"], two[0]["whole, reproducible"])
     same(four[0]["shared"], four[0]["copies"])
