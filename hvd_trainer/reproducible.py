@@ -28,50 +28,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.base import pairwise_sum
 from hvd_trainer.backends.same_model import parameters_of, refuse_unused
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.metrics import Meter
-from hvd_trainer.non_finite import NonFiniteGuard
-from hvd_trainer.progress import Progress
 from hvd_trainer.random_state import seed_all, seed_of
-from hvd_trainer.train_step import LossFunction, TrainStep
+from hvd_trainer.train_step import StepParts, TrainStep
 
 
 class ReproducibleStep(TrainStep):
     """A step whose result depends on the virtual ranks, and not on who computes them.
 
     Args:
-        model, optimizer: as returned by `backend.prepare(..., exchange=False)`.
+        parts: with model and optimizer as returned by `backend.prepare(..., exchange=False)`.
         virtual_ranks: how many there are in all; the ranks divide them.
         seed: of the run.
-        others: as for `TrainStep`.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss: LossFunction,
-        progress: Progress,
-        guard: NonFiniteGuard,
-        *,
-        virtual_ranks: int,
-        seed: int,
-        max_norm: float | None = None,
-        precision: str = "fp32",
-        find_unused_parameters: bool = False,
+        self, parts: StepParts, *, virtual_ranks: int, seed: int, find_unused_parameters: bool = False
     ) -> None:
-        super().__init__(backend, model, optimizer, loss, progress, guard, max_norm=max_norm, precision=precision)
+        super().__init__(parts)
         self._virtual_ranks, self._seed = virtual_ranks, seed
         self._find_unused = find_unused_parameters
-        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        self._names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
+        self._parameters = [p for p in parameters_of(parts.optimizer) if p.requires_grad]
 
     def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
         """Trains on one window: the passes of this rank's virtual ranks, one virtual rank after the other."""

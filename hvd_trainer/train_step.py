@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,40 +44,40 @@ class Pass(NamedTuple):
     samples: int
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """What a step works with."""
+
+    backend: Backend
+    model: nn.Module
+    """to train, as returned by `backend.prepare`"""
+    bare: nn.Module
+    """to evaluate"""
+    optimizer: Optimizer
+    loss: LossFunction
+    """gives the mean loss of a batch from outputs and targets"""
+    progress: Progress
+    """tells the number of the step"""
+    guard: NonFiniteGuard
+    """told of each step's losses and gradient"""
+    max_norm: float | None = None
+    """clip the averaged gradient's norm to this"""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16; fp16 scales the loss"""
+
+
 class TrainStep:
-    """Data-parallel step with accumulation, mixed precision, clipping, and a guard against what is not finite.
+    """Data-parallel step with accumulation, mixed precision, clipping, and a guard against what is not finite."""
 
-    Args:
-        backend: the engine.
-        model, optimizer: as returned by `backend.prepare`.
-        loss: gives the mean loss of a batch from outputs and targets.
-        progress: tells the number of the step.
-        guard: told of each step's losses and gradient.
-        max_norm: clip the averaged gradient's norm to this.
-        precision: fp32, bf16 or fp16; fp16 scales the loss.
-        bare: the model to evaluate; None: that to train.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss: LossFunction,
-        progress: Progress,
-        guard: NonFiniteGuard,
-        *,
-        max_norm: float | None = None,
-        precision: str = "fp32",
-        bare: nn.Module | None = None,
-    ) -> None:
-        self.backend, self.model, self.optimizer, self.loss = backend, model, optimizer, loss
-        self.bare = model if bare is None else bare
-        self.progress, self.guard = progress, guard
-        self.max_norm, self.precision = max_norm, precision
-        self.scaler = torch.amp.GradScaler(backend.device.type) if precision == "fp16" else None
-        self.skips = guard.policy == "skip"
-        self._buffers = [b for b in model.buffers() if b.numel()]
+    def __init__(self, parts: StepParts) -> None:
+        self.backend, self.model, self.bare = parts.backend, parts.model, parts.bare
+        self.optimizer, self.loss = parts.optimizer, parts.loss
+        self.progress, self.guard = parts.progress, parts.guard
+        self.max_norm, self.precision = parts.max_norm, parts.precision
+        fp16 = parts.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
+        self.skips = self.guard.policy == "skip"
+        self._buffers = [b for b in self.model.buffers() if b.numel()]
         self._losses: list[Tensor] = []
         self._uncounted: list[Pass] = []
 

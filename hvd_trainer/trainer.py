@@ -34,7 +34,7 @@ from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
-from hvd_trainer.train_step import LossFunction, TrainStep
+from hvd_trainer.train_step import LossFunction, StepParts, TrainStep
 
 _FITS = itertools.count()
 
@@ -385,19 +385,27 @@ class Trainer:
         warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
         self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
 
-    def _make_step(self, model: nn.Module, loss: LossFunction) -> TrainStep:
+    def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:
         train = self.options.train
         self.guard = NonFiniteGuard(self.backend, train.non_finite)
-        parts = (self.backend, model, self.optimizer, loss, self.progress, self.guard)
-        how: dict[str, Any] = {"max_norm": train.max_norm, "precision": train.precision}
+        parts = StepParts(
+            self.backend,
+            wrapped,
+            self.model,
+            self.optimizer,
+            loss,
+            self.progress,
+            self.guard,
+            max_norm=train.max_norm,
+            precision=train.precision,
+        )
         if train.reproducible is None:
-            return self.layout.make_step(*parts, **how)
+            return self.layout.make_step(parts)
         return ReproducibleStep(
-            *parts,
+            parts,
             virtual_ranks=train.reproducible,
             seed=train.seed,
             find_unused_parameters=self.options.engine.find_unused_parameters,
-            **how,
         )
 
     @property

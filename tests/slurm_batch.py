@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import process_tree
+import psutil
 from child_environment import child_environment
 from slurm_cluster import SlurmCluster
 
@@ -49,6 +50,13 @@ class Batch:
         lines = [line.split() for line in shown.splitlines() if line.strip()]
         return [dict(word.split("=", 1) for word in line if "=" in word) for line in lines]
 
+    def _is_alive(self, job_id: str) -> bool:
+        """Whether a daemon of the job's steps or script is still there; they have the job in their title."""
+        return any(
+            f"slurmstepd: [{job_id}." in " ".join(process.info["cmdline"] or [])
+            for process in psutil.process_iter(["cmdline"])
+        )
+
     def wait_for(self, file: Path, text: str, timeout_s: float = 60.0) -> None:
         """Wait until the job has written a text into a file.
 
@@ -75,8 +83,9 @@ class Batch:
                 code, signal = map(int, task["ExitCode"].split(":"))
                 return BatchResult(self.job_id, task["JobState"], 128 + signal if signal else code, self.output)
             for task in tasks:
-                if task.get("Reason") == "BeginTime":
-                    # A requeued job waits for two minutes, which a test need not.
+                if task.get("Reason") == "BeginTime" and not self._is_alive(task["JobId"]):
+                    # A requeued job waits for two minutes, which a test need not, unless the end of its first
+                    # run is yet to be told: Slurm would take it for that of the next.
                     name = f"{self.job_id}_{task['ArrayTaskId']}" if "ArrayTaskId" in task else str(self.job_id)
                     self._slurm.client("scontrol", "update", f"JobId={name}", "StartTime=now")
             time.sleep(0.1)

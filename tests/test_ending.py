@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import digits_job
 import pytest
@@ -226,3 +227,25 @@ def test_no_thread_of_gloo_is_left_in_a_rank_of_run() -> None:
     outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=("ddp",))
     assert [rank for rank, _ in outcomes] == [0, 1]
     assert [after for _, (_, after) in outcomes] == [[], []]
+
+
+@requires("horovod")
+def test_horovodrun_takes_no_terminated_rank_for_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C it returned 0, if the thread that ends a rank was the one to learn its exit code."""
+    from horovod.runner.common.util import safe_shell_exec as module
+
+    def nothing(*_: object, **__: object) -> None:
+        pass
+
+    for name in ("on_event", "in_thread"):
+        monkeypatch.setattr(module, name, nothing)
+    monkeypatch.setattr(module.os, "setsid", nothing)
+    # What subprocess gives where the process has been waited for by another.
+    shell = SimpleNamespace(pid=1, wait=lambda: 0)
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: shell)
+    pipe = SimpleNamespace(close=nothing, fileno=nothing)
+    for told, code in ((True, 128 + signal.SIGTERM), (False, 0)):
+        event = SimpleNamespace(is_set=lambda told=told: told)
+        with pytest.raises(SystemExit) as ending:
+            module._exec_middleman("true", {}, event, (pipe, pipe), (pipe, pipe), (pipe, pipe))
+        assert ending.value.code == code

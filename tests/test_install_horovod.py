@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -220,6 +220,29 @@ def test_killed_half_way(tmp_path: Path, number: signal.Signals, stalled_index: 
     assert not alive
     assert not list(tmp_path.glob(".build-*"))
     assert not list(tmp_path.glob("*/*.whl"))
+
+
+class StartedInAStorm(subprocess.Popen[bytes]):
+    """SIGTERM comes when the process has been started, and nobody knows its number yet."""
+
+    last: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        StartedInAStorm.last = self.pid
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_told_to_end_while_a_step_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pip that had just been started ran on when the installer was gone."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    monkeypatch.setattr(subprocess, "Popen", StartedInAStorm)
+    try:
+        with pytest.raises(SystemExit):
+            run_logged("Horovod must be compiled.", ["sleep", "600"], tmp_path / "log", os.environ)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not psutil.pid_exists(StartedInAStorm.last)
 
 
 def test_two_installers_at_once(tmp_path: Path) -> None:

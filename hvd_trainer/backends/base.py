@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices
@@ -82,6 +83,7 @@ class Backend(Member):
         super().__init__(options, environ, devices)
         self._held: deque[list[Tensor]] = deque(maxlen=4)
         self._make_columns, self.columns = columns, [[*range(self.world.size)]]
+        self._names: dict[Tensor, str] = {}
 
     def _meet(self) -> None:
         super()._meet()
@@ -130,7 +132,18 @@ class Backend(Member):
         Args:
             passes: backward passes of a step, after the last of which a gradient is complete.
         """
-        raise NotImplementedError
+        self._names = {p: name for name, p in stage.named_parameters()}
+        if len(self.column) > 1:
+            with self.activity.waiting():
+                for tensor in stage.state_dict().values():
+                    packed = tensor.contiguous()
+                    self.column_broadcast(packed, self.column[0])
+                    tensor.copy_(packed)
+            self._connect_stage(stage, passes)
+
+    @abstractmethod
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
+        """Starts to average the gradients of a stage over its column, in place of what was connected before."""
 
     def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """The torch.distributed group by which the stages of a replica send each other activations and gradients.
@@ -140,7 +153,7 @@ class Backend(Member):
         Args:
             rows: the ranks of each replica; all ranks must give the same.
         """
-        raise NotImplementedError
+        return torch_group.make(self, rows, "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo")
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.

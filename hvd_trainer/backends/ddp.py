@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -65,7 +64,7 @@ class DDPBackend(Backend):
         self._check_transport()
         torch_group.start(self, self.transport)
         if len(self.columns) > 1:
-            self._column_group = torch_group.new_group(self, self.columns)
+            self._column_group = torch_group.make(self, self.columns)
 
     def _check_transport(self) -> None:
         if self.transport == "nccl" and self.device.type != "cuda":
@@ -99,7 +98,7 @@ class DDPBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         start_equal(self, model, optimizer)
-        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._names = {p: name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._unhook()
@@ -108,18 +107,9 @@ class DDPBackend(Backend):
                 dist.broadcast(tensor.detach(), src=0)
             return (self._wrap(model) if exchange else model), optimizer
 
-    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
-        self._names = {p: name for name, p in stage.named_parameters()}
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         if self._exchange is not None:
             self._exchange.close()
-            self._exchange = None
-        if len(self.column) == 1:
-            return
-        with self.activity.waiting():
-            for tensor in stage.state_dict().values():
-                packed = tensor.contiguous()
-                self.column_broadcast(packed, self.column[0])
-                tensor.copy_(packed)
         self._exchange = GroupExchange(
             self._column_group,
             len(self.column),
@@ -128,9 +118,6 @@ class DDPBackend(Backend):
             compression=self.options.compression,
             passes=passes,
         )
-
-    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        return torch_group.new_group(self, rows, "cpu:gloo,cuda:nccl" if self.uses_nccl else None)
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         """DDP around the model, which makes its parameters rank 0's."""

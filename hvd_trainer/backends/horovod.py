@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -207,7 +206,7 @@ class HorovodBackend(Backend):
         start_equal(self, model, optimizer)
         with self.activity.waiting():
             self._broadcast_model(model)
-        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._names = {p: name for name, p in model.named_parameters()}
         if self._exchange is not None:
             self._exchange.close()
         connected = exchange and self.world.size > 1
@@ -244,19 +243,10 @@ class HorovodBackend(Backend):
             process_set=hvd.global_process_set,
         )
 
-    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
-        self._names = {p: name for name, p in stage.named_parameters()}
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         if self._exchange is not None:
             self._exchange.close()
-            self._exchange = None
-        if len(self.column) == 1:
-            return
         hvd = self._hvd
-        with self.activity.waiting():
-            for tensor in stage.state_dict().values():
-                packed = tensor.contiguous()
-                self.column_broadcast(packed, self.column[0])
-                tensor.copy_(packed)
         self._exchange = BucketExchange(
             hvd,
             self._waiter,
@@ -267,12 +257,6 @@ class HorovodBackend(Backend):
             process_set=self._set,
             passes=passes,
         )
-
-    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        gpus = self.device.type == "cuda"
-        if not dist.is_initialized():
-            torch_group.start(self, "gloo")
-        return torch_group.new_group(self, rows, "cpu:gloo,cuda:nccl" if gpus else "gloo")
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:

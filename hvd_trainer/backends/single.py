@@ -52,7 +52,7 @@ class SingleBackend(Backend):
     ) -> tuple[nn.Module, Optimizer]:
         return model.to(self.device), optimizer
 
-    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+    def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         pass
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:

@@ -63,12 +63,16 @@ def _interface(member: Member) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
-def new_group(member: Member, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
+def make(member: Member, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
     """Makes one group of each list of ranks, and returns the one with this rank. All ranks must call it.
+
+    Beside Horovod, the default group of all ranks is started first.
 
     Args:
         transport: as in `dist.new_group`; None: that of the default group.
     """
+    if not dist.is_initialized():
+        start(member, "gloo")
     mine: Any = None
     for ranks in groups:
         made = dist.new_group(list(ranks), backend=transport)

@@ -10,6 +10,7 @@ Each parameter is a `DTensor`; its name and shape stay those of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hvd_trainer.data import Batch, Loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.metrics import Meter
 from hvd_trainer.parallel.layout import Whole
-from hvd_trainer.train_step import TrainStep
+from hvd_trainer.train_step import StepParts, TrainStep
 
 
 class FullyShared(Whole):
@@ -41,7 +42,6 @@ class FullyShared(Whole):
                 "This model was shared out by an earlier training of this process: build model and optimizer anew "
                 "for each, or use --shard optimizer"
             )
-        self._model = model
         backend = self._backend
         to_train = self._blocks_of(model)
         backend.prepare(to_train, optimizer, exchange=False)
@@ -50,8 +50,8 @@ class FullyShared(Whole):
         _shard(model, [*(unit for unit in units if list(unit.parameters())), to_train], mesh, optimizer)
         return to_train, optimizer
 
-    def make_step(self, *parts: Any, **how: Any) -> TrainStep:
-        return FullyShardedStep(*parts, bare=parts[1], **how)
+    def make_step(self, parts: StepParts) -> TrainStep:
+        return FullyShardedStep(replace(parts, bare=parts.model))
 
     def merged(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
         first = self._backend.world.is_first

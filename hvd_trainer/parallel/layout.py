@@ -25,7 +25,7 @@ from hvd_trainer.parallel.blocks import Blocks
 from hvd_trainer.parallel.sharded_optimizer import SharedUpdates
 from hvd_trainer.parallel.split import block_names
 from hvd_trainer.parallel_options import ParallelOptions
-from hvd_trainer.train_step import TrainStep
+from hvd_trainer.train_step import StepParts, TrainStep
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -98,7 +98,7 @@ class Layout(ABC):
         return not parameter.is_meta and (self._updates is None or self._updates.owns(parameter))
 
     @abstractmethod
-    def make_step(self, *parts: Any, **how: Any) -> TrainStep:
+    def make_step(self, parts: StepParts) -> TrainStep:
         """What the loop calls."""
 
     @abstractmethod
@@ -154,7 +154,6 @@ class Whole(Layout):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
-        self._model = model
         if self._everyone is not None:
             # Of an optimizer that was shared out before, each rank knows the state of its own share.
             before = optimizer.state_dict()
@@ -174,8 +173,8 @@ class Whole(Layout):
         blocks = list(enumerate(model.children()))
         return Blocks(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
 
-    def make_step(self, *parts: Any, **how: Any) -> TrainStep:
-        return TrainStep(*parts, bare=self._model, **how)
+    def make_step(self, parts: StepParts) -> TrainStep:
+        return TrainStep(parts)
 
     def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         return dict(owned)

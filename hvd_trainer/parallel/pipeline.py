@@ -19,22 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
 from hvd_trainer.metrics import Meter
-from hvd_trainer.non_finite import NonFiniteGuard
 from hvd_trainer.parallel.blocks import Blocks, Draws
 from hvd_trainer.parallel.chunks import Chunk, cut
 from hvd_trainer.parallel.devices import ManyDevices
 from hvd_trainer.parallel.loss import ChunkLoss
 from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
-from hvd_trainer.progress import Progress
-from hvd_trainer.train_step import LossFunction, TrainStep
+from hvd_trainer.train_step import StepParts, TrainStep
 
 
 class OneStage:
@@ -170,33 +167,20 @@ class StageStep(TrainStep):
     """A step in micro-batches; see the drawing above.
 
     Args:
+        parts: with an optimizer that has all parameters of the model; those of other stages never get a gradient
+            here.
         runner: the stage or stages of this process.
         chunks: micro-batches of a batch.
         chunk_size: samples of each.
         seed: of the run.
         replica: the number of this copy of the model.
-        others: as for `TrainStep`; the optimizer has all parameters of the model, and those of other stages never
-            get a gradient here.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss: LossFunction,
-        progress: Progress,
-        guard: NonFiniteGuard,
-        *,
-        runner: Runner,
-        chunks: int,
-        chunk_size: int,
-        seed: int,
-        replica: int,
-        max_norm: float | None = None,
-        precision: str = "fp32",
+        self, parts: StepParts, *, runner: Runner, chunks: int, chunk_size: int, seed: int, replica: int
     ) -> None:
-        super().__init__(backend, model, optimizer, loss, progress, guard, max_norm=max_norm, precision=precision)
+        super().__init__(parts)
+        backend = parts.backend
         self._runner, self._chunks, self._chunk_size = runner, chunks, chunk_size
         self._seed, self._replica = seed, replica
         self._batch = 0

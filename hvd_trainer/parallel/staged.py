@@ -25,7 +25,7 @@ from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.split import MB, Part, block_names, make_parts
 from hvd_trainer.parallel.timing import time_blocks
 from hvd_trainer.parallel_options import ParallelOptions
-from hvd_trainer.train_step import TrainStep
+from hvd_trainer.train_step import StepParts, TrainStep
 
 
 class Staged(Layout):
@@ -108,17 +108,16 @@ class Staged(Layout):
             sends=self._group is not None and number + 1 < len(self.parts),
         )
 
-    def make_step(self, *parts: Any, **how: Any) -> TrainStep:
+    def make_step(self, parts: StepParts) -> TrainStep:
         options = self._options
         self._pipeline = self._runner()
         return StageStep(
-            *parts,
+            parts,
             runner=self._pipeline,
             chunks=options.num_chunks,
             chunk_size=self._chunk_size,
             seed=self._train.seed,
             replica=self.place.replica,
-            **how,
         )
 
     def _runner(self) -> Runner:

@@ -94,22 +94,23 @@ def carry_out(
     place = running(folder)
     place.mkdir(parents=True)
     began = time.monotonic()
-    with (place / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=_environment(folder, threads),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     try:
+        with (place / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=_environment(folder, threads),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
     finally:
+        # Found by their environment: also one whose start a signal has interrupted.
         end_processes(folder)
-        process.wait()
+    process.wait()
     seconds = round(time.monotonic() - began, 2)
     figures = read_figures(place / "log") if code == 0 else None
     if figures is not None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hvd_trainer.tools import horovod_messages
 from hvd_trainer.tools.horovod_elastic import ELASTIC_CHANGES
-from hvd_trainer.tools.horovod_process_sets import PROCESS_SET_CHANGES
+from hvd_trainer.tools.horovod_endings import ENDING_CHANGES
 from hvd_trainer.tools.horovod_security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod_source import Replacement
 from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 7
+PATCH_SET = 8
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -60,7 +60,7 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *SECURITY_CHANGES,
         *WAKING_CHANGES,
         *ELASTIC_CHANGES,
-        *PROCESS_SET_CHANGES,
+        *ENDING_CHANGES,
     ):
         replacement.apply(source)
     shutil.copyfile(horovod_messages.__file__, source / "horovod/runner/elastic/messages.py")

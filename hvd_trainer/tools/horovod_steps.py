@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,28 +163,43 @@ def run_logged(
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.
     """
-    with log.open("ab") as output:
+    with log.open("ab") as output, contextlib.ExitStack() as at_last:
         since = output.tell()
         output.write(f"\n$ {' '.join(command)}\n".encode())
         output.flush()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
+        with _signals_held_back():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+            at_last.callback(_end, process)
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise InstallError(
                 asked, f"no end after {error.timeout:.0f} s", f"look at the log: {log}", log
             ) from error
-        finally:
-            _end(process)
     if status != 0:
         raise explain(asked, log, since)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """SIGTERM and Ctrl-C come after the block: a step whose start they interrupt would run on, known to nobody."""
+    came: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -192,9 +207,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     SIGTERM first: horovodrun keeps its ranks in sessions of their own and ends them itself.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+    if process.poll() is None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
