@@ -125,8 +125,13 @@ class ParallelOptions:
         found = []
         if engine.backend != "ddp":
             found.append("--shard full is PyTorch's own: type --backend ddp, or --shard optimizer")
-        if self.is_staged:
-            found.append("--shard full does not go with a model or batches that are cut: type --shard optimizer")
+        if self.num_devices > 1:
+            found.append("--shard full has a rank's slices on one device: leave out --devices-per-rank")
+        if self.schedule == "zero-bubble":
+            found.append(
+                "--schedule zero-bubble computes gradients of parameters apart, where --shard full does not see "
+                "them: type --schedule 1f1b or interleaved, or --shard optimizer"
+            )
         if train.reproducible is not None:
             found.append("--shard full and --reproducible: gradients are summed in slices; leave one out")
         found += [

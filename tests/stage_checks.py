@@ -139,6 +139,27 @@ def fit(
         }
 
 
+class Unused(nn.Module):
+    """Has a parameter that it does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+def fit_unused(parallel: dict[str, Any]) -> None:
+    """A training that is refused."""
+    options = TrainerOptions(
+        engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel), log=LogOptions(quiet=True)
+    )
+    whole = nn.Sequential(*model(), Unused())
+    with Trainer(options) as trainer:
+        trainer.fit(whole, two_groups(whole), nn.functional.cross_entropy, data())
+
+
 def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
     """Trainings one after the other, in one launch."""
     found = {}

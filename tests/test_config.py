@@ -147,6 +147,35 @@ def test_all_mistakes_come_at_once() -> None:
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("--chunks 0", "--chunks must be 1 or more, not 0"),
+        ("--schedule gpipe", "--schedule is about stages: add --stages"),
+        ("--parts-per-stage 2", "--parts-per-stage is about stages: add --stages"),
+        ("--balance time", "--balance cuts a model: add --stages or --devices-per-rank"),
+        ("--chunks 300", "--chunks 300 cuts --batch-size 128 into less than one sample"),
+        ("--stages 2 --devices-per-rank 2", "leave one out"),
+        ("--devices cpu cpu --devices-per-rank 3", "--devices names 2, but --devices-per-rank is 3"),
+        ("--stages 2 --schedule 1f1b --parts-per-stage 2", "--schedule 1f1b has one part per stage"),
+        ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
+        ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
+        ("--stages 2 --compression powersgd", "powersgd does not go with --stages: type --compression fp16"),
+        ("--devices-per-rank 2 --compile", "--compile does not go with --devices-per-rank"),
+        ("--shard full --backend horovod", "--shard full is PyTorch's own: type --backend ddp"),
+        ("--shard full --backend ddp --devices-per-rank 2", "on one device: leave out --devices-per-rank"),
+        ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
+        ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
+        ("--shard optimizer --adasum", "--adasum, which makes the updates itself: leave one out"),
+        ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
+    ],
+)
+def test_what_does_not_go_together(args: str, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse(MnistOptions, args.split()).check()
+    assert words in str(caught.value)
+
+
 def plan(size: int, **options: int) -> BatchPlan:
     return BatchPlan.of(TrainOptions(**options), size)
 

@@ -123,6 +123,7 @@ def only_once(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
         return backend.world.rank, data_checks.once(backend, Path(folder))
 
 
+@pytest.mark.long
 @requires("srun")
 @pytest.mark.usefixtures("slurm")
 def test_once_on_each_of_two_nodes(tmp_path: Path) -> None:

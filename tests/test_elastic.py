@@ -84,7 +84,8 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
     raise AssertionError(job.report(f"no rank on {host}"))
 
 
-@pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
 def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
@@ -182,6 +183,7 @@ def test_horovodrun_gives_up_who_does_not_leave_a_world(monkeypatch: pytest.Monk
     assert given_up == {"b"}
 
 
+@pytest.mark.long
 def test_a_rank_that_takes_its_time_goes_on(tmp_path: Path) -> None:
     """It was ended where it took longer than --timeout-s to notice that another one had been lost."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "2", "--log-dir", str(tmp_path)]

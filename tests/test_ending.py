@@ -223,6 +223,7 @@ def test_no_thread_of_gloo_is_left_after_ddp(use) -> None:
         assert after == []
 
 
+@pytest.mark.long
 def test_no_thread_of_gloo_is_left_in_a_rank_of_run() -> None:
     outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=("ddp",))
     assert [rank for rank, _ in outcomes] == [0, 1]

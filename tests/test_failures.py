@@ -36,6 +36,12 @@ class Case(NamedTuple):
     def hangs(self) -> bool:
         return self.fault in ("is stopped", "loops", "is stuck")
 
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        # Each of these takes a time-out.
+        long = [pytest.mark.long] if self.hangs and self.launcher != "horovodrun" else []
+        return [requires(self.launcher, "horovod"), *long]
+
 
 GONE = "ended without a word"
 SILENT, LATE = "has not answered for", "has not got on for"
@@ -64,12 +70,7 @@ def run(case: Case, log_dir: Path) -> Result:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case, marks=requires(case.launcher, "horovod"), id=f"{case.launcher}, {case.backend}: {case.fault}"
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, marks=case.marks, id=f"{case.launcher}, {case.backend}: {case.fault}") for case in CASES],
 )
 def test_a_failing_rank_is_named_once(case: Case, tmp_path: Path) -> None:
     """By its number, host, step and phase; with the traceback, or for a hang with all ranks' stacks."""

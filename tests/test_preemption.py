@@ -16,7 +16,7 @@ from slurm_batch import sbatch
 
 from hvd_trainer.preemption import heard
 
-JOB = ["--epochs", "24", "--batch-size", "64", "--workers", "1"]
+JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
     assert sums.total()[0].equal(pairwise_sum(leaves))
 
 
+@pytest.mark.long
 def test_a_killed_job_and_another_one_export_the_same_file(tmp_path: Path) -> None:
     """kill -9 of one of 4 ranks on Horovod, resumed there, against 2 undisturbed ranks of DDP."""
     job = ["--epochs", "12", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "5"]

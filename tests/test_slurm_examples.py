@@ -36,6 +36,7 @@ def test_each_script_is_listed_and_tells_nothing_of_a_cluster() -> None:
         assert lines[-1].endswith('"$@"')
 
 
+@pytest.mark.long
 @requires("srun")
 def test_data_parallel_twice_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """Two tasks of an array, each with a rank on both nodes: what is said of one is not heard by the other."""
@@ -65,6 +66,7 @@ for step in 1 2; do wait -n; done
 """
 
 
+@pytest.mark.long
 @requires("srun")
 def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """One has its ranks placed by a list, and rank 0 not on the first node, where alone the others once looked."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import stage_checks
-from launchers import requires, run_ranks
+from launchers import RankError, requires, run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ENGINES = ["ddp", pytest.param("horovod", marks=requires("horovod"))]
@@ -44,6 +44,22 @@ def in_stages(stages: int, runs: dict[str, dict[str, Any]], **more: Any) -> dict
     return {name: {**how, "parallel": {**how["parallel"], "stages": stages, **more}} for name, how in runs.items()}
 
 
+def sliced_in_stages() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Trainings of two copies in two stages: in slices, and without."""
+    runs = {
+        **{schedule: ({"schedule": schedule}, {}) for schedule in ("gpipe", "1f1b", "interleaved")},
+        "accumulate": ({}, {"accumulate": 2}),
+        "bf16": ({}, {"precision": "bf16"}),
+        "fp16": ({}, {"precision": "fp16"}),
+        "recompute": ({"activation_checkpointing": "blocks"}, {}),
+    }
+    found = {}
+    for name, (parallel, train) in runs.items():
+        whole = {"parallel": {**CUT, "stages": 2, **parallel}, **train}
+        found[f"sliced, {name}"] = ({**whole, "parallel": {**whole["parallel"], "shard": "full"}}, whole)
+    return found
+
+
 @cache
 def trained(backend: str, size: int) -> list[dict[str, Any]]:
     """All trainings with so many ranks; per rank."""
@@ -71,6 +87,7 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
         runs |= {"whole, reproducible": {"parallel": {}, "reproducible": 2}}
         if backend == "ddp":
             runs |= {f"sliced, {name}": how for name, how in SLICED.items()}
+            runs |= {"sliced, in chunks": {"parallel": {"shard": "full", "chunks": 3}, "dropout": 0.0}}
             runs |= {f"whole, {name}": {**how, "parallel": {}} for name, how in SLICED.items()}
     else:
         runs = {
@@ -81,6 +98,9 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
             "exact deep": in_stages(4, {"deep": {"parallel": {"chunks": 4}, "dropout": 0.0}})["deep"],
             "fp16 on the wire": {**in_stages(2, plain)["plain"], "engine": {"compression": "fp16"}},
         }
+        if backend == "ddp":
+            runs |= {name: how for name, (how, _) in sliced_in_stages().items()}
+            runs |= {f"whole, {name}": how for name, (_, how) in sliced_in_stages().items()}
     return run_ranks(stage_checks.run_all, num_processes=size, args=(backend, runs), timeout_s=200)
 
 
@@ -162,6 +182,26 @@ def test_sharing_out_everything_changes_the_order_of_sums_only(name: str) -> Non
     assert max(kept) < 0.6 * ranks[0][f"whole, {name}"]["own state"]
 
 
+@pytest.mark.parametrize("name", sliced_in_stages())
+def test_sharing_out_everything_of_each_stage(name: str) -> None:
+    """Two copies of two stages: in every schedule, and with what else a step can do."""
+    ranks = trained("ddp", 4)
+    close(ranks[0][name], ranks[0][f"whole, {name}"])
+    kept = [rank[name]["own state"] for rank in ranks]
+    assert max(kept) < 0.4 * trained("ddp", 2)[0]["whole copies"]["own state"]
+
+
+def test_sharing_out_everything_with_chunks_alone() -> None:
+    close(trained("ddp", 2)[0]["sliced, in chunks"], trained("single", 1)[0]["whole"])
+
+
+@pytest.mark.parametrize("parallel", [{"shard": "full"}, {"stages": 2}], ids=str)
+def test_a_parameter_without_a_gradient_has_its_name(parallel: dict[str, Any]) -> None:
+    """In slices it had none, and in a stage another one than the user gave."""
+    with pytest.raises(RankError, match=r"1 parameter got no gradient in this step \(6\.forgotten\)"):
+        run_ranks(stage_checks.fit_unused, num_processes=2, args=(parallel,))
+
+
 def test_recomputing_changes_no_bit() -> None:
     alone = trained("single", 1)[0]
     same(alone["recompute"], alone["plain"])
@@ -178,6 +218,7 @@ SHAPES: list[tuple[str, int, dict[str, Any]]] = [
     ("horovod", 4, {"stages": 2, "chunks": 3, "shard": "optimizer"}),
     ("ddp", 2, {"shard": "full"}),
     ("ddp", 4, {"shard": "full"}),
+    ("ddp", 4, {"stages": 2, "chunks": 3, "shard": "full"}),
 ]
 
 
@@ -195,7 +236,7 @@ def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
 
 @requires("horovod")
 @pytest.mark.parametrize(
-    "shapes", [[0, 1], [1, 3], [0, 2], [2, 4], [4, 6], [6, 5], [5, 7], [7, 0], [7, 8]], ids=str
+    "shapes", [[0, 1], [1, 3], [0, 2], [2, 4], [4, 6], [6, 5], [5, 7], [7, 0], [7, 8], [8, 9], [9, 3]], ids=str
 )
 def test_a_checkpoint_of_any_shape_loads_into_any_other(shapes: list[int], tmp_path: Path) -> None:
     """At the next sample; with the same bits where only stages, schedule or engine differ."""

@@ -122,7 +122,7 @@ class Backend(Member):
             BackendError: the ranks built different models.
         """
 
-    def prepare_stage(self, stage: nn.Module, *, passes: int) -> None:
+    def prepare_stage(self, stage: nn.Module, *, passes: int, exchange: bool = True) -> None:
         """The same for one stage of a model, among the ranks that have it: `column`.
 
         Makes its parameters and buffers those of the column's first rank, and has `step` average its gradients
@@ -131,29 +131,34 @@ class Backend(Member):
 
         Args:
             passes: backward passes of a step, after the last of which a gradient is complete.
+            exchange: whether the engine averages the gradients.
         """
-        self._names = {p: name for name, p in stage.named_parameters()}
         if len(self.column) > 1:
             with self.activity.waiting():
                 for tensor in stage.state_dict().values():
                     packed = tensor.contiguous()
                     self.column_broadcast(packed, self.column[0])
                     tensor.copy_(packed)
-            self._connect_stage(stage, passes)
+            if exchange:
+                self._connect_stage(stage, passes)
+
+    def learn_names(self, model: nn.Module) -> None:
+        """By which the engine speaks of parameters; after those that `prepare` has seen were replaced."""
+        self._names = {p: name for name, p in model.named_parameters()}
 
     @abstractmethod
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         """Starts to average the gradients of a stage over its column, in place of what was connected before."""
 
-    def transfer_group(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The torch.distributed group by which the stages of a replica send each other activations and gradients.
+    def group_of(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The torch.distributed group of this rank, such as that of the stages of a replica.
 
         Horovod cannot send from one rank to another, so that torch.distributed runs beside it for that.
 
         Args:
-            rows: the ranks of each replica; all ranks must give the same.
+            groups: the ranks of each; all ranks must give the same.
         """
-        return torch_group.make(self, rows, "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo")
+        return torch_group.make(self, groups, "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo")
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.

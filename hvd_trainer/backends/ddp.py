@@ -98,7 +98,7 @@ class DDPBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         start_equal(self, model, optimizer)
-        self._names = {p: name for name, p in model.named_parameters()}
+        self.learn_names(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._unhook()

@@ -206,7 +206,7 @@ class HorovodBackend(Backend):
         start_equal(self, model, optimizer)
         with self.activity.waiting():
             self._broadcast_model(model)
-        self._names = {p: name for name, p in model.named_parameters()}
+        self.learn_names(model)
         if self._exchange is not None:
             self._exchange.close()
         connected = exchange and self.world.size > 1

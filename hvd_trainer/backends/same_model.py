@@ -60,7 +60,7 @@ def refuse_unused(model_names: Mapping[Tensor, str], optimizer: Optimizer) -> No
     if unused:
         names = ", ".join(model_names.get(p, "?") for p in unused[:5])
         raise BackendError(
-            f"{len(unused)} parameters got no gradient in this step "
-            f"({names}{', ...' if len(unused) > 5 else ''}). If that is meant, add --find-unused-parameters; else "
-            f"freeze them with requires_grad_(False)."
+            f"{len(unused)} {'parameter' if len(unused) == 1 else 'parameters'} got no gradient in this step "
+            f"({names}{', ...' if len(unused) > 5 else ''}). Freeze them with requires_grad_(False); or, where "
+            f"other steps use them, add --find-unused-parameters, for which each rank needs the whole model."
         )

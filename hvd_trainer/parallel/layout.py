@@ -1,15 +1,18 @@
 """Which part of the model and which share of the data a rank has; the rest of the trainer does not ask.
 
-Whole         each rank has all blocks, and its own share of each batch
-FullyShared   the same, but of each block only a slice until it is computed (`full_shard.py`)
-Staged        the ranks of a row share a copy of the model, a stage each, and a share of the batch (`staged.py`)
+Whole     each rank has all blocks, and its own share of each batch
+Staged    the ranks of a row share a copy of the model, a stage each, and a share of the batch (`staged.py`)
+
+With either, copies of the model may share out the updates (`sharded_optimizer.py`), or all that they have, in
+slices (`full_shard.py`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +30,9 @@ from hvd_trainer.parallel.split import block_names
 from hvd_trainer.parallel_options import ParallelOptions
 from hvd_trainer.train_step import StepParts, TrainStep
 
+if TYPE_CHECKING:
+    from hvd_trainer.parallel.full_shard import Slices
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -41,20 +47,27 @@ class Layout(ABC):
     """
 
     share: Share
-    is_whole = True
+    is_whole: bool
     seeds_itself: bool
 
     def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
         self._backend, self._options, self._train = backend, options, train
         self._updates: SharedUpdates | None = None
         self._everyone: dist.ProcessGroup | None = None
+        self._slices: Slices | None = None
         if backend.driver is not None and (options.stages > 1 or options.shard != "none"):
             raise OptionError(
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
                 "Start without --host-discovery-script, or leave them out"
             )
         if options.shard == "optimizer" and backend.world.size > 1:
-            self._everyone = backend.transfer_group([range(backend.world.size)])
+            self._everyone = backend.group_of([range(backend.world.size)])
+        if options.shard == "full" and len(backend.column) > 1:
+            # Tensors in slices are half a second of imports that only this needs.
+            from hvd_trainer.parallel.full_shard import Slices
+
+            self._slices = Slices(backend)
+        self.is_whole = options.stages == 1 and self._slices is None
 
     @abstractmethod
     def check_batch(self, batch_size: int) -> None:
@@ -83,15 +96,17 @@ class Layout(ABC):
     def local(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Of what an optimizer knows of all parameters, by their numbers, what this rank needs. A collective."""
         mine = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
-        return {number: its for number, its in state.items() if number in mine}
+        kept = {number: its for number, its in state.items() if number in mine}
+        return kept if self._slices is None else self._slices.of_optimizer(optimizer, kept)
 
     def local_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """The same for the state of the model, by name. A collective."""
-        return {name: state[name] for name, ours in model.state_dict().items() if not ours.is_meta}
+        kept = {name: state[name] for name, ours in model.state_dict().items() if not ours.is_meta}
+        return kept if self._slices is None else self._slices.of_model(model, kept)
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
         """This rank's batches of a test set; None: it has none left, and others still need it. A collective."""
-        return loader.evaluation()
+        return loader.evaluation() if self._slices is None else self._slices.evaluation(loader)
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates a parameter."""
@@ -101,9 +116,14 @@ class Layout(ABC):
     def make_step(self, parts: StepParts) -> TrainStep:
         """What the loop calls."""
 
-    @abstractmethod
     def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """What the stages of the first replica have together, on rank 0; None elsewhere. A collective."""
+        whole = owned if self._slices is None else self._slices.completed(owned)
+        return None if whole is None else self._of_all_stages(whole)
+
+    @abstractmethod
+    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        """The same from whole tensors."""
 
     def merged_updates(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """The same for what the optimizer knows of the parameters, which replicas may have shared out."""
@@ -129,13 +149,15 @@ class Layout(ABC):
 
     def lines(self) -> dict[str, str]:
         """What the banner says of it."""
+        if self._slices is not None:
+            return {"shard": "each copy has a slice of all parameters, gradients and optimizer state (FSDP2)"}
         if self._updates is None:
             return {}
         return {"shard": "each copy of the model updates some parameters, and has the optimizer's state of these"}
 
     def close(self) -> None:
         """Drops what holds connections."""
-        self._everyone = None
+        self._everyone = self._slices = None
         if self._updates is not None:
             self._updates.close()
 
@@ -154,6 +176,14 @@ class Whole(Layout):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
+        to_train = self._blocks_of(model)
+        if self._slices is not None:
+            self._slices.check(model)
+            self._backend.prepare(to_train, optimizer, exchange=False)
+            blocks = list(model.children()) if isinstance(model, nn.Sequential) else []
+            self._slices.cut(model, [to_train], blocks, optimizer)
+            self._backend.learn_names(model)
+            return to_train, optimizer
         if self._everyone is not None:
             # Of an optimizer that was shared out before, each rank knows the state of its own share.
             before = optimizer.state_dict()
@@ -161,7 +191,7 @@ class Whole(Layout):
             if state is not None:
                 optimizer.load_state_dict({**before, "state": state})
         exchange = self._train.reproducible is None
-        prepared = self._backend.prepare(self._blocks_of(model), optimizer, exchange=exchange)
+        prepared = self._backend.prepare(to_train, optimizer, exchange=exchange)
         self._share_updates(optimizer)
         return prepared
 
@@ -174,9 +204,13 @@ class Whole(Layout):
         return Blocks(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
 
     def make_step(self, parts: StepParts) -> TrainStep:
-        return TrainStep(parts)
+        if self._slices is None:
+            return TrainStep(parts)
+        from hvd_trainer.parallel.full_shard import SlicedStep
 
-    def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        return SlicedStep(replace(parts, bare=parts.model))
+
+    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         return dict(owned)
 
 

@@ -15,9 +15,4 @@ def make_layout(backend: Backend, options: ParallelOptions, train: TrainOptions)
     Raises:
         OptionError: the options do not fit each other, or the ranks.
     """
-    if options.shard == "full" and backend.world.size > 1:
-        # Sharded tensors are half a second of imports that only this needs.
-        from hvd_trainer.parallel.full_shard import FullyShared
-
-        return FullyShared(backend, options, train)
     return (Staged if options.is_staged else Whole)(backend, options, train)

@@ -232,14 +232,19 @@ class StageStep(TrainStep):
         there = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         norms = torch.zeros(len(parameters), device=self.backend.device)
         if there:
-            found = [norm.to(norms) for norm in torch._foreach_norm(list(grads))]
-            norms[torch.tensor(there, device=norms.device)] = torch.stack(found)
+            norms[torch.tensor(there, device=norms.device)] = self.norms(grads)
         if self._runner.group is not None:
             with self.backend.activity.waiting():
                 # One stage has each of them, and zeros change nothing.
                 dist.all_reduce(norms, group=self._runner.group)
         whole: Tensor = torch.linalg.vector_norm(norms)
         return whole
+
+    def norms(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of each gradient."""
+        return torch.stack(
+            [norm.to(self.backend.device, torch.float32) for norm in torch._foreach_norm(list(grads))]
+        )
 
 
 def _joined(inputs: Sequence[Any]) -> tuple[Tensor, ...]:

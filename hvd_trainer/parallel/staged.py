@@ -39,13 +39,12 @@ class Staged(Layout):
         self.place = self.grid.place(backend.world.rank)
         self.share = Share(self.place.replica, self.grid.replicas)
         self._chunk_size = 0
-        self.is_whole = options.stages == 1
         check_chunks(options.schedule, options.stages, options.num_chunks)
         self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
         self._group: dist.ProcessGroup | None = None
         self._pipeline: Runner | None = None
         if options.stages > 1:
-            self._group = backend.transfer_group(self.grid.rows)
+            self._group = backend.group_of(self.grid.rows)
 
     def check_batch(self, batch_size: int) -> None:
         chunks = self._options.num_chunks
@@ -69,6 +68,8 @@ class Staged(Layout):
         self.parts = make_parts(model, names, self._num_parts, options.balance, why, times)
         refuse_batch_norm(model, options.num_chunks)
         refuse_in_place(model, self.parts)
+        if self._slices is not None:
+            self._slices.check(model)
         # Of a model that has been cut before, each stage knows the state of its own part.
         before = optimizer.state_dict()
         state = self.merged(before["state"])
@@ -80,7 +81,12 @@ class Staged(Layout):
         self._mine = {number: self._blocks(model, number) for number in mine}
         drop_other_state(optimizer, self.owns)
         optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
-        backend.prepare_stage(nn.ModuleList(self._mine.values()), passes=options.num_chunks)
+        stage = nn.ModuleList(self._mine.values())
+        backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._slices is None)
+        if self._slices is not None:
+            blocks = [block for part in self._mine.values() for block in part.blocks]
+            self._slices.cut(model, list(stage), blocks, optimizer)
+        backend.learn_names(model)
         self._share_updates(optimizer)
         return model, optimizer
 
@@ -111,7 +117,12 @@ class Staged(Layout):
     def make_step(self, parts: StepParts) -> TrainStep:
         options = self._options
         self._pipeline = self._runner()
-        return StageStep(
+        kind = StageStep
+        if self._slices is not None:
+            from hvd_trainer.parallel.full_shard import SlicedStageStep
+
+            kind = SlicedStageStep
+        return kind(
             parts,
             runner=self._pipeline,
             chunks=options.num_chunks,
@@ -130,7 +141,7 @@ class Staged(Layout):
             return ManyDevices(list(self._mine.values()), self._backend.devices)
         return OneStage(self._mine[0])
 
-    def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         if self._group is None:
             return dict(owned)
         if self.place.replica > 0:
