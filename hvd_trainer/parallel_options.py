@@ -36,9 +36,9 @@ class ParallelOptions:
     """in which order a stage works on its micro-batches"""
     parts_per_stage: int | None = None
     """parts of the model that each stage has; None: 2 for the interleaved schedule, and 1 for the others"""
-    balance: str = "bytes"
-    """where the model is cut: by the bytes of its blocks, by the time that they take, or by hand: the number of
-    blocks in each part, such as 3,2"""
+    balance: str = "time"
+    """where the model is cut: by the time that its blocks take, which is measured at the start, by their bytes, or
+    by hand: the number of blocks in each part, such as 3,2"""
     activation_checkpointing: Literal["none", "blocks"] = "none"
     """compute the activations inside each block anew in backward instead of keeping them"""
     shard: Literal["none", "optimizer", "full"] = "none"

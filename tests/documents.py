@@ -69,6 +69,7 @@ def options_in(text: str) -> set[str]:
 def own_part(line: str) -> tuple[str, list[str]] | None:
     """(our module or script, its arguments) of one command line; None if nothing of ours is started."""
     words = shlex.split(line.removesuffix("&"))
+    words = words[: words.index("--")] if "--" in words else words  # what follows is for a job that a tool starts
     for number, word in enumerate(words):
         if word.startswith(("hvd_trainer", "benchmarks")) and words[number - 1] == "-m":
             name, rest = word, words[number + 1 :]

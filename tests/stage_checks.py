@@ -139,6 +139,20 @@ def fit(
         }
 
 
+def cut_twice() -> None:
+    """Two trainings of the same model, the second of which is refused."""
+    whole = model()
+    optimizer = two_groups(whole)
+    for balance in ("1,5", "4,2"):
+        options = TrainerOptions(
+            engine=EngineOptions(backend="ddp"),
+            parallel=ParallelOptions(stages=2, balance=balance),
+            log=LogOptions(quiet=True),
+        )
+        with Trainer(options) as trainer:
+            trainer.fit(whole, optimizer, nn.functional.cross_entropy, data())
+
+
 class Unused(nn.Module):
     """Has a parameter that it does not need."""
 

@@ -153,7 +153,7 @@ def test_all_mistakes_come_at_once() -> None:
         ("--chunks 0", "--chunks must be 1 or more, not 0"),
         ("--schedule gpipe", "--schedule is about stages: add --stages"),
         ("--parts-per-stage 2", "--parts-per-stage is about stages: add --stages"),
-        ("--balance time", "--balance cuts a model: add --stages or --devices-per-rank"),
+        ("--balance bytes", "--balance cuts a model: add --stages or --devices-per-rank"),
         ("--chunks 300", "--chunks 300 cuts --batch-size 128 into less than one sample"),
         ("--stages 2 --devices-per-rank 2", "leave one out"),
         ("--devices cpu cpu --devices-per-rank 3", "--devices names 2, but --devices-per-rank is 3"),

@@ -125,6 +125,7 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
     assert seen == dict.fromkeys(range(40), once)
 
 
+@pytest.mark.long
 def test_a_host_is_taken_away(tmp_path: Path) -> None:
     """That of rank 0: its ranks leave quietly, and another one writes the log from there on."""
     argv = [*JOB, "--epochs", "40", "--log-dir", str(tmp_path)]

@@ -30,7 +30,14 @@ from hvd_trainer import (
 BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
 # How a launcher ends its ranks is the launcher's, and how a rank ends is the engine's: each is here twice or more.
 PAIRS = [
-    pytest.param(launcher, backend, marks=requires(launcher, *(["horovod"] if backend == "horovod" else [])))
+    pytest.param(
+        launcher,
+        backend,
+        marks=[
+            requires(launcher, *(["horovod"] if backend == "horovod" else [])),
+            *([pytest.mark.long] if launcher == "srun" else []),
+        ],
+    )
     for launcher, backend in (
         ("horovodrun", "horovod"),
         ("torchrun", "ddp"),

@@ -23,7 +23,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools import grid, grid_picture, grid_report
 from hvd_trainer.tools.grid_job import find_job
 from hvd_trainer.tools.grid_plan import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
-from hvd_trainer.tools.grid_prediction import predict
+from hvd_trainer.tools.grid_prediction import predict, why_off
 from hvd_trainer.tools.grid_rows import Row, make_rows
 from hvd_trainer.tools.grid_run import Run, append_run, carry_out, read_runs, why_it_failed
 
@@ -288,6 +288,8 @@ def test_the_reason_is_one_line(told: str | None, said: str, reason: str, tmp_pa
 
 # Reports.
 
+TWO_AXES = axes_of(ranks="1,4", stages="1,2")
+
 
 def rows_of_a_grid() -> tuple[list[Row], list[Axis]]:
     axes = axes_of(ranks="1,2", stages="1,2", chunks="2,4", batch_size="16,32")
@@ -309,8 +311,25 @@ def test_the_table_names_what_has_no_figures() -> None:
     assert re.search(r"^\(2\) out of memory$", text, re.MULTILINE)
     assert "by more than 10% in " in text
     assert re.search(
-        r"^  ranks 2, stages 2, chunks 4, .* ms \(\+\d+%\) from ranks 1, stages 1", text, re.MULTILINE
+        r"^  ranks 2, stages 2, chunks 4, .* ms \(\+\d+%\) from ranks 1, stages 1.*\n"
+        r"    stages waited, sent and received for 40% of it and not 20%: \+33%; all else: \+\d+%$",
+        text,
+        re.MULTILINE,
     )
+
+
+def test_what_a_prediction_did_not_know() -> None:
+    """Twice as long as predicted: waiting alone makes 0.8 / 0.5 of it."""
+    made = {c.named(TWO_AXES): c for c in configurations(find_job("mnist"), TWO_AXES, (), 10)}
+    one, four = made["ranks 1, stages 1"], made["ranks 4, stages 2"]
+    figures = {"off": 1.0, "bubble": 0.5, "bubble_formula": 0.2}
+    assert why_off(four, one, figures, 2) == [
+        "stages waited, sent and received for 50% of it and not 20%: +60%; all else: +25%",
+        "4 threads on 2 cores",
+        "2 copies of the model work at once, and exchange gradients",
+        "chunks of 64 samples, one after the other",
+    ]
+    assert why_off(one, one, {"off": 1.0}, None) == []
 
 
 def test_pictures_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:

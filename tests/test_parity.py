@@ -89,6 +89,7 @@ def test_ranks_equal_one_process(backend: str, size: int) -> None:
             assert relative_difference(weights[name], alone[name]) < 1e-5, name
 
 
+@pytest.mark.long
 @requires("horovod")
 def test_job_equals_the_script_written_by_hand(tmp_path: Path, mnist_dir: Path) -> None:
     """An epoch of MNIST at 2 ranks, dropout included, on both engines and by hand: the same file, byte for byte.

@@ -31,7 +31,8 @@ def test_the_commands_train_the_same_model(tmp_path: Path) -> None:
     for launcher, (size, options) in SHAPES.items():
         result = launch(launcher, size, argv(tmp_path / launcher, *options))
         assert "2 copies of the model, batches in 8 chunks of 1" in result.stdout
-        assert "layer1 to head, " in result.stdout
+        # Where it is cut depends on how long its blocks have taken.
+        assert re.search(r"part 1 .* (\w+ to )?head, [\d,]+ parameters, [\d.]+ MB, [\d.]+ ms per", result.stdout)
         files.add((tmp_path / launcher / "model.safetensors").read_bytes())
     assert len(files) == 1
 

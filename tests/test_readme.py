@@ -78,8 +78,9 @@ TYPED_ELSEWHERE = {
     # As these, and smaller.
     "python -m hvd_trainer grid --job imdb --ranks 1,2,4 --stages 1,2 --chunks 1,2,4,8,16,32 --batch-size "
     "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "grid.main"),
-    "python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 32 --precision fp32,bf16 "
-    "--activation-checkpointing none,blocks --shard none,optimizer,full --out runs/memory": (
+    "MALLOC_MMAP_THRESHOLD_=131072 python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 16 --precision "
+    "fp32,bf16 --activation-checkpointing none,blocks --shard none,optimizer,full --rounds 2 --steps 2 --out "
+    "runs/memory -- --layers 6 --d-model 512 --d-hid 2048 --heads 8 --sequence-length 64": (
         *("tests/test_grid.py", "grid.main"),
     ),
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": (

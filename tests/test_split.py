@@ -17,7 +17,7 @@ from hvd_trainer.parallel.chunks import cut
 from hvd_trainer.parallel.devices import ticks
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.schedule import bubble, check_chunks
-from hvd_trainer.parallel.sharded_optimizer import share_out
+from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, buckets, share_out
 from hvd_trainer.parallel.split import balanced, block_names, make_parts, read_balance
 
 
@@ -45,7 +45,7 @@ def test_a_replica_stays_on_a_node_where_it_fits(nodes: str, stages: int, rows: 
 
 
 def test_stages_must_divide_the_ranks() -> None:
-    with pytest.raises(OptionError, match="With 6 there can be 1, 2, 3, 6 stages; or start 8 ranks"):
+    with pytest.raises(OptionError, match="Start 8 ranks, or give one of these: --stages 1, 2, 3, 6$"):
         check_stages(4, 6)
 
 
@@ -126,6 +126,20 @@ def test_a_short_batch_fills_its_chunks_up() -> None:
     assert [chunk.inputs.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
     assert [chunk.targets.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert [chunk.samples for chunk in cut((numbers[:2], numbers[:2]), 3, 2)] == [2, 0, 0]
+
+
+def test_what_is_sent_together_is_small() -> None:
+    """Engines hold on to what they have sent last: copies of all parameters at once cost what had been saved."""
+    sizes = [5, 3 * 2**18, 2**20, 2**22, 2**18, 7]  # 2**20 of them are a bucket
+    parameters = [torch.zeros(size) for size in sizes] + [torch.zeros(4, dtype=torch.float64)]
+    found = buckets(parameters)
+    assert [parameter for bucket in found for parameter in bucket] == parameters
+    assert [[parameter.numel() for parameter in bucket] for bucket in found] == [
+        *([5, 3 * 2**18], [2**20], [2**22]),
+        *([2**18, 7], [4]),
+    ]
+    for bucket in found:
+        assert len(bucket) == 1 or sum(p.numel() * p.element_size() for p in bucket) <= BUCKET_BYTES
 
 
 def test_updates_are_shared_out_evenly() -> None:

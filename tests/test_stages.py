@@ -202,6 +202,12 @@ def test_a_parameter_without_a_gradient_has_its_name(parallel: dict[str, Any]) -
         run_ranks(stage_checks.fit_unused, num_processes=2, args=(parallel,))
 
 
+def test_a_model_is_cut_once() -> None:
+    """PyTorch's "Cannot copy out of meta tensor" was all that was said."""
+    with pytest.raises(RankError, match="An earlier training of this process has cut this model elsewhere"):
+        run_ranks(stage_checks.cut_twice, num_processes=2)
+
+
 def test_recomputing_changes_no_bit() -> None:
     alone = trained("single", 1)[0]
     same(alone["recompute"], alone["plain"])

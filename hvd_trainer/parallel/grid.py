@@ -58,8 +58,8 @@ def check_stages(stages: int, size: int) -> None:
         divisors = [str(count) for count in range(1, size + 1) if size % count == 0]
         raise OptionError(
             f"--stages {stages} does not divide the {size} {'rank' if size == 1 else 'ranks'}: each copy of the "
-            f"model takes one rank per stage. With {size} there can be {', '.join(divisors)} stages; or start "
-            f"{max(1, round(size / stages)) * stages} ranks"
+            f"model takes one rank per stage. Start {max(1, round(size / stages)) * stages} ranks, or give one of "
+            f"these: --stages {', '.join(divisors)}"
         )
 
 

@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.same_model import parameters_of
 
+BUCKET_BYTES = 4 * 2**20
+"""Of parameters that are sent together: a copy of them is made, and the engines hold on to the last ones."""
+
 
 def share_out(sizes: Sequence[int], owners: int) -> list[int]:
     """Gives each parameter to an owner: the largest first, always to the one that has least so far.
@@ -33,6 +36,21 @@ def share_out(sizes: Sequence[int], owners: int) -> list[int]:
         owner[number] = load.index(min(load))
         load[owner[number]] += sizes[number]
     return owner
+
+
+def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """In the order given, of one type and device each; a parameter of `BUCKET_BYTES` or more has one to itself."""
+    found: list[list[Tensor]] = []
+    for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
+        room = 0
+        for parameter in (p for p in parameters if (p.dtype, p.device) == kind):
+            size = parameter.numel() * parameter.element_size()
+            if size > room:
+                found.append([])
+                room = BUCKET_BYTES
+            found[-1].append(parameter)
+            room -= size
+    return found
 
 
 class SharedUpdates:
@@ -69,11 +87,14 @@ class SharedUpdates:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         with self._backend.activity.waiting():
             for rank, parameters in zip(self._backend.column, self._by_owner, strict=True):
-                for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
-                    self._send([p for p in parameters if (p.dtype, p.device) == kind], rank)
+                for bucket in buckets(parameters):
+                    self._send(bucket, rank)
 
     def _send(self, parameters: Sequence[Tensor], rank: int) -> None:
         """Parameters of one type, from the rank that has updated them, in one piece."""
+        if len(parameters) == 1 and parameters[0].is_contiguous():
+            self._backend.column_broadcast(parameters[0].detach(), rank)
+            return
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         self._backend.column_broadcast(flat, rank)
         if rank != self._backend.world.rank:

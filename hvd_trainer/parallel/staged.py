@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from hvd_trainer.parallel.split import MB, Part, block_names, make_parts
 from hvd_trainer.parallel.timing import time_blocks
 from hvd_trainer.parallel_options import ParallelOptions
 from hvd_trainer.train_step import StepParts, TrainStep
+
+MEASURED: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+"""How long the blocks of models take, in seconds."""
 
 
 class Staged(Layout):
@@ -64,7 +68,8 @@ class Staged(Layout):
         if options.num_devices > 1:
             why = f"--devices-per-rank {options.num_devices}"
         names = block_names(model, why)
-        times = self._measured(model, inputs) if options.balance == "time" else None
+        timed = options.balance == "time" and self._num_parts > 1
+        times = self._measured(model, inputs) if timed else None
         self.parts = make_parts(model, names, self._num_parts, options.balance, why, times)
         refuse_batch_norm(model, options.num_chunks)
         refuse_in_place(model, self.parts)
@@ -75,6 +80,7 @@ class Staged(Layout):
         state = self.merged(before["state"])
         start_equal(backend, model, optimizer, None if state is None else {**before, "state": state})
         mine = range(self.place.stage, len(self.parts), options.stages)
+        refuse_what_is_elsewhere(model, [self.parts[number] for number in mine])
         for number, part in enumerate(self.parts):
             if number not in mine:
                 leave_out(model, part, optimizer)
@@ -91,13 +97,18 @@ class Staged(Layout):
         return model, optimizer
 
     def _measured(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
-        """The seconds that each block takes for one chunk, as rank 0 finds it; the others wait meanwhile."""
-        backend, batch = self._backend, inputs()
-        times = []
-        if backend.world.is_first:
-            chunk = take(batch, 0, self._chunk_size)
-            times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
-        return backend.broadcast_object(times)
+        """The seconds that each block takes for one chunk, as rank 0 finds it; the others wait meanwhile.
+
+        Once for a model: if it has been cut, each rank has only what the times of then have left it.
+        """
+        backend = self._backend
+        if model not in MEASURED:
+            batch, times = inputs(), []
+            if backend.world.is_first:
+                chunk = take(batch, 0, self._chunk_size)
+                times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
+            MEASURED[model] = backend.broadcast_object(times)
+        return MEASURED[model]
 
     def _device(self, number: int) -> torch.device:
         """Where a part is computed."""
@@ -213,6 +224,21 @@ def refuse_in_place(model: nn.Module, parts: Sequence[Part]) -> None:
                 f"The part from {name} on begins with {opening}, which overwrites what it receives. Make it "
                 f"inplace=False, or cut elsewhere with --balance"
             )
+
+
+def refuse_what_is_elsewhere(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Refuses parts of which an earlier training has left this rank nothing.
+
+    Raises:
+        OptionError: there is one.
+    """
+    blocks = list(model.children())
+    if any(p.is_meta for part in parts for number in part.blocks for p in blocks[number].parameters()):
+        raise OptionError(
+            "An earlier training of this process has cut this model elsewhere, and this rank no longer has all of "
+            "its part: train with the same --stages, --balance and --parts-per-stage, or build model and "
+            "optimizer anew"
+        )
 
 
 def leave_out(model: nn.Module, part: Part, optimizer: Optimizer) -> None:

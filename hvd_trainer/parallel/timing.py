@@ -16,6 +16,8 @@ from hvd_trainer.random_state import apart
 from hvd_trainer.train_step import mixed_precision
 
 WARM_UP, ROUNDS = 2, 7
+ENOUGH_S = 1.0
+"""For one block, if it has been measured at all: large ones vary less."""
 
 
 def time_blocks(
@@ -33,9 +35,12 @@ def time_blocks(
     with apart(device), torch.enable_grad():
         for block in blocks:
             here = copy.deepcopy(block).to(device).train()
-            taken = []
+            taken: list[float] = []
+            start = _now(device)
             for number in range(WARM_UP + ROUNDS):
                 began = _now(device)
+                if taken and began - start > ENOUGH_S:
+                    break
                 with mixed_precision(device, precision):
                     outputs = here(value)
                 roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]

@@ -11,7 +11,9 @@ which works at a time, so that its share is 1 too.
     bubble 1 / (4 + 1) = 0.2        share 1 / (2 x 0.8) = 0.625        step 62.5 ms
 
 The formula knows of equal parts and of waiting for them. What the measurement shows besides is the rest: unequal
-parts, sending, the exchange of gradients, chunks too small for the device, ranks that share cores.
+parts, sending, the exchange of gradients, chunks too small for the device, ranks that share cores. Where waiting
+was measured as well, it is told from the rest: the same equation holds for the measured step and bubble, so that
+waiting has made the step (1 - formula) / (1 - measured) times as long.
 """
 
 from __future__ import annotations
@@ -57,6 +59,35 @@ def predict(
 def share(configuration: Configuration) -> float:
     """A step's time with the model in parts, where it takes 1 in one piece."""
     return 1 / (configuration.parts * (1 - (configuration.bubble or 0)))
+
+
+def why_off(
+    wanted: Configuration, base: Configuration, figures: Mapping[str, float], cores: int | None
+) -> list[str]:
+    """How much of the difference was waiting, and what else the formula leaves out that is the case here.
+
+    Args:
+        base: what was predicted from.
+        figures: of the row; with `off`.
+        cores: that the ranks share; None where they compute on GPUs.
+    """
+    found = []
+    if "bubble" in figures and "bubble_formula" in figures:
+        measured, formula = figures["bubble"], figures["bubble_formula"]
+        waiting = (1 - formula) / (1 - measured)
+        rest = (1 + figures["off"]) / waiting
+        found.append(
+            f"stages waited, sent and received for {measured:.0%} of it and not {formula:.0%}: "
+            f"{waiting - 1:+.0%}; all else: {rest - 1:+.0%}"
+        )
+    threads = wanted.ranks * wanted.threads
+    if cores is not None and threads > cores:
+        found.append(f"{threads} threads on {cores} {'core' if cores == 1 else 'cores'}")
+    if wanted.copies > base.copies:
+        found.append(f"{wanted.copies} copies of the model work at once, and exchange gradients")
+    if wanted.chunks > base.chunks:
+        found.append(f"chunks of {-(-wanted.batch_size // wanted.chunks)} samples, one after the other")
+    return found
 
 
 def _bases(wanted: Configuration) -> Iterator[tuple[int, int, int]]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+import torch
+
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.grid_plan import Axis, label
+from hvd_trainer.tools.grid_prediction import why_off
 from hvd_trainer.tools.grid_rows import DIFFERENT, Row
 
 NEEDED = ("matplotlib", "rich")
@@ -138,6 +142,7 @@ def print_differences(rows: Sequence[Row], axes: Sequence[Axis], out: TextIO | N
         + (":" if off else "."),
         file=out,
     )
+    cores = None if torch.cuda.is_available() else len(os.sched_getaffinity(0))
     for row in off:
         assert row.predicted_from is not None
         figures = row.figures
@@ -147,6 +152,8 @@ def print_differences(rows: Sequence[Row], axes: Sequence[Axis], out: TextIO | N
             f"{row.predicted_from.named(axes)}",
             file=out,
         )
+        for reason in why_off(row.configuration, row.predicted_from, figures, cores):
+            print(f"    {reason}", file=out)
 
 
 def notes_of(rows: Sequence[Row]) -> dict[str, int]:
