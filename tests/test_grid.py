@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from launchers import Job, launch, start
+from matplotlib.figure import Figure
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools import grid, grid_picture, grid_report
@@ -316,6 +317,16 @@ def test_the_table_names_what_has_no_figures() -> None:
         text,
         re.MULTILINE,
     )
+
+
+def test_a_long_heading_stays_in_the_picture() -> None:
+    """It was cut at both ends."""
+    figure = Figure(figsize=(4.5, 2.6))
+    grid_picture.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
+    place = figure.texts[0].get_window_extent()
+    assert place.x0 > 0
+    assert place.x1 < figure.bbox.width
+    assert figure.get_figheight() > 2.6
 
 
 def test_what_a_prediction_did_not_know() -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,8 @@ LAST = ("stages", "ranks")
 """Those that make panels before all others do."""
 CELL_WIDTH, CELL_HEIGHT, LEAST_WIDTH = 0.78, 0.5, 2.1
 """Inches; a panel is at least as wide as its title."""
+HEADING_SIZE, LETTERS_PER_INCH = 11, 10
+"""Points, and how many letters of that size are sure to fit."""
 MOST_ACROSS = 4
 """Panels side by side."""
 DARK = 0.5
@@ -89,10 +92,17 @@ def draw(rows: Sequence[Row], axes: Sequence[Axis], quantity: Quantity, heading:
     # Text stays text in the SVG: it can be searched, and read aloud.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": heading, "hatch.linewidth": 0.6, "font.size": 9}):
         figure = make_figure(rows, axes, shades, quantity.title)
-        figure.suptitle(heading, fontsize=11)
+        set_heading(figure, heading)
         for file in files:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
+
+
+def set_heading(figure: Figure, heading: str) -> None:
+    """Writes it over the figure, in as many lines as it takes, for which the figure grows."""
+    lines = textwrap.wrap(heading, int(figure.get_figwidth() * LETTERS_PER_INCH), break_on_hyphens=False)
+    figure.suptitle("\n".join(lines), fontsize=HEADING_SIZE)
+    figure.set_figheight(figure.get_figheight() + (len(lines) - 1) * HEADING_SIZE * 1.2 / 72)
 
 
 def make_figure(rows: Sequence[Row], axes: Sequence[Axis], shades: Shades, title: str) -> Figure:
