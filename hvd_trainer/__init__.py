@@ -18,8 +18,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
+    "hvd_trainer.callback": ("Callback",),
     "hvd_trainer.config": (
         "LogOptions",
+        "MeasureOptions",
         "SaveOptions",
         "TrainOptions",
         "TrainerOptions",
@@ -33,7 +35,7 @@ _HOMES = {
     "hvd_trainer.parallel_options": ("ParallelOptions",),
     "hvd_trainer.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.spawn": ("run",),
-    "hvd_trainer.trainer": ("Callback", "History", "Trainer"),
+    "hvd_trainer.trainer": ("History", "Trainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -44,7 +46,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hvd_trainer.backends import Backend, EngineOptions, StepResult
-    from hvd_trainer.config import LogOptions, SaveOptions, TrainerOptions, TrainOptions, parse
+    from hvd_trainer.callback import Callback
+    from hvd_trainer.config import LogOptions, MeasureOptions, SaveOptions, TrainerOptions, TrainOptions, parse
     from hvd_trainer.data import TensorData, load_images, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
     from hvd_trainer.job import run_job
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
     from hvd_trainer.parallel_options import ParallelOptions
     from hvd_trainer.slurm import SlurmStep, detect_slurm
     from hvd_trainer.spawn import run
-    from hvd_trainer.trainer import Callback, History, Trainer
+    from hvd_trainer.trainer import History, Trainer
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ def banner(trainer: Trainer) -> str:
     backend, plan, options = trainer.backend, trainer.plan, trainer.options
     world, train = backend.world, options.train
     threads = f", {plural(torch.get_num_threads(), 'thread')} each" if backend.device.type == "cpu" else ""
-    device = "CPU" if backend.device.type == "cpu" else torch.cuda.get_device_name(backend.device)
+    device = _device(trainer)
     factor = plan.lr_factor(train.lr_scaling)
     scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
     steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
@@ -41,10 +42,50 @@ def banner(trainer: Trainer) -> str:
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
     }
     lines |= trainer.layout.lines()
+    if options.measure.leave_out:
+        lines["measure"] = (
+            f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
+        )
     if options.log.verbose:
         lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.peers))
         lines["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """What was set up, for programs: as run.json has it."""
+    backend, plan, world = trainer.backend, trainer.plan, trainer.world
+    train, test = trainer.train_loader, trainer.test_loader
+    parameters = list(trainer.model.parameters())
+    return {
+        "backend": backend.name,
+        "engine": backend.version,
+        "launcher": world.launcher,
+        "world_size": world.size,
+        "num_nodes": world.num_nodes,
+        "device": _device(trainer),
+        "threads": torch.get_num_threads(),
+        "batch_size": plan.batch_size,
+        "passes": plan.passes,
+        "global_batch_size": plan.global_batch_size,
+        "steps_per_epoch": trainer.steps_per_epoch,
+        "optimizer": type(trainer.optimizer).__name__,
+        "lr": trainer.rate.full,
+        "precision": trainer.options.train.precision,
+        "compression": trainer.options.engine.compression,
+        "bucket_mb": trainer.options.engine.bucket_mb,
+        "in_memory": train.in_memory,
+        "workers": train.num_workers,
+        "train_data": train.name,
+        "train_samples": train.num_samples,
+        "test_data": None if test is None else test.name,
+        "test_samples": None if test is None else test.num_samples,
+        "model": type(trainer.model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_tensors": len(parameters),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
@@ -74,6 +115,12 @@ def plural(count: float, word: str, words: str | None = None) -> str:
     return (
         f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {word if count == 1 else words or word + 's'}"
     )
+
+
+def _device(trainer: Trainer) -> str:
+    """`CPU`, or the GPU's name."""
+    device = trainer.device
+    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _data(trainer: Trainer) -> str:

@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from hvd_trainer.errors import UserError
 
 TOOLS = {
+    "compare": (
+        "hvd_trainer.tools.compare",
+        "which engine is faster here, for a job of yours, by how much and why",
+    ),
+    "doctor": ("hvd_trainer.tools.doctor", "look at all that training needs here, and say what to type"),
+    "diagnose": (
+        "hvd_trainer.tools.diagnose",
+        "what a step's time goes to, by leaving things out, and what to do about it",
+    ),
     "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
     "grid": (
         "hvd_trainer.tools.grid",
@@ -20,6 +29,10 @@ TOOLS = {
     "install-horovod": (
         "hvd_trainer.tools.install_horovod",
         "build, install and prove a Horovod that fits this PyTorch",
+    ),
+    "parity": (
+        "hvd_trainer.tools.parity",
+        "do both engines train the same model, and if not, from which step and tensor on, and why",
     ),
     "verify-resume": (
         "hvd_trainer.tools.verify_resume",

@@ -23,6 +23,7 @@ from hvd_trainer.backends import EngineOptions
 from hvd_trainer.errors import OptionError
 from hvd_trainer.option_checks import at_least, flag, more_than
 from hvd_trainer.parallel_options import ParallelOptions
+from hvd_trainer.profile_options import profile_mistakes
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ class TrainOptions:
 
     epochs: int = 3
     """passes over the training set"""
+    max_steps: int | None = None
+    """end after so many optimizer steps, also inside an epoch; a later run with more goes on from there"""
     batch_size: int = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
     global_batch_size: int | None = None
@@ -83,6 +86,22 @@ class LogOptions:
 
 
 @dataclass(frozen=True)
+class MeasureOptions:
+    """What a step's time goes to, and what it computes."""
+
+    record_steps: bool = False
+    """keep in the log folder, for each rank, how long each part of each step took"""
+    profile: str | None = None
+    """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
+    table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""
+    trace_steps: int | None = None
+    """keep in the log folder, for each rank, what its first so many steps compute, as `parity` compares it"""
+    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+    """train without it, to see what it costs: the exchange of gradients; fetching data (the first batch comes
+    again and again). What is trained so is of no use, and not saved"""
+
+
+@dataclass(frozen=True)
 class SaveOptions:
     """Checkpoints, in the log folder."""
 
@@ -116,6 +135,7 @@ class TrainerOptions:
     log: LogOptions = field(default_factory=LogOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
 
     def check(self) -> None:
         """Refuses values that cannot be: all mistakes at once.
@@ -134,6 +154,7 @@ class TrainerOptions:
             *at_least(
                 1,
                 epochs=train.epochs,
+                max_steps=train.max_steps,
                 batch_size=train.batch_size,
                 global_batch_size=train.global_batch_size,
                 accumulate=train.accumulate,
@@ -142,6 +163,7 @@ class TrainerOptions:
                 save_every_steps=save.save_every_steps,
                 commit_every_steps=save.commit_every_steps,
                 keep=save.keep,
+                trace_steps=self.measure.trace_steps,
             ),
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
             *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
@@ -155,6 +177,22 @@ class TrainerOptions:
                 if getattr(self.engine, name) != getattr(EngineOptions(), name)
             ]
         found += self.parallel.mistakes(train, self.engine)
+        if self.measure.record_steps and log.log_dir is None:
+            found.append("--record-steps writes to the log folder: add --log-dir DIR")
+        if self.measure.profile is not None:
+            found += profile_mistakes(self.measure.profile)
+            if log.log_dir is None:
+                found.append("--profile writes to the log folder: add --log-dir DIR")
+        if self.measure.trace_steps is not None and log.log_dir is None:
+            found.append("--trace-steps writes to the log folder: add --log-dir DIR")
+        if self.measure.leave_out:
+            what = f"--leave-out {' '.join(self.measure.leave_out)}"
+            if save.resume != "none":
+                found.append(f"{what} trains nothing of use: leave out --resume {save.resume}")
+            if self.parallel.shard == "full" and "exchange" in self.measure.leave_out:
+                found.append(f"--shard full cannot compute without exchanging parameters: leave out {what}")
+            if train.reproducible is not None and "exchange" in self.measure.leave_out:
+                found.append(f"--reproducible sums gradients itself, so {what} has nothing to leave out")
         if log.quiet and log.verbose:
             found.append("--quiet and --verbose contradict each other")
         if train.non_finite == "skip" and self.engine.compression == "powersgd":

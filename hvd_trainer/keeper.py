@@ -7,7 +7,7 @@ memory          on every rank, where ranks come and go: for those that go on wit
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +73,12 @@ class Keeper:
 
     # Going on.
 
-    def restore(self, *, seed: int, epochs: int) -> bool:
+    def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
         """Goes on from memory or a checkpoint, or starts the random state of a new run. A collective.
+
+        Args:
+            seed: of a new run.
+            is_over: whether nothing is left to train, once all is restored.
 
         Returns:
             Whether there was something to go on from.
@@ -98,7 +102,7 @@ class Keeper:
             self._progress.step,
             self._progress.epoch,
             goes_on=found.goes_on,
-            finished=self._progress.epoch >= epochs,
+            finished=is_over(),
             names=self._in_this_fit(self._backend.job.names),
         )
         return found.state is not None
@@ -208,14 +212,19 @@ class Keeper:
             self._saver.wait()  # or nobody hears that this world's last checkpoint could not be written
             raise RescaleError(f"after step {step:,}")
 
-    def after_epoch(self, record: Mapping[str, Any], epochs: int) -> None:
+    def inside_epoch(self, meter: Meter) -> None:
+        """Saves what a later run goes on from, since this one ends here."""
+        if self._keeps and self._saver.after_epoch(self._progress.epoch, last=True):
+            self._save(meter, to_disk=True)
+
+    def after_epoch(self, record: Mapping[str, Any], *, last: bool) -> None:
         """Saves between epochs, where that is due.
 
         Args:
             record: the epoch's figures.
-            epochs: of the whole run.
+            last: whether the run ends with it.
         """
-        to_disk = self._keeps and self._saver.after_epoch(self._progress.epoch, epochs)
+        to_disk = self._keeps and self._saver.after_epoch(self._progress.epoch, last=last)
         if to_disk or self._backend.driver is not None:
             self._save(None, record, to_disk=to_disk)
 

@@ -25,7 +25,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks say, such as Lustre mounted without them."""
 HAND_OVER_S, POLL_S = 20.0, 0.1
 """How long a frozen rank 0 may still have the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
-METRICS, LOCK, JOB = "metrics.jsonl", ".lock", ".job"
+METRICS, FACTS, LOCK, JOB = "metrics.jsonl", "run.json", ".lock", ".job"
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
 
@@ -144,6 +144,11 @@ class RunLog:
             plain = {name: _plain(value) for name, value in options.items()}
             (self.folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
 
+    def write_facts(self, facts: dict[str, Any]) -> None:
+        """Keeps what the run found where it runs: data, model, engine, versions."""
+        if self.folder is not None:
+            (self.folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
     def record(self, event: str, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, and its figures to TensorBoard: `train/loss`, `step/train/loss`."""
         if self._lines is None:
@@ -177,7 +182,7 @@ class RunLog:
 
 def _set_aside(folder: Path) -> Path | None:
     """Moves an earlier run's files to `earlier-1`, `earlier-2`, ...; None where there is none."""
-    names = (METRICS, "config.yaml", "model.safetensors", "checkpoints", "failures")
+    names = (METRICS, FACTS, "config.yaml", "model.safetensors", "checkpoints", "failures", "steps", "profile")
     found = [folder / name for name in names if (folder / name).exists()]
     found += folder.glob("events.out.tfevents.*")
     if not found:

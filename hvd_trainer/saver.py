@@ -56,10 +56,10 @@ class Saver:
         every = self._options.save_every_steps
         return every is not None and step % every == 0
 
-    def after_epoch(self, epoch: int, epochs: int) -> bool:
-        """Whether to save after this many of all epochs; the last is always saved."""
+    def after_epoch(self, epoch: int, *, last: bool) -> bool:
+        """Whether to save after so many epochs; at the end of a run always."""
         every = self._options.save_every_epochs
-        return every is not None and (epoch % every == 0 or epoch == epochs)
+        return every is not None and (epoch % every == 0 or last)
 
     def hand_over(
         self, began: float, state: Mapping[str, Any] | None, *, step: int, epoch: int, figures: Mapping[str, float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,5 +154,6 @@ class TrainStep:
         else:
             for passed in self._uncounted:
                 meter.add(*passed)
+        losses = tuple(loss.detach() for loss in self._losses)
         self._losses, self._uncounted = [], []
-        return result
+        return replace(result, losses=losses)

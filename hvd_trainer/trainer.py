@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.optim import Optimizer
 
 from hvd_trainer import backends
 from hvd_trainer.backends import StepResult
-from hvd_trainer.banner import banner, epoch_line, summary_line
+from hvd_trainer.banner import banner, epoch_line, facts, summary_line
+from hvd_trainer.callback import Callback
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
-from hvd_trainer.data.windows import Windows
-from hvd_trainer.errors import NonFiniteError
+from hvd_trainer.data.windows import Windows, again
+from hvd_trainer.errors import NonFiniteError, OptionError
 from hvd_trainer.keeper import Keeper, Memory
 from hvd_trainer.launch import World
 from hvd_trainer.log import RunLog
@@ -30,23 +32,17 @@ from hvd_trainer.non_finite import NonFiniteGuard
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.make import make_layout
 from hvd_trainer.preemption import Requeue
+from hvd_trainer.profile import Profile
+from hvd_trainer.profile_options import ProfilePlan
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
+from hvd_trainer.step_times import StepTimes
+from hvd_trainer.step_trace import StepTrace
 from hvd_trainer.train_step import LossFunction, StepParts, TrainStep
 
 _FITS = itertools.count()
-
-
-class Callback:
-    """Called by the trainer on every rank; override what you need."""
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """After each optimizer step."""
-
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """After each epoch, with its line of metrics.jsonl."""
 
 
 @dataclass
@@ -87,12 +83,14 @@ class Trainer:
             self.options.engine,
             columns=self._columns(),
             devices=parallel.devices or parallel.devices_per_rank,
+            timeline=self.options.measure.profile is not None,
         )
         check_stages(parallel.stages, self.world.size)
         self.progress = Progress()
         self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
         self.model: nn.Module
         self.optimizer: Optimizer
+        self._trace: StepTrace | None = None
 
     def _columns(self) -> backends.Columns | None:
         """Which ranks have the same stage, once the ranks have met; None where all have the whole model."""
@@ -187,7 +185,8 @@ class Trainer:
         options, train = self.options, self.options.train
         train_data, test_data, collate = data
         self._let_go()  # of an earlier training, whose hooks would go on in this one
-        self.layout = make_layout(self.backend, options.parallel, train)
+        exchange = "exchange" not in options.measure.leave_out
+        self.layout = make_layout(self.backend, options.parallel, train, exchange=exchange)
         self.plan = BatchPlan.of(train, self.layout.share.size)
         self.layout.check_batch(self.plan.batch_size)
         self.progress = Progress()
@@ -196,22 +195,23 @@ class Trainer:
         if self.backend.watch is not None:
             self.backend.watch.log_folder = options.log.log_dir
         try:
-            self.metrics, self.callbacks = metrics, callbacks
+            self.metrics, self.callbacks = metrics, [*callbacks]
             self.train_loader = self._loader(train_data, collate, shuffle=True)
             self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
             self._prepare(*parts, memory)
             self.log.say(banner(self))
             self._restore()
             self.log.write_config(flatten(options))
+            self.log.write_facts(facts(self))
             history.epochs = [record for record in history.epochs if record["epoch"] <= self.progress.epoch]
-            with self.keeper.at_work(), self._computing():
+            with self.keeper.at_work(), self._computing(), self._recording():
                 return self._run(history)
         finally:
             self.log.close()
 
     def _restore(self) -> None:
         rate = self.rate.full
-        if self.keeper.restore(seed=self.options.train.seed, epochs=self.options.train.epochs):
+        if self.keeper.restore(seed=self.options.train.seed, is_over=lambda: self._is_over):
             self.rate.go_on(self.progress.step)
             if self.rate.full != rate:
                 self.log.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
@@ -222,18 +222,29 @@ class Trainer:
         activity.step = self.progress.step
         # The first step sets much up: its limit is the start's.
         activity.limits = (self.options.engine.startup_timeout_s,) * 2
-        while self.progress.epoch < self.options.train.epochs:
+        while not self._is_over:
             record = self._train_epoch()
             record |= self.evaluate()
             self._finish_epoch(record)
             history.epochs.append(record)
         activity.enter("save")
         saving, memory = self.keeper.finish(), self.memory.figures()
-        self.state.export(self.log.folder)
+        if self._is_of_use:
+            self.state.export(self.log.folder)
         if not self.log.ended:
             self.log.record("end", self._position() | history.end | saving | memory)
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
+
+    @property
+    def _is_over(self) -> bool:
+        train = self.options.train
+        return self.progress.epoch >= train.epochs or self.progress.step >= (train.max_steps or math.inf)
+
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether this trains what was meant."""
+        return not self.options.measure.leave_out
 
     def _train_epoch(self) -> dict[str, Any]:
         self.model.train()
@@ -244,8 +255,7 @@ class Trainer:
             for name in meter.load_state_dict(self.state.metrics):
                 self.log.say(f"resume   the metric {name} counts from here on only")
             self.state.metrics = None
-        batches = self.train_loader.epoch(progress.epoch, progress.consumed)
-        windows = Windows(batches, self.plan.passes)
+        windows = Windows(self._batches(), self.plan.passes)
         started = time.perf_counter()
         with Bar(self.log.prints, progress, self.options.train.epochs, self.train_loader.num_samples) as bar:
             for window in windows:
@@ -253,6 +263,11 @@ class Trainer:
                     result = self.step(window, meter, windows.prefetch)
                 self._finish_step(window, result, meter)
                 bar.advance(progress.consumed, meter)
+                if self._is_over:
+                    break
+        self._inside = not windows.ended
+        if self._inside:
+            self.keeper.inside_epoch(meter)
         self.guard.check()
         self.backend.activity.enter("epoch")
         figures = meter.compute()
@@ -261,6 +276,16 @@ class Trainer:
         seconds = time.perf_counter() - started
         rate = {"samples_per_s": (progress.samples - first) / seconds}
         return self._position() | prefixed("train", figures) | rate | self.layout.figures(seconds)
+
+    def _batches(self) -> Iterator[Batch]:
+        """What is left of this rank's batches of this epoch."""
+        loader, progress = self.train_loader, self.progress
+        batches = loader.epoch(progress.epoch, progress.consumed)
+        if "data" in self.options.measure.leave_out:
+            if loader.batches_per_epoch is None and self.options.train.max_steps is None:
+                raise OptionError("--leave-out data: this stream does not tell where it ends; add --max-steps N")
+            batches = again(batches, loader.batches_per_epoch)
+        return batches if self._trace is None else self._trace.seen(batches)
 
     def _finish_step(self, window: list[Batch], result: StepResult, meter: Meter) -> None:
         progress = self.progress
@@ -287,13 +312,15 @@ class Trainer:
             activity.limits = engine.startup_timeout_s, engine.timeout_s
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
-        advance(self.scheduler, record)
-        self.progress.epoch += 1
-        self.progress.consumed = 0
+        if not self._inside:
+            advance(self.scheduler, record)
+            self.progress.epoch += 1
+            self.progress.consumed = 0
         self.backend.activity.enter("save")
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
-        self.keeper.after_epoch(record, self.options.train.epochs)
+        if not self._inside:
+            self.keeper.after_epoch(record, last=self._is_over)
         self.backend.activity.enter("callback")
         for callback in self.callbacks:
             callback.on_epoch_end(self, record)
@@ -324,6 +351,25 @@ class Trainer:
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.options.train.reproducible is None else one_way_to_compute(self.device)
+
+    def _recording(self) -> AbstractContextManager[Any]:
+        recording, measure, log_dir = ExitStack(), self.options.measure, self.options.log.log_dir
+        if measure.record_steps:
+            assert log_dir is not None  # see TrainerOptions.mistakes
+            times = StepTimes(self.backend, log_dir)
+            self.callbacks.append(times)
+            recording.enter_context(times.taken())
+        if measure.trace_steps is not None:
+            assert log_dir is not None  # as above
+            self._trace = StepTrace(self, log_dir, measure.trace_steps)
+            self.callbacks.append(self._trace)
+            recording.enter_context(self._trace.kept())
+        if measure.profile is not None:
+            assert log_dir is not None  # as above
+            profile = Profile(self.backend, self.log, log_dir, ProfilePlan.parse(measure.profile))
+            self.callbacks.append(profile)
+            recording.enter_context(profile.taken())
+        return recording
 
     def _loader(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool) -> Loader:
         train = self.options.train
@@ -375,7 +421,7 @@ class Trainer:
             self.backend,
             self.options.save,
             self.log,
-            keeps=self.options.log.log_dir is not None,
+            keeps=self.options.log.log_dir is not None and self._is_of_use,
             state=self.state,
             progress=self.progress,
             guard=self.guard,

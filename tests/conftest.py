@@ -31,7 +31,16 @@ _SET_BY_IMPORTS = {
 LONGEST = (
     *("test_failures", "test_matrix", "test_bad_inputs", "test_verify_resume", "test_preemption", "test_elastic"),
     *("test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
-    *("test_stages", "test_grid", "test_imdb", "test_parts", "test_examples_plain"),
+    *(
+        "test_diagnose",
+        "test_stages",
+        "test_grid",
+        "test_imdb",
+        "test_parts",
+        "test_examples_plain",
+        "test_compare",
+    ),
+    *("test_doctor", "test_parity_tool"),
 )
 _LEFT_BEHIND = pytest.StashKey[str]()
 

@@ -26,8 +26,15 @@ def requires(*names: str) -> pytest.MarkDecorator:
 
 
 def each_launcher(*names: str) -> pytest.MarkDecorator:
-    """Run the test once per launcher, as its argument ``launcher``; all of them unless named."""
-    cases = [pytest.param(name, marks=requires(name)) for name in names or LAUNCHERS]
+    """Run the test once per launcher, as its argument ``launcher``; all of them unless named.
+
+    Under srun only where it is the only one, or where there is time for long tests.
+    """
+    several = len(names or LAUNCHERS) > 1
+    cases = [
+        pytest.param(name, marks=[requires(name), *([pytest.mark.long] if several and name == "srun" else [])])
+        for name in names or LAUNCHERS
+    ]
     return pytest.mark.parametrize("launcher", cases)
 
 

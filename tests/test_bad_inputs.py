@@ -146,6 +146,7 @@ def test_horovod_was_started_before_with_another_world(launcher: str, script) ->
         )
 
 
+@pytest.mark.long
 def test_torch_distributed_was_started_before_with_another_world(script) -> None:
     begin = "import torch.distributed as d; d.init_process_group('gloo'"
     start_alone = f"{begin}, store=d.HashStore(), rank=0, world_size=1)"
@@ -242,6 +243,7 @@ def test_two_ranks_with_one_local_rank() -> None:
             assert "Ranks 0 and 1 both say that they are local rank 0" in job.stderr
 
 
+@pytest.mark.long
 def test_a_file_left_from_an_earlier_job(tmp_path: Path) -> None:
     """A killed job leaves it behind, and its addresses are not true any more."""
     file = tmp_path / "meeting"

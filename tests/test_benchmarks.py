@@ -22,6 +22,7 @@ def test_every_contestant_is_there(contestant) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     result = launch(
         "python",

@@ -168,6 +168,11 @@ def test_all_mistakes_come_at_once() -> None:
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
         ("--shard optimizer --adasum", "--adasum, which makes the updates itself: leave one out"),
         ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
+        ("--record-steps", "--record-steps writes to the log folder: add --log-dir DIR"),
+        ("--leave-out data --log-dir x --resume auto", "trains nothing of use: leave out --resume auto"),
+        ("--leave-out exchange --reproducible 2", "so --leave-out exchange has nothing to leave out"),
+        ("--leave-out exchange --shard full --backend ddp", "leave out --leave-out exchange"),
+        ("--max-steps 0", "--max-steps must be 1 or more, not 0"),
     ],
 )
 def test_what_does_not_go_together(args: str, words: str) -> None:

@@ -62,6 +62,7 @@ def test_saved_model_is_bare_and_complete(tmp_path: Path) -> None:
     assert done.stdout.count("epoch 0:") == 1
 
 
+@pytest.mark.long
 def test_ddp_leaves_no_thread_behind(tmp_path: Path) -> None:
     """Gloo's threads at interpreter exit abort one process in ten (SIGABRT): none may be left.
 
@@ -84,6 +85,7 @@ def test_ddp_leaves_no_thread_behind(tmp_path: Path) -> None:
     assert launch("torchrun", 2, argv).stdout.count("left: []") == 2
 
 
+@pytest.mark.long
 def test_ddp_without_torchrun_says_what_to_type() -> None:
     argv = [str(EXAMPLES / "plain_ddp.py"), "--data-dir", str(MNIST)]
     failed = launch("python", 1, argv, check=False)
@@ -92,6 +94,7 @@ def test_ddp_without_torchrun_says_what_to_type() -> None:
     assert "Type: torchrun --nproc-per-node 2" in failed.stderr
 
 
+@pytest.mark.long
 @requires("horovodrun")
 def test_horovod_under_torchrun_says_what_to_type() -> None:
     argv = [str(EXAMPLES / "plain_horovod.py"), "--data-dir", str(MNIST)]

@@ -38,8 +38,9 @@ class Case(NamedTuple):
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Each of these takes a time-out.
-        long = [pytest.mark.long] if self.hangs and self.launcher != "horovodrun" else []
+        # Each launcher ends its ranks in its own way, and a hang takes a time-out: some will do.
+        slow = self.launcher in ("mpirun", "srun") or (self.hangs and self.launcher != "horovodrun")
+        long = [pytest.mark.long] if slow else []
         return [requires(self.launcher, "horovod"), *long]
 
 

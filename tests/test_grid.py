@@ -21,12 +21,13 @@ from launchers import Job, launch, start
 from matplotlib.figure import Figure
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import grid, grid_picture, grid_report
+from hvd_trainer.tools import formats, grid, grid_picture, grid_report
+from hvd_trainer.tools.grid_figures import read_figures
 from hvd_trainer.tools.grid_job import find_job
 from hvd_trainer.tools.grid_plan import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
 from hvd_trainer.tools.grid_prediction import predict, why_off
 from hvd_trainer.tools.grid_rows import Row, make_rows
-from hvd_trainer.tools.grid_run import Run, append_run, carry_out, read_runs, why_it_failed
+from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, read_runs, why_it_failed
 
 SIZED = "synthetic_reviews"
 
@@ -226,7 +227,9 @@ def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path)
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "
         "time.sleep(60)"
     )
-    ended = carry_out([sys.executable, "-c", code], tmp_path, {"job": "sleep"}, 1, 1, 2.0)
+    ended = carry_out(
+        [sys.executable, "-c", code], tmp_path, {"job": "sleep"}, 1, threads=1, limit_s=2.0, read=read_figures
+    )
     assert (ended.state, ended.note) == ("killed", "had not ended after 2 s (--timeout-s)")
     child = int((tmp_path / ended.output).read_text())
     status = Path(f"/proc/{child}/status")
@@ -406,8 +409,8 @@ def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: s
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grid_report, "NEEDED", ("rich", "no_such_package"))
-    with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[grid\]'"):
+    monkeypatch.setattr(formats, "NEEDED", ("rich", "no_such_package"))
+    with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[tools\]'"):
         grid.main(["--job", "mnist", "--out", str(tmp_path / "grid")])
 
 
@@ -420,13 +423,13 @@ def test_a_folder_is_one_grids_alone(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(OptionError, match="another grid is using it"), grid.claimed(tmp_path):
+        with pytest.raises(OptionError, match="another one is using it"), claimed(tmp_path):
             pass
         other.communicate()
-    with grid.claimed(tmp_path):
+    with claimed(tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="cannot be written to"), grid.claimed(tmp_path / "file"):
+    with pytest.raises(OptionError, match="cannot be written to"), claimed(tmp_path / "file"):
         pass
 
 
@@ -477,7 +480,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(tmp_path: Path) -> None:
     picture = (folder / "throughput.svg").read_text()
     for row, run in zip(rows[::2], runs, strict=True):
         assert float(row["samples_per_s"]) == run["figures"]["samples_per_s"]
-        assert f">{grid_report.number(run['figures']['samples_per_s'])}<" in picture
+        assert f">{formats.number(run['figures']['samples_per_s'])}<" in picture
     assert float(rows[2]["bubble_formula"]) == pytest.approx(1 / 3)
     kept = {path.name for path in folder.iterdir()}
     pictures = {f"{name}.{kind}" for name in ("throughput", "memory") for kind in ("png", "svg")}

@@ -48,6 +48,7 @@ def test_a_signal_on_one_rank_stops_all(
     assert digits_job.weights(parts) == digits_job.weights(whole)
 
 
+@pytest.mark.long
 def test_without_a_folder_a_signal_ends_it_as_ever() -> None:
     with start("python", 1, digits_job.argv("single", extra=JOB)) as running:
         running.wait_for_output("epoch 1/")

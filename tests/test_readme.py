@@ -75,7 +75,19 @@ TYPED_ELSEWHERE = {
     ),
     "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
     "--epochs 3": ("tests/test_slurm_examples.py", "data_parallel.sh"),
+    "python -m hvd_trainer parity -- -m hvd_trainer.mnist --dataset digits": (
+        *("tests/test_parity_tool.py", '"hvd_trainer.mnist"'),
+    ),
+    "python -m hvd_trainer doctor": ("tests/test_doctor.py", '"doctor"'),
+    "python -m hvd_trainer doctor --run": ("tests/test_doctor.py", '"--run"'),
+    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (
+        *("tests/test_profile.py", '"--profile"'),
+    ),
     # As these, and smaller.
+    "python -m hvd_trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
+    "--epochs 1": ("tests/test_compare.py", '"compare"'),
+    "python -m hvd_trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir "
+    "../shared/data/mnist": ("tests/test_diagnose.py", '"diagnose"'),
     "python -m hvd_trainer grid --job imdb --ranks 1,2,4 --stages 1,2 --chunks 1,2,4,8,16,32 --batch-size "
     "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "grid.main"),
     "MALLOC_MMAP_THRESHOLD_=131072 python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 16 --precision "
@@ -293,6 +305,10 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer install-horovod",
         "hvd_trainer export",
         "hvd_trainer grid",
+        "hvd_trainer compare",
+        "hvd_trainer diagnose",
+        "hvd_trainer parity",
+        "hvd_trainer doctor",
         "benchmarks",
     ):
         known |= documents.options_in(help_of(what))

@@ -24,12 +24,14 @@ def create(
     environ: MutableMapping[str, str] | None = None,
     columns: Columns | None = None,
     devices: Devices = 1,
+    *,
+    timeline: bool = False,
 ) -> Backend:
     """Makes the engine that `options.backend` names, not yet started.
 
     Args:
         environ: `os.environ` if None.
-        columns, devices: as for `Backend`.
+        columns, devices, timeline: as for `Backend`.
 
     Raises:
         OptionError: there is no such engine, or an option is not for it.
@@ -38,5 +40,5 @@ def create(
     if options.backend not in BACKENDS:
         raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[options.backend].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(options, environ, columns, devices)
-    return backend
+    kind: type[Backend] = getattr(importlib.import_module(module), attribute)
+    return kind(options, environ, columns, devices, timeline)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,20 @@ class StepResult:
     """True if the update was left out, on all ranks: the gradient was not finite."""
     grad_norm: Tensor | None = None
     """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
+    losses: tuple[Tensor, ...] = ()
+    """This rank's mean loss in each pass of the step, on the device; with stages the last one alone has any."""
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    row: str
+    """what it is shown with, such as the tensor that was exchanged"""
+    name: str
+    began_ns: int
+    """since 1970, by this host's clock"""
+    ended_ns: int
+    """the same, if it is a moment"""
 
 
 class Backend(Member):
@@ -61,6 +75,7 @@ class Backend(Member):
         environ: `os.environ` if None.
         columns: where a model is cut into stages, which ranks have the same one; None: all have the whole model.
         devices: how many this rank computes on, or which.
+        timeline: whether `timeline` will be asked for.
 
     Attributes:
         name: `horovod`, `ddp` or `single`.
@@ -79,8 +94,10 @@ class Backend(Member):
         environ: MutableMapping[str, str] | None = None,
         columns: Columns | None = None,
         devices: Devices = 1,
+        timeline: bool = False,
     ) -> None:
         super().__init__(options, environ, devices)
+        self._records = timeline
         self._held: deque[list[Tensor]] = deque(maxlen=4)
         self._make_columns, self.columns = columns, [[*range(self.world.size)]]
         self._names: dict[Tensor, str] = {}
@@ -222,6 +239,14 @@ class Backend(Member):
 
     def _update(self, optimizer: Optimizer) -> None:
         optimizer.step()
+
+    def timeline(self) -> AbstractContextManager[list[Span]]:
+        """Inside, the engine records what it does by itself, such as each exchange: the list, once it has ended.
+
+        Only if it was made with `timeline=True`; and the list stays empty on engines that record nothing, and on
+        ranks that leave that to another one.
+        """
+        return nullcontext([])
 
     # Collectives. All ranks must call them, in the same order.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import io
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import torch_group
-from hvd_trainer.backends.base import Backend, ReduceOp, StepResult, TotalNorm
+from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
 from hvd_trainer.backends.horovod_exchange import (
     BucketExchange,
     Exchange,
@@ -27,6 +29,7 @@ from hvd_trainer.backends.horovod_exchange import (
     WrappedExchange,
     used_somewhere,
 )
+from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
 from hvd_trainer.backends.member import environment
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
@@ -160,6 +163,8 @@ class HorovodBackend(Backend):
             wakes = _patch_set() >= WAKES and len(self.columns) == 1
             if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ:
                 wanted |= WAKING
+        if self._records:
+            wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
         return {name: value for name, value in wanted.items() if name not in self.environ}
@@ -306,6 +311,24 @@ class HorovodBackend(Backend):
         for parameter, used in usage:
             if not used:
                 parameter.grad = None
+
+    @contextmanager
+    def timeline(self) -> Iterator[list[Span]]:
+        spans: list[Span] = []
+        # It may be at work already, for a user who has asked Horovod for it.
+        ours = self._records and self.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
+        if not ours or not self.world.is_first:  # rank 0 writes it for all
+            yield spans
+            return
+        with tempfile.TemporaryDirectory(prefix="hvd_trainer-timeline-") as folder:
+            file = Path(folder) / "timeline.json"
+            self._hvd.start_timeline(str(file))
+            try:
+                yield spans
+            finally:
+                self._hvd.stop_timeline()
+            with suppress(OSError, ValueError):  # where the disk is full, it is cut off
+                spans += read_timeline(file)
 
     # Collectives.
 

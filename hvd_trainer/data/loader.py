@@ -60,7 +60,12 @@ class Loader(ABC):
         name: what the banner calls the data set.
         num_samples: samples in it, or None if it does not tell.
         batches_per_epoch: this rank's training batches in a whole epoch, or None.
+        in_memory: whether a batch is an operation on tensors.
+        num_workers: processes that load for this rank.
     """
+
+    in_memory = False
+    num_workers = 0
 
     def __init__(self, data: Any, num_samples: int | None, backend: Backend, plan: LoaderPlan) -> None:
         name = getattr(data, "name", None)
@@ -111,6 +116,7 @@ class TensorLoader(Loader):
     """Takes each batch from memory in one indexing operation; on the GPU itself where the data set fits."""
 
     FRACTION_OF_FREE_GPU = 0.5
+    in_memory = True
 
     def __init__(self, data: TensorData, backend: Backend, plan: LoaderPlan) -> None:
         super().__init__(data, len(data), backend, plan)
@@ -202,6 +208,7 @@ class DatasetLoader(Loader):
         self._loader = torch_loader(
             _Seeded(data, plan.seed), backend, num_workers, collate, batch_sampler=self._sampler
         )
+        self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
         return self._pass(epoch, self._training(epoch, consumed))

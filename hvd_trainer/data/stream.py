@@ -77,6 +77,7 @@ class StreamLoader(Loader):
             collate,
             batch_size=plan.batch_size,
         )
+        self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
         batches = self._pass(epoch, consumed)

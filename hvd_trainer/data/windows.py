@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, repeat
 
 from hvd_trainer.data.batch import Batch
+
+
+def again(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:
+    """The first batch `count` times (None: without end), so that nothing is fetched but once."""
+    first = next(batches)
+    return repeat(first) if count is None else repeat(first, count)
 
 
 class Windows:
@@ -21,6 +27,12 @@ class Windows:
             window, self._next = self._next, None
             yield window
             self.prefetch()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no window is left."""
+        self.prefetch()
+        return not self._next
 
     def prefetch(self) -> None:
         """Loads the next window, unless that was done."""

@@ -40,6 +40,12 @@ V = TypeVar("V")
 class Layout(ABC):
     """What all ways to lay out a job have in common.
 
+    Args:
+        backend: the engine.
+        options: of the layout.
+        train: of the training.
+        exchange: whether copies of the model average their gradients.
+
     Attributes:
         share: of each batch, for this rank.
         seeds_itself: whether each step seeds its own random numbers.
@@ -50,8 +56,11 @@ class Layout(ABC):
     is_whole: bool
     seeds_itself: bool
 
-    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
+    def __init__(
+        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+    ) -> None:
         self._backend, self._options, self._train = backend, options, train
+        self._exchange = exchange and train.reproducible is None
         self._updates: SharedUpdates | None = None
         self._everyone: dist.ProcessGroup | None = None
         self._slices: Slices | None = None
@@ -165,8 +174,10 @@ class Layout(ABC):
 class Whole(Layout):
     """Each rank has the whole model."""
 
-    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
-        super().__init__(backend, options, train)
+    def __init__(
+        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+    ) -> None:
+        super().__init__(backend, options, train, exchange=exchange)
         self.share = Share(backend.world.rank, backend.world.size)
         self.seeds_itself = train.reproducible is not None
 
@@ -190,8 +201,7 @@ class Whole(Layout):
             state = self.merged_updates(before["state"])
             if state is not None:
                 optimizer.load_state_dict({**before, "state": state})
-        exchange = self._train.reproducible is None
-        prepared = self._backend.prepare(to_train, optimizer, exchange=exchange)
+        prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._share_updates(optimizer)
         return prepared
 

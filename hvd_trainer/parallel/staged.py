@@ -37,8 +37,10 @@ class Staged(Layout):
 
     seeds_itself = True
 
-    def __init__(self, backend: Backend, options: ParallelOptions, train: TrainOptions) -> None:
-        super().__init__(backend, options, train)
+    def __init__(
+        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+    ) -> None:
+        super().__init__(backend, options, train, exchange=exchange)
         self.grid = make_grid([peer.node for peer in backend.peers], options.stages)
         self.place = self.grid.place(backend.world.rank)
         self.share = Share(self.place.replica, self.grid.replicas)
@@ -88,7 +90,7 @@ class Staged(Layout):
         drop_other_state(optimizer, self.owns)
         optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
         stage = nn.ModuleList(self._mine.values())
-        backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._slices is None)
+        backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange and self._slices is None)
         if self._slices is not None:
             blocks = [block for part in self._mine.values() for block in part.blocks]
             self._slices.cut(model, list(stage), blocks, optimizer)

@@ -8,11 +8,9 @@ has ended is written down at once, so that the same command goes on where a kill
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +20,14 @@ import tyro
 from hvd_trainer.banner import plural
 from hvd_trainer.errors import OptionError
 from hvd_trainer.option_checks import at_least, flag, more_than
-from hvd_trainer.tools import grid_picture, grid_report
+from hvd_trainer.tools import formats, grid_picture, grid_report
+from hvd_trainer.tools.formats import check_installed
+from hvd_trainer.tools.grid_figures import read_figures
 from hvd_trainer.tools.grid_job import Job, find_job
 from hvd_trainer.tools.grid_plan import Axis, Configuration, configurations, in_rounds, label, read_axis
 from hvd_trainer.tools.grid_rows import Row, make_rows
-from hvd_trainer.tools.grid_run import Run, append_run, carry_out, clear, read_runs, running
 from hvd_trainer.tools.hunt import command_for
+from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, clear, log_dir, read_runs, split
 
 Values = Annotated[str | None, tyro.conf.arg(metavar="V,V,...")]
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     own, further = split(argv)
     options = tyro.cli(Options, prog="python -m hvd_trainer grid", args=own)
     options.check()
-    grid_report.check_installed()
+    check_installed()
     job, axes = find_job(options.job), read_axes(options.axes)
     folder = options.out.expanduser().resolve()
     cells = configurations(job, axes, further, options.steps)
@@ -137,13 +137,6 @@ def main(argv: Sequence[str]) -> int:
     return int(any(row.state not in ("done", "impossible") for row in rows))
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those behind `--`, which are the job's."""
-    words = list(argv)
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
-
-
 def read_axes(options: Axes) -> list[Axis]:
     """The axes that were given, in the order of `--help`.
 
@@ -162,28 +155,6 @@ def read_axes(options: Axes) -> list[Axis]:
         if names.count(name) > 1:
             raise OptionError(f"{flag(name)} is given twice: put all its values into one list")
     return axes
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Has the folder for this grid alone, until it ends, however it ends.
-
-    Raises:
-        OptionError: another one is using it, or it cannot be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise OptionError(f"--out {folder} cannot be written to: {error}") from error
-    with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OptionError(
-                f"--out {folder}: another grid is using it. Wait for its end, or name another folder ({error})"
-            ) from None
-        yield
 
 
 def measure(grid: Grid, options: Options) -> None:
@@ -212,15 +183,23 @@ def measure(grid: Grid, options: Options) -> None:
 
 def start(grid: Grid, configuration: Configuration, number: int, limit_s: float) -> Run:
     """One run of one configuration, from its start to its end."""
-    job = ["-m", grid.job.module, *configuration.arguments, "--log-dir", str(running(grid.folder) / "log")]
+    job = ["-m", grid.job.module, *configuration.arguments, "--log-dir", str(log_dir(grid.folder))]
     command = command_for("torchrun", configuration.ranks, job)
-    return carry_out(command, grid.folder, configuration.identity, number, configuration.threads, limit_s)
+    return carry_out(
+        command,
+        grid.folder,
+        configuration.identity,
+        number,
+        threads=configuration.threads,
+        limit_s=limit_s,
+        read=read_figures,
+    )
 
 
 def line_of(run: Run, configuration: Configuration, axes: Sequence[Axis]) -> str:
     """`round 1, ranks 2, stages 2: 310 samples/s (12 s)`."""
     rate = run.figures.get("samples_per_s")
-    result = f"{run.state}: {run.note}" if rate is None else f"{grid_report.number(rate)} samples/s"
+    result = f"{run.state}: {run.note}" if rate is None else f"{formats.number(rate)} samples/s"
     return f"round {run.round}, {configuration.named(axes)}: {result} ({run.seconds:.0f} s)"
 
 

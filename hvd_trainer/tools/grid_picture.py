@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvd_trainer.tools.formats import number
 from hvd_trainer.tools.grid_plan import ABSENT, Axis, label
-from hvd_trainer.tools.grid_report import number
 from hvd_trainer.tools.grid_rows import Row
 
 if TYPE_CHECKING:

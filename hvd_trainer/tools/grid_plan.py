@@ -6,7 +6,6 @@ Pure: nothing is started here, and what cannot be is found by the checks that th
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +19,7 @@ from hvd_trainer.option_checks import flag
 from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.tools.grid_job import Job, changed, choices, flags, parsed, with_values
+from hvd_trainer.tools.runs import key_of
 
 RANKS, THREADS = "ranks", "threads"
 """Axes that are no options of the job, but of its start."""
@@ -109,11 +109,6 @@ class Configuration:
 def label(name: str) -> str:
     """An option as it is called in tables."""
     return name.replace("_", " ")
-
-
-def key_of(identity: Mapping[str, Any]) -> str:
-    """One text for one configuration, by which its runs are found again."""
-    return json.dumps(identity, sort_keys=True)
 
 
 def read_axis(name: str, text: str) -> Axis:

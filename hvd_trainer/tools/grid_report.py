@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,31 +11,13 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.formats import milliseconds, more_or_less, number, percent
 from hvd_trainer.tools.grid_plan import Axis, label
 from hvd_trainer.tools.grid_prediction import why_off
 from hvd_trainer.tools.grid_rows import DIFFERENT, Row
 
-NEEDED = ("matplotlib", "rich")
 WIDE = 10_000
 """Columns, where nobody's terminal sets a limit."""
-
-
-def number(value: float) -> str:
-    """With three digits at least, and thousands apart."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    return number(1000 * seconds)
-
-
-def percent(fraction: float) -> str:
-    return f"{fraction:.1%}"
-
-
-def more_or_less(fraction: float) -> str:
-    return f"{fraction:+.0%}"
 
 
 def beside_first(difference: float) -> str:
@@ -69,20 +50,6 @@ COLUMNS = (
 )
 SPREAD = ("lowest", "highest")
 IN_CSV = ("runs", *(column.figure for column in COLUMNS), "global_batch_size")
-
-
-def check_installed() -> None:
-    """Refuses to begin what could not be shown in the end.
-
-    Raises:
-        OptionError: a package is missing that draws the table or the picture.
-    """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"The table and the picture of a grid need {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed. Type: pip install 'hvd_trainer[grid]'"
-        )
 
 
 def write_csv(rows: Sequence[Row], axes: Sequence[Axis], file: Path) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 
 from hvd_trainer.tools.grid_plan import Configuration
 from hvd_trainer.tools.grid_prediction import predict
-from hvd_trainer.tools.grid_run import Run
+from hvd_trainer.tools.runs import Run
 
 DIFFERENT = 0.1
 """From which a measured step counts as another than the predicted one."""

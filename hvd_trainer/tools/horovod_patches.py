@@ -12,10 +12,11 @@ from hvd_trainer.tools.horovod_elastic import ELASTIC_CHANGES
 from hvd_trainer.tools.horovod_endings import ENDING_CHANGES
 from hvd_trainer.tools.horovod_security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod_source import Replacement
+from hvd_trainer.tools.horovod_timeline import TIMELINE_CHANGES
 from hvd_trainer.tools.horovod_waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 8
+PATCH_SET = 9
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -61,6 +62,7 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *WAKING_CHANGES,
         *ELASTIC_CHANGES,
         *ENDING_CHANGES,
+        *TIMELINE_CHANGES,
     ):
         replacement.apply(source)
     shutil.copyfile(horovod_messages.__file__, source / "horovod/runner/elastic/messages.py")

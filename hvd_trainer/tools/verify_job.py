@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_trainer.callback import Callback
 from hvd_trainer.config import TrainerOptions
 from hvd_trainer.data import TensorData
 from hvd_trainer.job import run_job
-from hvd_trainer.trainer import Callback, Trainer
+from hvd_trainer.trainer import Trainer
 
 FEATURES, CLASSES, WIDTH = 64, 10, 512
 STEPS_PER_EPOCH = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvd_trainer.watch.page import Page
@@ -26,6 +26,7 @@ class Activity:
         since: when it last got on, by `time.monotonic`.
         limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
         was_waiting: whether an exception has come out of a collective.
+        listeners: are told of each phase that begins; waiting for other ranks is `reduce`, whatever it is part of.
     """
 
     def __init__(self, startup_s: float) -> None:
@@ -33,6 +34,7 @@ class Activity:
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.limits: tuple[float, float] | None = None
         self.was_waiting = False
+        self.listeners: list[Callable[[str], None]] = []
         self._waits, self._failed_alone = 0, False
         self._page: Page | None = None
 
@@ -57,12 +59,18 @@ class Activity:
         self.phase, self.since = phase, time.monotonic()
         if self._page is not None:
             self._page.write(self.step, phase)
+        self._tell(phase)
+
+    def _tell(self, phase: str) -> None:
+        for listener in self.listeners:
+            listener(phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, this rank waits for the others."""
         self._waits += 1
         self.since = time.monotonic()
+        self._tell(EXCHANGE)
         try:
             yield
         except BaseException:
@@ -71,6 +79,7 @@ class Activity:
         finally:
             self._waits -= 1
             self.since = time.monotonic()
+            self._tell(EXCHANGE if self._waits else self.phase)
 
     @contextmanager
     def working(self, phase: str) -> Iterator[None]:
@@ -85,6 +94,7 @@ class Activity:
         finally:
             self._waits = waits
             self.since = time.monotonic()
+            self._tell(EXCHANGE if waits else phase)
 
     @property
     def waits(self) -> bool:

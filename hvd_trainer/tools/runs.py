@@ -1,4 +1,4 @@
-"""One run of a grid: the job as a user would start it, with a time limit, and what it left to read.
+"""Runs of jobs that a tool measures: each as a user would start it, with a time limit, and what it left to read.
 
 DIR/runs.jsonl    one line per run that has ended
 DIR/running/      what the present run writes: metrics, weights, output; gone after it
@@ -7,33 +7,37 @@ DIR/failed/       the output of each run that failed, by its line in runs.jsonl
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
-from hvd_trainer.errors import LaunchError
+from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.launch import LAUNCHERS
-from hvd_trainer.log import METRICS
-from hvd_trainer.tools.grid_plan import key_of
 
-MARK = "HVD_TRAINER_GRID"
-"""Every process of a run has it in its environment, with the grid's folder: launchers put ranks into sessions of
+MARK = "HVD_TRAINER_RUN"
+"""Every process of a run has it in its environment, with the tool's folder: launchers put ranks into sessions of
 their own, which a signal to a process group does not reach."""
 END_S = 20.0
 RUNS = "runs.jsonl"
-OF_EPOCH = ("samples_per_s", "train_loss", "bubble", "global_batch_size")
-OF_END = ("peak_memory_mb", "base_memory_mb")
+SAID = (
+    r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
+    r"^\S+: error: (.*)",  # argparse's
+    r"^\u256d[^\n]*\n\u2502 (.*?) *\u2502$",  # tyro's box
+    r"^((?:\w+\.)*\w*(?:Error|Exception): \S.*)",
+)
+"""How the programs of a run say why they fail, the likeliest first."""
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -42,7 +46,7 @@ class Run:
     """How one run ended."""
 
     identity: Mapping[str, Any]
-    """of its configuration"""
+    """what was run, in plain JSON"""
     round: int
     state: Literal["done", "failed", "killed"]
     """killed: from outside or by the time limit, so that it may go well another time"""
@@ -50,13 +54,49 @@ class Run:
     """from start to end"""
     note: str = ""
     """why it failed, in one line"""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
     output: str = ""
     """the file with what it printed, if it failed"""
+    began_at: float = 0.0
+    """seconds since 1970"""
 
     @property
     def key(self) -> str:
         return key_of(self.identity)
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """One text for one configuration, by which its runs are found again."""
+    return json.dumps(identity, sort_keys=True)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and those behind `--`, which are the job's."""
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Has the folder for this tool alone, until it ends, however it ends.
+
+    Raises:
+        OptionError: another one is using it, or it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise OptionError(f"--out {folder} cannot be written to: {error}") from error
+    with lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OptionError(
+                f"--out {folder}: another one is using it. Wait for its end, or name another folder ({error})"
+            ) from None
+        yield
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -80,20 +120,30 @@ def append_run(folder: Path, run: Run) -> None:
 
 
 def carry_out(
-    command: Sequence[str], folder: Path, identity: Mapping[str, Any], round_: int, threads: int, limit_s: float
+    command: Sequence[str],
+    folder: Path,
+    identity: Mapping[str, Any],
+    round_: int,
+    *,
+    threads: int | None,
+    limit_s: float,
+    read: Callable[[Path], Mapping[str, Any] | None],
 ) -> Run:
     """Starts the job, waits for its end, and leaves no process of it.
 
     Args:
-        command: with `--log-dir DIR/running/log`.
+        command: with `--log-dir` and the folder that `log_dir(DIR)` names.
         folder: DIR.
-        threads: of each rank, on the CPU.
+        identity: what is run.
+        round_: for the how manieth time.
+        threads: of each rank, on the CPU; None: as this process's environment says.
         limit_s: after which it is killed, in seconds.
+        read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
     """
     clear(folder)
     place = running(folder)
     place.mkdir(parents=True)
-    began = time.monotonic()
+    began_at, began = time.time(), time.monotonic()
     try:
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -112,21 +162,27 @@ def carry_out(
         end_processes(folder)
     process.wait()
     seconds = round(time.monotonic() - began, 2)
-    figures = read_figures(place / "log") if code == 0 else None
+    figures = read(log_dir(folder)) if code == 0 else None
+    ended = partial(Run, identity, round_, seconds=seconds, began_at=began_at)
     if figures is not None:
-        ended = Run(identity, round_, "done", seconds, figures=figures)
+        run = ended(state="done", figures=figures)
     elif code is None or code < 0:
         why = f"had not ended after {limit_s:g} s (--timeout-s)" if code is None else f"killed by signal {-code}"
-        ended = Run(identity, round_, "killed", seconds, why, output=_keep_output(folder))
+        run = ended(state="killed", note=why, output=_keep_output(folder))
     else:
-        ended = Run(identity, round_, "failed", seconds, why_it_failed(place, code), output=_keep_output(folder))
+        run = ended(state="failed", note=why_it_failed(place, code), output=_keep_output(folder))
     clear(folder)
-    return ended
+    return run
 
 
 def running(folder: Path) -> Path:
     """Where the present run writes."""
     return folder / "running"
+
+
+def log_dir(folder: Path) -> Path:
+    """The log folder of the present run."""
+    return running(folder) / "log"
 
 
 def clear(folder: Path) -> None:
@@ -135,14 +191,14 @@ def clear(folder: Path) -> None:
     shutil.rmtree(running(folder), ignore_errors=True)
 
 
-def _environment(folder: Path, threads: int) -> dict[str, str]:
+def _environment(folder: Path, threads: int | None) -> dict[str, str]:
     # Whatever launcher may have started the grid: its ranks are not those of the run.
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     return {
         **{name: value for name, value in os.environ.items() if name not in others},
         MARK: str(folder),
         # By itself torchrun gives many ranks one thread each, and a single rank all cores.
-        "OMP_NUM_THREADS": str(threads),
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         # torchrun copies there what the failed rank says is the reason.
         "TORCHELASTIC_ERROR_FILE": str(running(folder) / "error.json"),
     }
@@ -174,31 +230,17 @@ def _processes(folder: Path) -> list[psutil.Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
-def read_figures(log: Path) -> dict[str, float] | None:
-    """The figures of a run's last epoch and of its end; None if it did not come to its end."""
-    records = []
-    with suppress(FileNotFoundError, ValueError):
-        records = [json.loads(line) for line in (log / METRICS).read_text().splitlines()]
-    epochs = [record for record in records if record["event"] == "epoch"]
-    if not epochs or records[-1]["event"] != "end":
-        return None
-    wanted = {name: epochs[-1].get(name) for name in OF_EPOCH} | {name: records[-1].get(name) for name in OF_END}
-    figures = {name: float(value) for name, value in wanted.items() if isinstance(value, int | float)}
-    length = yaml.safe_load((log / "config.yaml").read_text()).get("sequence_length")
-    if isinstance(length, int) and "samples_per_s" in figures:
-        # Padding counts: it is computed like any other token.
-        figures["tokens_per_s"] = figures["samples_per_s"] * length
-    return figures
-
-
 def why_it_failed(place: Path, code: int) -> str:
     """The reason in one line: what the failed rank said, or else the launcher."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.
     said = (place / "output").read_text(errors="replace")
-    match = re.search(r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)", said, re.MULTILINE)
-    return _reason(match[1]) if match else f"exit code {code}"
+    said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
+    for pattern in SAID:
+        if (match := re.search(pattern, said, re.MULTILINE)) is not None:
+            return _reason(match[1])
+    return f"exit code {code}"
 
 
 def _reason(text: str) -> str:

@@ -1,0 +1,177 @@
+"""What the time of each step goes to: every rank measures its own steps and keeps them in the log folder.
+
+     data      forward     backward     reduce   step
+    |-------|-----------|-------------|--------|------|        LOG_DIR/steps/rank-0.npz
+
+`reduce` is waiting for other ranks: the part of the exchange that backward has not hidden. `data` may come between
+backward and it, where the next batch is fetched while gradients are on their way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from hvd_trainer.trainer import Trainer
+
+FOLDER = "steps"
+PARTS = ("data", "forward", "backward", "reduce", "step", "other")
+"""Of a step; `other` is all that is none of them, such as a save or the beginning of an epoch."""
+OTHER = PARTS.index("other")
+PENDING = 64
+"""Steps whose marks are kept before they are made into seconds: a GPU is that far behind at most."""
+
+
+class Clock(Protocol):
+    """Takes marks, and tells the time between them."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+    def settle(self) -> None:
+        """Waits until everything before now is done."""
+
+
+class HostClock:
+    """For CPUs, where a call returns when its work is done."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        """Everything is done."""
+
+
+class DeviceClock:
+    """For GPUs, which are behind the program: marks are events among their work, at which nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1000
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class StepTimes(Callback):
+    """Measures the steps of this rank, and writes them down at the end of the training.
+
+    What it keeps, as a file of NumPy with one entry per step: `seconds` (steps, parts) in the order of `parts`,
+    `step`, `epoch`, `samples` (of all ranks), `lr`, `loss` (this rank's), `grad_norm`, `skipped`, `cpu_s` (CPU
+    time of the whole process); and `began_at` and `first_step_at`, in seconds since 1970.
+
+    Args:
+        backend: the engine.
+        log_dir: the log folder, on this rank's node.
+    """
+
+    def __init__(self, backend: Backend, log_dir: str) -> None:
+        self._backend = backend
+        self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{backend.world.rank}.npz"
+        self._clock: Clock = HostClock() if backend.device.type == "cpu" else DeviceClock(backend.device)
+        self._columns = {name: column for column, name in enumerate(PARTS)}
+        self._pending: list[list[tuple[int, Any]]] = []
+        self._seconds: list[list[float]] = []
+        self._rows: list[tuple[float, ...]] = []
+        self._losses: list[tuple[Tensor, ...]] = []
+        self._norms: list[Tensor | None] = []
+        self._first_step_at = 0.0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, each step is measured; after it, all are written down.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        activity = self._backend.activity
+        self._began_at, self._samples, self._cpu = time.time(), 0, time.process_time()
+        self._marks = [(OTHER, self._clock.mark())]
+        activity.listeners.append(self._enter)
+        try:
+            yield
+        finally:
+            activity.listeners.remove(self._enter)
+        self._write()
+
+    def _enter(self, phase: str) -> None:
+        self._marks.append((self._columns.get(phase, OTHER), self._clock.mark()))
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if not self._rows:
+            self._clock.settle()
+            self._first_step_at = time.time()
+            self._samples = trainer.progress.samples - trainer.plan.global_batch_size
+        end = self._clock.mark()
+        self._pending.append([*self._marks, (OTHER, end)])
+        self._marks = [(self._marks[-1][0], end)]
+        progress, cpu = trainer.progress, time.process_time()
+        counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
+        self._rows.append((*counts, trainer.rate.last, result.skipped, cpu - self._cpu))
+        self._samples, self._cpu = progress.samples, cpu
+        self._losses.append(result.losses)
+        self._norms.append(result.grad_norm)
+        if len(self._pending) == PENDING:
+            self._resolve()
+
+    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self._marks = [(OTHER, self._clock.mark())]
+
+    def _resolve(self) -> None:
+        self._clock.settle()
+        for marks in self._pending:
+            seconds = [0.0] * len(PARTS)
+            for (column, start), (_, end) in zip(marks, marks[1:], strict=False):
+                seconds[column] += self._clock.seconds(start, end)
+            self._seconds.append(seconds)
+        self._pending.clear()
+
+    def _write(self) -> None:
+        self._resolve()
+        step, epoch, samples, lr, skipped, cpu = np.array(self._rows, dtype=float).reshape(-1, 6).T
+        nan = torch.tensor(float("nan"))
+        losses = [torch.stack(its).mean() if its else nan for its in self._losses]
+        norms = [nan if norm is None else norm.detach() for norm in self._norms]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            self._file,
+            parts=np.array(PARTS),
+            seconds=np.array(self._seconds).reshape(-1, len(PARTS)),
+            step=step.astype(int),
+            epoch=epoch.astype(int),
+            samples=samples.astype(int),
+            lr=lr,
+            skipped=skipped.astype(bool),
+            cpu_s=cpu,
+            loss=_on_host(losses),
+            grad_norm=_on_host(norms),
+            began_at=self._began_at,
+            first_step_at=self._first_step_at,
+        )
+
+
+def _on_host(figures: list[Tensor]) -> Any:
+    """One number of each, whatever device it is on."""
+    return np.array([float(figure) for figure in figures])

@@ -1,0 +1,302 @@
+"""`python -m hvd_trainer diagnose`: its arithmetic, its advice, and the right verdict on planted causes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launchers import launch
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools import diagnose
+from hvd_trainer.tools.diagnose import Options, plan
+from hvd_trainer.tools.diagnose_actions import actions
+from hvd_trainer.tools.diagnose_causes import (
+    ALONE,
+    NEITHER,
+    NO_DATA,
+    NO_EXCHANGE,
+    NORMAL,
+    ONE_THREAD,
+    TWICE,
+    Line,
+    Shares,
+    shares,
+)
+from hvd_trainer.tools.diagnose_report import Report, sentences
+
+FACTS = {
+    "batch_size": 32,
+    "threads": 1,
+    "cores": 8,
+    "device": "CPU",
+    "in_memory": False,
+    "workers": 0,
+    "passes": 1,
+    "compression": "none",
+    "parameters": 1_000_000,
+}
+LINE = Line(0.001, 1e9)
+
+
+def figures(step: float, data: float = 0.0, straggler: float = 0.0, computing: Sequence[float] = (0.0,)) -> Any:
+    """Milliseconds."""
+    return {
+        "step_s": step / 1000,
+        "samples_per_s": 1.0,
+        "parts": {"data": data / 1000, "straggler": straggler / 1000},
+        "computing_s": [each / 1000 for each in computing],
+    }
+
+
+def runs(**changed: Any) -> dict[str, Any]:
+    """Ranks that compute 10 ms, fetch 4, exchange 3; a step has 2 ms of its own. Nothing else is lost."""
+    normal = {
+        "normal": figures(17, computing=(14, 14)),
+        "no_data": figures(13),
+        "no_exchange": figures(14),
+        "neither": figures(10, computing=(10, 10)),
+        "alone": figures(14, data=4),
+        "twice": figures(26, data=8),
+    }
+    names = {
+        "normal": NORMAL,
+        "no_data": NO_DATA,
+        "no_exchange": NO_EXCHANGE,
+        "neither": NEITHER,
+        "alone": ALONE,
+        "twice": TWICE,
+        "one_thread": ONE_THREAD,
+    }
+    return {names[name]: its for name, its in (normal | changed).items()}
+
+
+def found(**changed: Any) -> Shares:
+    return shares(runs(**changed), LINE, 4e6, 1)
+
+
+def test_what_is_missing_tells_what_it_costs() -> None:
+    its = found()
+    assert {k: round(1000 * v, 6) for k, v in its.seconds.items()} == {
+        "data": 4,
+        "exchange": 3,
+        "straggler": 0,
+        "contention": 0,
+        "overhead": 2,
+    }
+    assert its.computing_s == pytest.approx(0.008)
+    assert its.unexplained_s == pytest.approx(0)
+    assert its.efficiency == pytest.approx(14 / 17)
+    assert its.ranked == ["data", "exchange", "overhead"]
+    # 1 ms of latency and 4 ms for 4 MB at 1 GB/s, of which backward hides a part.
+    assert (its.latency_s, its.bandwidth_s) == (pytest.approx(0.0006), pytest.approx(0.0024))
+
+
+def test_a_slow_rank_and_ranks_in_each_others_way() -> None:
+    """Rank 1 computes 6 ms more, and both 5 ms more than one alone."""
+    its = found(
+        normal=figures(28, straggler=3, computing=(19, 25)),
+        no_data=figures(24),
+        no_exchange=figures(22),
+        neither=figures(18, computing=(15, 21)),
+    )
+    assert its.seconds["straggler"] == pytest.approx(0.006)
+    assert its.seconds["contention"] == pytest.approx(0.005)
+    assert (its.slowest_rank, its.unexplained_s) == (1, pytest.approx(0))
+
+
+def test_what_one_thread_gains_is_no_exchange() -> None:
+    """Too many threads hold up those that exchange, too: 1 ms of the 3 is left."""
+    its = found(one_thread=figures(15))
+    assert its.seconds["contention"] == pytest.approx(0.002)
+    assert its.seconds["exchange"] == pytest.approx(0.001)
+    assert found(one_thread=figures(30)).seconds == found().seconds
+
+
+def test_runs_that_contradict_each_other_are_not_believed() -> None:
+    its = found(no_data=figures(3), no_exchange=figures(4))
+    assert its.is_doubtful
+    report = Report(its, LINE, {}, FACTS, [], 2, "ddp")
+    assert any(text.startswith("The runs contradict each other by ") for text in sentences(report))
+
+
+def test_latency_and_bandwidth_are_a_line() -> None:
+    pairs = [[size, 0.0005 + size / 2e9] for size in (1024, 65536, 2**20, 2**24)]
+    line = Line.through(pairs)
+    assert (line.latency_s, line.bytes_per_s) == (pytest.approx(0.0005), pytest.approx(2e9))
+    assert line.parts(4e6, 2) == (pytest.approx(0.001), pytest.approx(0.002))
+    assert Line.through([[1024, 0.002], [2048, 0.001]]).bytes_per_s > 0
+
+
+def advice(facts: Mapping[str, Any] | None = None, ranks: int = 2, **changed: Any) -> list[str]:
+    made = actions(found(**changed), runs(**changed), FACTS | (facts or {}), ranks)
+    return [f"{action.text.partition(':')[0]} {action.speed:.2f}" for action in made]
+
+
+def test_advice_has_an_option_and_a_gain() -> None:
+    assert advice() == ["--workers 2 1.13", "--batch-size 64 1.17", "--accumulate 4 1.15"]
+    first, *_ = advice(no_data=figures(5), no_exchange=figures(17), neither=figures(5, computing=(5, 5)))
+    assert first.startswith("--workers 4")
+    assert "--compression fp16 1.08" in advice({"passes": 2})
+    in_memory = advice({"in_memory": True}, no_data=figures(5))
+    assert any(text.startswith("the data is in memory") for text in in_memory)
+    crowded = figures(90, computing=(80, 80))
+    many = {"threads": 4, "cores": 2}
+    normal = figures(97, computing=(94, 94))
+    threads = advice(many, normal=normal, no_data=figures(97), neither=crowded, one_thread=figures(20))
+    assert threads[0] == "OMP_NUM_THREADS=1 4.85"
+
+
+def test_each_trial_changes_one_thing() -> None:
+    trials = plan(Options(np=2), {"batch_size": 32, "threads": 4, "device": "CPU", "cores": 5})
+    assert [trial.name for trial in trials] == [NORMAL, NO_DATA, NO_EXCHANGE, NEITHER, ALONE, TWICE, ONE_THREAD]
+    assert [trial.threads for trial in trials] == [None, None, None, None, 2, 2, 1]
+    assert trials[5].words == ("--global-batch-size", "None", "--batch-size", "64")
+    assert len(plan(Options(np=2), {"batch_size": 32, "threads": 1, "device": "CPU", "cores": 1})) == 6
+
+
+def test_options_of_the_job_are_replaced() -> None:
+    job = ["train.py", "--epochs", "3", "--batch-size=8", "--leave-out", "data", "exchange", "--lr", "1"]
+    words = ["--epochs", "9", "--batch_size", "16", "--leave-out", "data"]
+    assert diagnose._with(job, words) == ["train.py", "--lr", "1", *words]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--np", "1", "--rounds", "0", "--seconds", "0"], "--np must be 2 or more.*; --rounds must.*; --seconds"),
+        ([], "Name the job behind --"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+    job = ["--", "-m", "hvd_trainer.mnist"] if arguments else []
+    with pytest.raises(OptionError, match=message):
+        diagnose.main(["--out", str(tmp_path / "out"), *arguments, *job])
+    assert not (tmp_path / "out").exists()
+
+
+# Planted causes.
+
+JOB = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
+
+PLANTED = "{planted}"
+
+class SlowDisk(Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.zeros(64), index % 2
+
+class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        return inputs
+
+def main(options):
+    with Trainer(options) as trainer:
+        inputs = torch.randn(4096, 64)
+        data = SlowDisk() if PLANTED == "data" else TensorData(inputs, (inputs[:, 0] > 0).long())
+        width = 1024 if PLANTED == "contention" else 256
+        layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        if PLANTED == "straggler":
+            layers.append(Slow(0.15 * trainer.world.rank))
+        if PLANTED == "overhead":
+            layers.append(Slow(0.15))
+        if PLANTED == "contention":
+            # PyTorch by itself takes no more threads than there are cores in the process's view.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        model = nn.Sequential(*layers, nn.Linear(width, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
+"""
+
+
+def diagnosed(
+    planted: str,
+    tmp_path: Path,
+    *job: str,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    inside: Sequence[str] = (),
+) -> tuple[dict[str, Any], str]:
+    """The diagnosis of a job with a planted cause, and what was printed."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(planted=planted))
+    tool = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), *options]
+    words = [*tool, "--seconds", "0.6", "--rounds", "1", "--", str(script), *job]
+    if inside:
+        code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+        words = ["-c", code, *inside, shutil.which("python") or "python", *words]
+    said = launch("python", 1, words, timeout_s=280, env=dict(env or {})).stdout
+    result: dict[str, Any] = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    return result, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("planted", "job", "options", "advice"),
+    [
+        ("data", ("--batch-size", "16", "--workers", "0"), ("--try",), "--workers"),
+        ("straggler", ("--batch-size", "32"), (), "rank 1 is the slowest"),
+        ("overhead", ("--batch-size", "1"), (), "--batch-size 2"),
+        ("contention", ("--batch-size", "256"), ("--threads", str(8 * len(os.sched_getaffinity(0)))), "OMP_NUM"),
+    ],
+)
+def test_a_planted_cause_is_found(
+    planted: str, job: Sequence[str], options: Sequence[str], advice: str, tmp_path: Path
+) -> None:
+    result, said = diagnosed(planted, tmp_path, *job, options=options)
+    assert result["shares"]["ranked"][0] == planted, said
+    assert any(action["text"].startswith(advice) for action in result["advice"] if action["cause"] == planted)
+    if "--try" in options:
+        (tried,) = [one for one in result["tried"] if one["action"]["cause"] == planted]
+        assert tried["after"] > 1.3 * tried["before"]
+        assert "tried --workers" in said
+
+
+@pytest.fixture
+def slow_network() -> Iterator[list[str]]:
+    """A network of its own with 200 Mbit/s: commands run inside if they are put behind this."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and {' and '.join(missing) or 'its rights'}: apt-get install iproute2")
+    name = f"hvd-diagnose-{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        limit = ["tbf", "rate", "200mbit", "burst", "256kb", "latency", "400ms"]
+        slow = subprocess.run([*inside, "tc", "qdisc", "add", "dev", "lo", "root", *limit], check=False)
+        if slow.returncode != 0:
+            pytest.skip("this kernel cannot limit a network's rate: modprobe sch_tbf")
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.mark.long
+def test_a_slow_network_is_found(slow_network: list[str], tmp_path: Path) -> None:
+    result, said = diagnosed("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
+    assert result["shares"]["ranked"][0] == "exchange", said
+    assert result["exchange"]["bytes_per_s"] < 50e6
+    assert result["shares"]["bandwidth_s"] > result["shares"]["latency_s"]
+    texts = [action["text"].partition(":")[0] for action in result["advice"]]
+    assert {"--accumulate 4", "--compression fp16"} <= set(texts)

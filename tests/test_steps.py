@@ -1,0 +1,152 @@
+"""Training for so many steps, the time of each step, and trainings that leave something out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launchers import QUICKEST, launch, requires
+
+ENGINES = ("ddp", "horovod")
+ONLY_ONCE = ("samples_per_s", "saves", "save_stall_s", "peak_memory_mb", "base_memory_mb")
+pytestmark = requires("horovod")
+
+
+def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
+    """Digits have 1,438 samples: 6 steps of 2 x 128 in an epoch, the last one smaller."""
+    job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
+    return launch(QUICKEST, ranks, [*job, *options]).stdout
+
+
+def records(log: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ONLY_ONCE} for line in lines]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_run_ends_after_so_many_steps_and_goes_on(tmp_path: Path, backend: str) -> None:
+    """Inside an epoch and at its end; the bits are those of a run in one go."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = train(whole, "--max-steps", "14", "--epochs", "9", "--log-every", "2", backend=backend)
+    assert "done: 14 steps" in said
+    for steps in (4, 12, 14):
+        options = ("--max-steps", str(steps), "--epochs", "9", "--log-every", "2", "--resume", "auto")
+        assert f"done: {steps} steps" in train(parts, *options, backend=backend)
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    assert records(whole) == records(parts)
+    ends = [(record["event"], record["epoch"], record["step"]) for record in records(whole)]
+    assert ends[-2:] == [("epoch", 3, 14), ("end", 3, 14)]
+    assert "done: nothing left to train" in train(parts, "--max-steps", "14", "--epochs", "9", "--resume", "auto")
+
+
+def steps_of(log: Path, rank: int) -> dict[str, Any]:
+    with np.load(log / "steps" / f"rank-{rank}.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_every_rank_keeps_the_times_of_its_steps(tmp_path: Path, backend: str) -> None:
+    train(tmp_path, "--epochs", "2", "--log-every", "1", "--record-steps", backend=backend)
+    ranks = [steps_of(tmp_path, rank) for rank in range(2)]
+    lines = [record for record in records(tmp_path) if record["event"] == "step"]
+    for its in ranks:
+        assert its["step"].tolist() == list(range(1, 13))
+        assert its["epoch"].tolist() == [1] * 6 + [2] * 6
+        assert its["samples"].sum() == 2 * 1438
+        assert its["lr"].tolist() == [line["lr"] for line in lines]
+        assert not its["skipped"].any()
+        parts = dict(zip(its["parts"].tolist(), its["seconds"].T, strict=True))
+        assert set(parts) == {"data", "forward", "backward", "reduce", "step", "other"}
+        assert (its["seconds"] >= 0).all()
+        for name in ("forward", "backward", "reduce", "step"):
+            assert (parts[name] > 0).all(), name
+        assert its["began_at"] < its["first_step_at"]
+        assert (its["cpu_s"] > 0).all()
+    means = (ranks[0]["loss"] + ranks[1]["loss"]) / 2
+    assert means == pytest.approx([line["train_loss"] for line in lines], rel=1e-6)
+    assert ranks[0]["grad_norm"].tolist() == ranks[1]["grad_norm"].tolist()
+
+
+def test_a_slow_part_is_found_where_it_is(tmp_path: Path) -> None:
+    """Each batch of rank 1 takes 50 ms to fetch: it has the time under data, and rank 0 waits for it."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    launch(QUICKEST, 2, [str(script), "--backend", "ddp", "--log-dir", str(tmp_path / "log"), "--record-steps"])
+    waited, fetched = (steps_of(tmp_path / "log", rank) for rank in range(2))
+    column = fetched["parts"].tolist().index
+    assert np.median(fetched["seconds"][:, column("data")]) > 0.05
+    assert np.median(waited["seconds"][:, column("data")]) < 0.02
+    assert np.median(waited["seconds"][:, column("reduce")]) > 0.04
+
+
+SLOW = """
+import time
+import torch
+from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
+
+def main(options):
+    with Trainer(options) as trainer:
+        def fetch(inputs):
+            time.sleep(0.05 * trainer.world.rank)
+            return inputs
+        inputs = torch.randn(1600, 8)
+        data = TensorData(inputs, (inputs[:, 0] > 0).long(), fetch)
+        model = torch.nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, data)
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
+"""
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_without_exchange_each_rank_trains_alone(tmp_path: Path, backend: str) -> None:
+    said = train(tmp_path, "--epochs", "1", "--leave-out", "exchange", "--record-steps", backend=backend)
+    assert "without" in next(line for line in said.splitlines() if line.startswith("measure"))
+    first, second = (steps_of(tmp_path, rank) for rank in range(2))
+    assert (first["grad_norm"] != second["grad_norm"]).all()
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert not kept & {"model.safetensors", "checkpoints"}
+
+
+def test_without_data_one_batch_comes_again_and_again(tmp_path: Path) -> None:
+    """Its loss falls from step to step, however random the model is; and as many steps are taken."""
+    options = ("--epochs", "2", "--leave-out", "data", "--record-steps", "--optimizer", "sgd", "--lr", "0.05")
+    train(tmp_path, *options, "--model", "mlp", "--momentum", "0", ranks=1)
+    its = steps_of(tmp_path, 0)
+    assert len(its["step"]) == 24
+    for epoch in (1, 2):
+        assert (np.diff(its["loss"][its["epoch"] == epoch]) < 0).all()
+
+
+def test_a_stream_without_data_needs_an_end(tmp_path: Path) -> None:
+    script = tmp_path / "stream.py"
+    script.write_text(STREAM)
+    result = launch("python", 1, [str(script), "--leave-out", "data"], check=False)
+    assert result.returncode == 2
+    assert "add --max-steps" in result.stderr
+    assert "done: 7 steps" in launch("python", 1, [str(script), "--leave-out", "data", "--max-steps", "7"]).stdout
+
+
+STREAM = """
+import torch
+from torch.utils.data import IterableDataset
+from hvd_trainer import Trainer, TrainerOptions, run_job
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return ((torch.randn(4), i % 2) for i in range(300))
+
+def main(options):
+    with Trainer(options) as trainer:
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, Stream())
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
+"""
