@@ -63,7 +63,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "launcher": world.launcher,
         "world_size": world.size,
         "num_nodes": world.num_nodes,
-        "device": _device(trainer),
+        "device": "cpu" if backend.device.type == "cpu" else _device(trainer),
         "threads": torch.get_num_threads(),
         "batch_size": plan.batch_size,
         "passes": plan.passes,

@@ -211,7 +211,7 @@ def test_one_fit_in_a_job() -> None:
     parts: dict[str, Any] = dict.fromkeys(("state", "progress", "guard", "requeue"))
     keeper = Keeper(backend, SaveOptions(), None, keeps=False, memory=Memory(fit=0), **parts)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):
-        keeper.restore(seed=0, epochs=1)
+        keeper.restore(seed=0, is_over=lambda: False)
 
 
 def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

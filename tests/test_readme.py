@@ -195,7 +195,7 @@ def test_commands_run_as_they_stand(command: str, root: Path) -> None:
     if "--log-dir" in command:
         kept = {path.name.partition(".")[0] for path in (root / "runs/digits").iterdir()}
         # A name that begins with a dot is the lock.
-        assert kept == {"metrics", "config", "model", "checkpoints", "events", ""}
+        assert kept == {"metrics", "config", "run", "model", "checkpoints", "events", ""}
         lines = (root / "runs/digits/metrics.jsonl").read_text().splitlines()
         paragraph = re.search(
             r"^The keys in `metrics.jsonl`:(.*?)\n\n", documents.text_of("README.md"), re.M | re.S
@@ -211,7 +211,7 @@ def in_form(line: str) -> str:
 
 @requires("horovodrun")
 def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> None:
-    (shown,) = (block.text for block in documents.blocks("README.md") if block.language == "console")
+    shown = next(block.text for block in documents.blocks("README.md") if block.language == "console")
     first, *transcript = shown.splitlines()
     assert first == f"$ {MAIN}"
     printed = typed(MAIN, root).stdout.splitlines()

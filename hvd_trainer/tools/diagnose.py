@@ -210,7 +210,7 @@ def plan(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
     batch, threads = facts["batch_size"], options.threads
     # Alone, a rank gets no more than its share of the cores: else it would be slowed down by its own threads, too.
     share = max(1, facts["cores"] // options.np)
-    alone = min(facts["threads"], share) if facts["device"] == "CPU" else threads
+    alone = min(facts["threads"], share) if facts["device"] == "cpu" else threads
     whole = ("--global-batch-size", "None", "--batch-size")
     trials = [
         Trial(NORMAL, options.np, (), threads),
@@ -220,7 +220,7 @@ def plan(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
         Trial(ALONE, 1, (*whole, str(batch)), alone),
         Trial(TWICE, 1, (*whole, str(2 * batch)), alone),
     ]
-    if facts["device"] == "CPU" and facts["threads"] > 1:
+    if facts["device"] == "cpu" and facts["threads"] > 1:
         trials.append(Trial(ONE_THREAD, options.np, (), 1))
     return trials
 
