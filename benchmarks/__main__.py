@@ -87,8 +87,13 @@ def main() -> int:
     args = parse_args()
     if args.list:
         for contestant in args.contestants:
-            print(f"{contestant.job.name}: {contestant.name} ({contestant.launcher})")
+            missing = "" if contestant.is_here else f", needs {contestant.needs}, which is not installed"
+            print(f"{contestant.job.name}: {contestant.name} ({contestant.launcher}{missing})")
         return 0
+    for contestant in args.contestants:
+        if not contestant.is_here:
+            print(f"{contestant.name} is left out: {contestant.needs} is not installed", file=sys.stderr)
+    args.contestants = [contestant for contestant in args.contestants if contestant.is_here]
     args.data_dir = args.data_dir.resolve()
     if any(contestant.job is MNIST for contestant in args.contestants):
         # Once, before anything is timed; nothing is fetched if the files are there.

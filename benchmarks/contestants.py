@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -49,6 +50,13 @@ class Contestant:
     launcher: str
     arguments: str
     against: tuple[str, ...] = ()
+    needs: str | None = None
+    """the package that must be installed, for a peer"""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be run."""
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
@@ -57,6 +65,19 @@ RESNET = Job("ResNet-18, 32x32", 2_560, 32, warmup=5, baseline="raw DDP", floor=
 _OURS = (
     "-m hvd_trainer.mnist --epochs 1 --batch-size 128 --optimizer adam --lr 1e-4 "
     "--dataset mnist --data-dir {data} --log-dir {log}"
+)
+
+# By package: the scripts of benchmarks/peers, on the engines that they have.
+_PEERS = {
+    "Accelerate": ("accelerate", "torchrun", "with_accelerate"),
+    "Fabric": ("lightning_fabric", "torchrun", "with_fabric"),
+    "Ignite ddp": ("ignite", "torchrun", "with_ignite --engine gloo"),
+    "Ignite horovod": ("ignite", "horovodrun", "with_ignite --engine horovod"),
+}
+PEERS = tuple(
+    Contestant(name, job, launcher, f"-m benchmarks.peers.{script} {options}", needs=package)
+    for job, options in ((MNIST, "--job mnist --data-dir {data}"), (RESNET, "--job resnet18"))
+    for name, (package, launcher, script) in _PEERS.items()
 )
 
 CONTESTANTS = (
@@ -124,5 +145,6 @@ CONTESTANTS = (
         "-m benchmarks.ours.resnet --backend horovod",
         against=("raw Horovod",),
     ),
+    *PEERS,
     Contestant("without exchange", RESNET, "torchrun", "-m benchmarks.raw.resnet_floor"),
 )

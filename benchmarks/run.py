@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from benchmarks.contestants import Contestant
-from benchmarks.probe import PLAN_VARIABLE, Plan, Record
+from hvd_trainer.tools.step_figures import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -36,7 +35,7 @@ class Measurement:
 def command_line(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> list[str]:
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
-    probed = ["-m", "benchmarks.probe", *words]
+    probed = ["-m", "hvd_trainer.tools.probe", str(log_dir / "probed"), *words]
     if contestant.launcher == "horovodrun":
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         return [launcher, "-np", str(ranks), sys.executable, *probed]
@@ -54,35 +53,32 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
     """
     job = contestant.job
     with tempfile.TemporaryDirectory(prefix="hvd-benchmark-") as name:
-        folder = Path(name)
-        (folder / "records").mkdir()
-        plan = Plan(job.warmup, job.steps(ranks), str(folder / "records"))
+        folder, steps = Path(name), job.steps(ranks)
         environment = {
             **os.environ,
-            PLAN_VARIABLE: json.dumps(asdict(plan)),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = command_line(contestant, ranks, data_dir, folder / "log")
         output = folder / "output"
         started = time.time()
-        exit_code = _finish(command, environment, output, limit_s)
-        records = [Record(**json.loads(path.read_text())) for path in (folder / "records").glob("*.json")]
-        done = sorted(record.steps for record in records)
-        if done != [plan.steps] * ranks:
+        exit_code = finish(command, environment, output, limit_s)
+        probed = read_steps(folder / "log" / "probed")
+        done = [len(rank["step"]) for rank in probed]
+        if done != [steps] * ranks:
             raise RunError(
-                f"{contestant.name}: asked for {ranks} ranks of {plan.steps} steps in "
+                f"{contestant.name}: asked for {ranks} ranks of {steps} steps in "
                 f"{limit_s:g} s, found {done or 'none'}, exit code {exit_code}; command: "
                 f"{' '.join(command)}\n{output.read_text(errors='replace')[-4000:]}"
             )
     return Measurement(
-        images_per_s=sum(job.timed_samples(ranks) / record.seconds for record in records),
-        startup_s=max(record.first_step_at for record in records) - started,
+        images_per_s=sum(job.timed_samples(ranks) / rank["seconds"][job.warmup :].sum() for rank in probed),
+        startup_s=max(float(rank["first_step_at"]) for rank in probed) - started,
         exit_code=exit_code,
     )
 
 
-def _finish(command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float) -> int:
+def finish(command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float) -> int:
     """Run the command to its end or to the limit, leave no process of it; returns its exit code."""
     with output.open("wb") as file:
         process = subprocess.Popen(

@@ -19,18 +19,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
     "hvd_trainer.callback": ("Callback",),
-    "hvd_trainer.config": (
-        "LogOptions",
-        "MeasureOptions",
-        "SaveOptions",
-        "TrainOptions",
-        "TrainerOptions",
-        "parse",
-    ),
+    "hvd_trainer.config": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions", "parse"),
     "hvd_trainer.data": ("TensorData", "load_images", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
     "hvd_trainer.job": ("run_job",),
     "hvd_trainer.launch": ("World", "detect"),
+    "hvd_trainer.measure_options": ("MeasureOptions",),
     "hvd_trainer.metrics": ("accuracy",),
     "hvd_trainer.parallel_options": ("ParallelOptions",),
     "hvd_trainer.slurm": ("SlurmStep", "detect_slurm"),
@@ -47,11 +41,12 @@ __all__ = [
 if TYPE_CHECKING:
     from hvd_trainer.backends import Backend, EngineOptions, StepResult
     from hvd_trainer.callback import Callback
-    from hvd_trainer.config import LogOptions, MeasureOptions, SaveOptions, TrainerOptions, TrainOptions, parse
+    from hvd_trainer.config import LogOptions, SaveOptions, TrainerOptions, TrainOptions, parse
     from hvd_trainer.data import TensorData, load_images, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
     from hvd_trainer.job import run_job
     from hvd_trainer.launch import World, detect
+    from hvd_trainer.measure_options import MeasureOptions
     from hvd_trainer.metrics import accuracy
     from hvd_trainer.parallel_options import ParallelOptions
     from hvd_trainer.slurm import SlurmStep, detect_slurm

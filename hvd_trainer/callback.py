@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.backends import StepResult
+from hvd_trainer.data import Batch
 
 if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
@@ -18,3 +21,15 @@ class Callback:
 
     def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """After each epoch, with its line of metrics.jsonl."""
+
+
+class Observer(Callback):
+    """A callback that also stands around the whole training, and sees the batches."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """The training runs inside; model, optimizer and data are set up."""
+        return nullcontext()
+
+    def seen(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """This rank's batches of an epoch, as they pass by."""
+        return batches

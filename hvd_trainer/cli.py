@@ -13,29 +13,33 @@ from hvd_trainer.errors import UserError
 
 TOOLS = {
     "compare": (
-        "hvd_trainer.tools.compare",
+        "hvd_trainer.tools.compare.tool",
         "which engine is faster here, for a job of yours, by how much and why",
     ),
-    "doctor": ("hvd_trainer.tools.doctor", "look at all that training needs here, and say what to type"),
+    "doctor": ("hvd_trainer.tools.doctor.tool", "look at all that training needs here, and say what to type"),
     "diagnose": (
-        "hvd_trainer.tools.diagnose",
+        "hvd_trainer.tools.diagnose.tool",
         "what a step's time goes to, by leaving things out, and what to do about it",
     ),
     "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
     "grid": (
-        "hvd_trainer.tools.grid",
+        "hvd_trainer.tools.grid.tool",
         "measure a job in all configurations of a grid: ranks, stages, chunks, ...",
     ),
     "install-horovod": (
-        "hvd_trainer.tools.install_horovod",
+        "hvd_trainer.tools.horovod.tool",
         "build, install and prove a Horovod that fits this PyTorch",
     ),
     "parity": (
-        "hvd_trainer.tools.parity",
+        "hvd_trainer.tools.parity.tool",
         "do both engines train the same model, and if not, from which step and tensor on, and why",
     ),
+    "tune": (
+        "hvd_trainer.tools.tune.tool",
+        "search the fastest settings of each engine for a job of yours, and write them as YAML",
+    ),
     "verify-resume": (
-        "hvd_trainer.tools.verify_resume",
+        "hvd_trainer.tools.verify.tool",
         "kill a training again and again, and prove that nothing was lost",
     ),
 }

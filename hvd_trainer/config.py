@@ -21,16 +21,16 @@ import yaml
 
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.errors import OptionError
-from hvd_trainer.option_checks import at_least, flag, more_than
+from hvd_trainer.measure_options import MeasureOptions
+from hvd_trainer.option_checks import at_least, flag, given, more_than, refuse, said_of, switch
 from hvd_trainer.parallel_options import ParallelOptions
-from hvd_trainer.profile_options import profile_mistakes
 
 T = TypeVar("T")
 
 
 EXCHANGE_OPTIONS = (
-    *("compression", "powersgd_rank", "static_graph", "sync_batch_norm"),
-    *("adasum", "num_groups", "autotune"),
+    *("compression", "powersgd_rank", "static_graph", "bucket_views", "sync_batch_norm"),
+    *("adasum", "num_groups", "autotune", "cache_capacity"),
 )
 """Engine options about exchanging gradients that the engine does not exchange in reproducible mode."""
 
@@ -69,6 +69,8 @@ class TrainOptions:
     """seed of weights, data order and dropout"""
     workers: int | None = None
     """loader processes per rank; None: by CPUs, and none at all for data in memory"""
+    prefetch: int | None = None
+    """batches that each loader process has ready; None: 2, as in PyTorch"""
 
 
 @dataclass(frozen=True)
@@ -83,22 +85,6 @@ class LogOptions:
     """print errors only"""
     verbose: bool = False
     """print more of what is decided at the start"""
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """What a step's time goes to, and what it computes."""
-
-    record_steps: bool = False
-    """keep in the log folder, for each rank, how long each part of each step took"""
-    profile: str | None = None
-    """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
-    table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""
-    trace_steps: int | None = None
-    """keep in the log folder, for each rank, what its first so many steps compute, as `parity` compares it"""
-    leave_out: tuple[Literal["exchange", "data"], ...] = ()
-    """train without it, to see what it costs: the exchange of gradients; fetching data (the first batch comes
-    again and again). What is trained so is of no use, and not saved"""
 
 
 @dataclass(frozen=True)
@@ -143,14 +129,12 @@ class TrainerOptions:
         Raises:
             OptionError: an option is out of its range, or two contradict each other.
         """
-        mistakes = self.mistakes()
-        if mistakes:
-            raise OptionError("; ".join(mistakes))
+        refuse(self.mistakes())
 
     def mistakes(self) -> list[str]:
         """What is wrong, one text per mistake; a job with options of its own adds to it."""
         train, log, save = self.train, self.log, self.save
-        found = [
+        return [
             *at_least(
                 1,
                 epochs=train.epochs,
@@ -163,45 +147,58 @@ class TrainerOptions:
                 save_every_steps=save.save_every_steps,
                 commit_every_steps=save.commit_every_steps,
                 keep=save.keep,
+                prefetch=train.prefetch,
                 trace_steps=self.measure.trace_steps,
             ),
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
             *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
+            *self._reproducible_mistakes(),
+            *self.parallel.mistakes(train, self.engine),
+            *self.measure.mistakes(self),
+            *said_of(
+                (
+                    self.engine.backend == "data-parallel" and self._is_unlike_data_parallel,
+                    "--backend data-parallel goes with whole models that are trained as they are: leave out "
+                    "--reproducible, --shard, --chunks, --devices-per-rank and --leave-out exchange",
+                ),
+                (log.quiet and log.verbose, "--quiet and --verbose contradict each other"),
+                (
+                    train.non_finite == "skip" and self.engine.compression == "powersgd",
+                    "--non-finite skip and --compression powersgd: what is not finite stays in its memory",
+                ),
+                (
+                    save.requeue and log.log_dir is None,
+                    "--requeue needs a log folder to go on from: add --log-dir DIR",
+                ),
+                (
+                    save.resume == "auto" and log.log_dir is None,
+                    "--resume auto looks in the log folder: add --log-dir DIR",
+                ),
+            ),
         ]
-        if train.reproducible is not None and (train.reproducible < 1 or train.reproducible.bit_count() != 1):
-            found.append(f"--reproducible must be a power of two, not {train.reproducible}")
-        if train.reproducible is not None:
-            found += [
-                f"--reproducible sums gradients itself: leave out {flag(name)}"
-                for name in EXCHANGE_OPTIONS
-                if getattr(self.engine, name) != getattr(EngineOptions(), name)
-            ]
-        found += self.parallel.mistakes(train, self.engine)
-        if self.measure.record_steps and log.log_dir is None:
-            found.append("--record-steps writes to the log folder: add --log-dir DIR")
-        if self.measure.profile is not None:
-            found += profile_mistakes(self.measure.profile)
-            if log.log_dir is None:
-                found.append("--profile writes to the log folder: add --log-dir DIR")
-        if self.measure.trace_steps is not None and log.log_dir is None:
-            found.append("--trace-steps writes to the log folder: add --log-dir DIR")
-        if self.measure.leave_out:
-            what = f"--leave-out {' '.join(self.measure.leave_out)}"
-            if save.resume != "none":
-                found.append(f"{what} trains nothing of use: leave out --resume {save.resume}")
-            if self.parallel.shard == "full" and "exchange" in self.measure.leave_out:
-                found.append(f"--shard full cannot compute without exchanging parameters: leave out {what}")
-            if train.reproducible is not None and "exchange" in self.measure.leave_out:
-                found.append(f"--reproducible sums gradients itself, so {what} has nothing to leave out")
-        if log.quiet and log.verbose:
-            found.append("--quiet and --verbose contradict each other")
-        if train.non_finite == "skip" and self.engine.compression == "powersgd":
-            found.append("--non-finite skip and --compression powersgd: what is not finite stays in its memory")
-        if save.requeue and log.log_dir is None:
-            found.append("--requeue needs a log folder to go on from: add --log-dir DIR")
-        if save.resume == "auto" and log.log_dir is None:
-            found.append("--resume auto looks in the log folder: add --log-dir DIR")
-        return found
+
+    @property
+    def _is_unlike_data_parallel(self) -> bool:
+        parallel = self.parallel
+        in_parts = parallel.is_staged or parallel.shard != "none"
+        return in_parts or self.train.reproducible is not None or "exchange" in self.measure.leave_out
+
+    def _reproducible_mistakes(self) -> list[str]:
+        ranks = self.train.reproducible
+        if ranks is None:
+            return []
+        return [
+            *said_of(
+                (
+                    ranks < 1 or ranks.bit_count() != 1,
+                    f"--reproducible must be a power of two, not {ranks}",
+                )
+            ),
+            *(
+                f"--reproducible sums gradients itself: leave out {name}"
+                for name in given(self.engine, EXCHANGE_OPTIONS)
+            ),
+        ]
 
 
 @dataclass(frozen=True)
@@ -330,32 +327,40 @@ def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
     return config, rest
 
 
-def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options in a file for `--config`, by their flat names.
+
+    Raises:
+        OptionError: there is no such file, or it holds something else.
+    """
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OptionError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise OptionError(f"--config {path} should hold lines such as `epochs: 3`.")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
     known = set(_option_names(kind))
     arguments = []
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
+    for name, value in read_yaml(path).items():
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(sorted(known))}."
-            raise OptionError(f"--config {path}: there is no option {key!r}.{hint}")
-        arguments += _as_arguments(flag(name), value)
+            raise OptionError(f"--config {path}: there is no option {name!r}.{hint}")
+        arguments += as_arguments(name, value)
     return arguments
 
 
-def _as_arguments(flag: str, value: Any) -> list[str]:
-    """A YAML value as it would be typed. With `=`, so that a value may begin with a dash."""
+def as_arguments(name: str, value: Any) -> list[str]:
+    """An option and its value in YAML as they would be typed. With `=`, so that a value may begin with a dash."""
     if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
+        return [switch(name, value)]
     if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={value}"]
+        return [flag(name), *map(str, value)]
+    return [f"{flag(name)}={value}"]
 
 
 def _option_names(kind: type[Any]) -> Iterator[str]:

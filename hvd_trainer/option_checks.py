@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from hvd_trainer.errors import OptionError
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    """Tells all mistakes at once.
+
+    Raises:
+        OptionError: there are any.
+    """
+    if text := "; ".join(mistakes):
+        raise OptionError(text)
+
+
+def said_of(*cases: tuple[bool, str]) -> list[str]:
+    """The texts of those cases that are so."""
+    return [text for is_so, text in cases if is_so]
+
 
 def at_least(least: float, **values: float | None) -> list[str]:
     """One text for each value below `least` (or not a number), by the option's name."""
@@ -21,6 +41,18 @@ def more_than(bound: float, **values: float | None) -> list[str]:
     ]
 
 
+def given(options: Any, names: Iterable[str]) -> list[str]:
+    """Those of the named options, as they are typed, that are not as they are by themselves."""
+    defaults = type(options)()
+    changed = (name for name in names if getattr(options, name) != getattr(defaults, name))
+    return [switch(name, on=getattr(options, name) is not False) for name in changed]
+
+
 def flag(name: str) -> str:
     """An option as it is typed."""
     return f"--{name.replace('_', '-')}"
+
+
+def switch(name: str, on: bool) -> str:
+    """An option that is either on or off, as it is typed."""
+    return flag(name) if on else f"--no-{name.replace('_', '-')}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hvd_trainer.backends import EngineOptions
-from hvd_trainer.option_checks import at_least, flag
+from hvd_trainer.option_checks import at_least, given, said_of
 
 if TYPE_CHECKING:
+    from hvd_trainer.backends import EngineOptions
     from hvd_trainer.config import TrainOptions
 
 NOT_IN_STAGES = (
-    *("sync_batch_norm", "find_unused_parameters", "static_graph", "powersgd_rank"),
+    *("sync_batch_norm", "find_unused_parameters", "static_graph", "bucket_views", "powersgd_rank"),
     *("adasum", "num_groups", "autotune"),
 )
 """Engine options that need a whole model and whole batches."""
@@ -64,79 +64,107 @@ class ParallelOptions:
 
     def mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
         """What is out of range, and what does not go together with micro-batches and stages."""
-        found = at_least(
-            1,
-            stages=self.stages,
-            devices_per_rank=self.devices_per_rank,
-            chunks=self.chunks,
-            parts_per_stage=self.parts_per_stage,
-        )
-        if self.shard == "full":
-            found += self._shard_mistakes(train, engine)
-        if self.shard == "optimizer" and engine.adasum:
-            found.append("--shard optimizer and --adasum, which makes the updates itself: leave one out")
-        if train.compile and (self.activation_checkpointing != "none" or self.shard == "full"):
-            found.append(
-                "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, and "
-                "compile the blocks yourself, with block.compile()"
-            )
-        if self.stages == 1:
-            found += [
-                f"{flag(name)} is about stages: add --stages, or leave it out"
-                for name in ("schedule", "parts_per_stage")
-                if getattr(self, name) != getattr(ParallelOptions, name)
-            ]
-        if self.stages * self.num_devices == 1 and self.balance != ParallelOptions.balance:
-            found.append("--balance cuts a model: add --stages or --devices-per-rank, or leave it out")
-        if found or not self.is_staged:
-            return found
-        how = "--stages" if self.stages > 1 else "--chunks" if self.num_devices == 1 else "--devices-per-rank"
-        if train.reproducible is not None:
-            found.append(f"{how} and --reproducible: micro-batches are summed in another order; leave one out")
-        if self.chunks is not None and train.global_batch_size is None and self.chunks > train.batch_size:
-            found.append(f"--chunks {self.chunks} cuts --batch-size {train.batch_size} into less than one sample")
-        if self.devices and self.devices_per_rank not in (1, len(self.devices)):
-            found.append(
-                f"--devices names {len(self.devices)}, but --devices-per-rank is {self.devices_per_rank}: leave "
-                f"one out"
-            )
-        if self.stages > 1 and self.num_devices > 1:
-            found.append(
-                "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one out"
-            )
-        if self.stages > 1 and self.parts_of_each > 1 and self.schedule in ("gpipe", "1f1b"):
-            found.append(
-                f"--schedule {self.schedule} has one part per stage: leave out --parts-per-stage, or type "
-                f"--schedule interleaved"
-            )
-        found += [
-            f"{flag(name)} does not go with {how}: leave one out"
-            for name in NOT_IN_STAGES
-            if getattr(engine, name) != getattr(EngineOptions(), name)
+        compiled_apart = self.activation_checkpointing != "none" or self.shard == "full"
+        found = [
+            *at_least(
+                1,
+                stages=self.stages,
+                devices_per_rank=self.devices_per_rank,
+                chunks=self.chunks,
+                parts_per_stage=self.parts_per_stage,
+            ),
+            *(self._shard_mistakes(train, engine) if self.shard == "full" else ()),
+            *said_of(
+                (
+                    self.shard == "optimizer" and engine.adasum,
+                    "--shard optimizer and --adasum, which makes the updates itself: leave one out",
+                ),
+                (
+                    train.compile and compiled_apart,
+                    "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, "
+                    "and compile the blocks yourself, with block.compile()",
+                ),
+            ),
+            *(
+                f"{name} is about stages: add --stages, or leave it out"
+                for name in given(self, ("schedule", "parts_per_stage"))
+                if self.stages == 1
+            ),
+            *said_of(
+                (
+                    self.stages * self.num_devices == 1 and self.balance != ParallelOptions.balance,
+                    "--balance cuts a model: add --stages or --devices-per-rank, or leave it out",
+                )
+            ),
         ]
-        if engine.compression == "powersgd":
-            found.append(f"--compression powersgd does not go with {how}: type --compression fp16")
-        if train.compile:
-            found.append(f"--compile does not go with {how}: compile the blocks yourself, with block.compile()")
-        return found
+        return found if found or not self.is_staged else self._staged_mistakes(train, engine)
+
+    def _staged_mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
+        """What does not go together with cut models and batches."""
+        how = "--stages" if self.stages > 1 else "--chunks" if self.num_devices == 1 else "--devices-per-rank"
+        names, batch_size = len(self.devices), train.batch_size
+        return [
+            *said_of(
+                (
+                    train.reproducible is not None,
+                    f"{how} and --reproducible: micro-batches are summed in another order; leave one out",
+                ),
+                (
+                    train.global_batch_size is None and (self.chunks or 0) > batch_size,
+                    f"--chunks {self.chunks} cuts --batch-size {batch_size} into less than one sample",
+                ),
+                (
+                    names > 0 and self.devices_per_rank not in (1, names),
+                    f"--devices names {names}, but --devices-per-rank is {self.devices_per_rank}: leave one out",
+                ),
+                (
+                    self.stages > 1 and self.num_devices > 1,
+                    "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one "
+                    "out",
+                ),
+                (
+                    self.stages > 1 and self.parts_of_each > 1 and self.schedule in ("gpipe", "1f1b"),
+                    f"--schedule {self.schedule} has one part per stage: leave out --parts-per-stage, or type "
+                    f"--schedule interleaved",
+                ),
+            ),
+            *(f"{name} does not go with {how}: leave one out" for name in given(engine, NOT_IN_STAGES)),
+            *said_of(
+                (
+                    engine.compression == "powersgd",
+                    f"--compression powersgd does not go with {how}: type --compression fp16",
+                ),
+                (
+                    train.compile,
+                    f"--compile does not go with {how}: compile the blocks yourself, with block.compile()",
+                ),
+            ),
+        ]
 
     def _shard_mistakes(self, train: TrainOptions, engine: EngineOptions) -> list[str]:
         """What does not go together with slices of everything."""
-        found = []
-        if engine.backend != "ddp":
-            found.append("--shard full is PyTorch's own: type --backend ddp, or --shard optimizer")
-        if self.num_devices > 1:
-            found.append("--shard full has a rank's slices on one device: leave out --devices-per-rank")
-        if self.schedule == "zero-bubble":
-            found.append(
-                "--schedule zero-bubble computes gradients of parameters apart, where --shard full does not see "
-                "them: type --schedule 1f1b or interleaved, or --shard optimizer"
-            )
-        if train.reproducible is not None:
-            found.append("--shard full and --reproducible: gradients are summed in slices; leave one out")
-        found += [
-            f"{flag(name)} does not go with --shard full: leave one out"
-            for name in (*NOT_IN_STAGES, "compression")
-            if getattr(engine, name) != getattr(EngineOptions(), name)
+        return [
+            *said_of(
+                (
+                    engine.backend != "ddp",
+                    "--shard full is PyTorch's own: type --backend ddp, or --shard optimizer",
+                ),
+                (
+                    self.num_devices > 1,
+                    "--shard full has a rank's slices on one device: leave out --devices-per-rank",
+                ),
+                (
+                    self.schedule == "zero-bubble",
+                    "--schedule zero-bubble computes gradients of parameters apart, where --shard full does not "
+                    "see them: type --schedule 1f1b or interleaved, or --shard optimizer",
+                ),
+                (
+                    train.reproducible is not None,
+                    "--shard full and --reproducible: gradients are summed in slices; leave one out",
+                ),
+            ),
+            *(
+                f"{name} does not go with --shard full: leave one out"
+                for name in given(engine, (*NOT_IN_STAGES, "compression"))
+            ),
         ]
-        return found

@@ -9,18 +9,19 @@ backward and it, where the next batch is fetched while gradients are on their wa
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_trainer.backends import Backend, StepResult
-from hvd_trainer.callback import Callback
+from hvd_trainer.backends import StepResult
+from hvd_trainer.callback import Observer
 
 if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
@@ -75,7 +76,15 @@ class DeviceClock:
         torch.cuda.synchronize(self._device)
 
 
-class StepTimes(Callback):
+class Pending(NamedTuple):
+    """A step whose figures are still to be read from its device."""
+
+    marks: Sequence[tuple[int, Any]]
+    losses: tuple[Tensor, ...]
+    grad_norm: Tensor | None
+
+
+class StepTimes(Observer):
     """Measures the steps of this rank, and writes them down at the end of the training.
 
     What it keeps, as a file of NumPy with one entry per step: `seconds` (steps, parts) in the order of `parts`,
@@ -83,31 +92,32 @@ class StepTimes(Callback):
     time of the whole process); and `began_at` and `first_step_at`, in seconds since 1970.
 
     Args:
-        backend: the engine.
+        trainer: whose training it is.
         log_dir: the log folder, on this rank's node.
     """
 
-    def __init__(self, backend: Backend, log_dir: str) -> None:
-        self._backend = backend
-        self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{backend.world.rank}.npz"
-        self._clock: Clock = HostClock() if backend.device.type == "cpu" else DeviceClock(backend.device)
+    def __init__(self, trainer: Trainer, log_dir: str) -> None:
+        self._trainer = trainer
+        self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{trainer.world.rank}.npz"
+        device = trainer.device
+        self._clock: Clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self._columns = {name: column for column, name in enumerate(PARTS)}
-        self._pending: list[list[tuple[int, Any]]] = []
+        self._pending: list[Pending] = []
         self._seconds: list[list[float]] = []
         self._rows: list[tuple[float, ...]] = []
-        self._losses: list[tuple[Tensor, ...]] = []
-        self._norms: list[Tensor | None] = []
+        self._results: list[tuple[float, float]] = []
         self._first_step_at = 0.0
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """Inside, each step is measured; after it, all are written down.
 
         Raises:
             OSError: the folder cannot be written to.
         """
-        activity = self._backend.activity
-        self._began_at, self._samples, self._cpu = time.time(), 0, time.process_time()
+        activity = self._trainer.backend.activity
+        self._began_at, self._cpu = time.time(), time.process_time()
+        self._samples = self._trainer.progress.samples
         self._marks = [(OTHER, self._clock.mark())]
         activity.listeners.append(self._enter)
         try:
@@ -123,16 +133,13 @@ class StepTimes(Callback):
         if not self._rows:
             self._clock.settle()
             self._first_step_at = time.time()
-            self._samples = trainer.progress.samples - trainer.plan.global_batch_size
         end = self._clock.mark()
-        self._pending.append([*self._marks, (OTHER, end)])
+        self._pending.append(Pending([*self._marks, (OTHER, end)], result.losses, result.grad_norm))
         self._marks = [(self._marks[-1][0], end)]
         progress, cpu = trainer.progress, time.process_time()
         counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
         self._rows.append((*counts, trainer.rate.last, result.skipped, cpu - self._cpu))
         self._samples, self._cpu = progress.samples, cpu
-        self._losses.append(result.losses)
-        self._norms.append(result.grad_norm)
         if len(self._pending) == PENDING:
             self._resolve()
 
@@ -141,19 +148,19 @@ class StepTimes(Callback):
 
     def _resolve(self) -> None:
         self._clock.settle()
-        for marks in self._pending:
+        for step in self._pending:
             seconds = [0.0] * len(PARTS)
-            for (column, start), (_, end) in zip(marks, marks[1:], strict=False):
+            for (column, start), (_, end) in zip(step.marks, step.marks[1:], strict=False):
                 seconds[column] += self._clock.seconds(start, end)
             self._seconds.append(seconds)
+            loss = float(torch.stack(step.losses).mean()) if step.losses else math.nan
+            self._results.append((loss, math.nan if step.grad_norm is None else float(step.grad_norm)))
         self._pending.clear()
 
     def _write(self) -> None:
         self._resolve()
         step, epoch, samples, lr, skipped, cpu = np.array(self._rows, dtype=float).reshape(-1, 6).T
-        nan = torch.tensor(float("nan"))
-        losses = [torch.stack(its).mean() if its else nan for its in self._losses]
-        norms = [nan if norm is None else norm.detach() for norm in self._norms]
+        loss, grad_norm = np.array(self._results).reshape(-1, 2).T
         self._file.parent.mkdir(parents=True, exist_ok=True)
         np.savez(
             self._file,
@@ -165,13 +172,8 @@ class StepTimes(Callback):
             lr=lr,
             skipped=skipped.astype(bool),
             cpu_s=cpu,
-            loss=_on_host(losses),
-            grad_norm=_on_host(norms),
+            loss=loss,
+            grad_norm=grad_norm,
             began_at=self._began_at,
             first_step_at=self._first_step_at,
         )
-
-
-def _on_host(figures: list[Tensor]) -> Any:
-    """One number of each, whatever device it is on."""
-    return np.array([float(figure) for figure in figures])

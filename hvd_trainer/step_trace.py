@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.same_model import parameters_of
-from hvd_trainer.callback import Callback
+from hvd_trainer.callback import Observer
 from hvd_trainer.data import Batch
 from hvd_trainer.fingerprints import checksum, fingerprints, host_copies, sampled, stride
 
@@ -37,7 +37,7 @@ RATES = ("params", "lr", "initial_lr")
 Tensors = Mapping[str, Tensor]
 
 
-class StepTrace(Callback):
+class StepTrace(Observer):
     """Keeps what this rank computes in the first steps of a training.
 
     Args:
@@ -56,8 +56,8 @@ class StepTrace(Callback):
         self._last: int | None = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, steps are kept as they come; model, optimizer and data must be set up.
+    def at_work(self) -> Iterator[None]:
+        """Inside, steps are kept as they come.
 
         Raises:
             OSError: the folder cannot be written to.

@@ -29,17 +29,14 @@ from hvd_trainer.log import RunLog
 from hvd_trainer.memory import PeakMemory
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.non_finite import NonFiniteGuard
+from hvd_trainer.observers import make_observers
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.make import make_layout
 from hvd_trainer.preemption import Requeue
-from hvd_trainer.profile import Profile
-from hvd_trainer.profile_options import ProfilePlan
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
 from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
-from hvd_trainer.step_times import StepTimes
-from hvd_trainer.step_trace import StepTrace
 from hvd_trainer.train_step import LossFunction, StepParts, TrainStep
 
 _FITS = itertools.count()
@@ -90,7 +87,6 @@ class Trainer:
         self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
         self.model: nn.Module
         self.optimizer: Optimizer
-        self._trace: StepTrace | None = None
 
     def _columns(self) -> backends.Columns | None:
         """Which ranks have the same stage, once the ranks have met; None where all have the whole model."""
@@ -187,7 +183,7 @@ class Trainer:
         self._let_go()  # of an earlier training, whose hooks would go on in this one
         exchange = "exchange" not in options.measure.leave_out
         self.layout = make_layout(self.backend, options.parallel, train, exchange=exchange)
-        self.plan = BatchPlan.of(train, self.layout.share.size)
+        self.plan = BatchPlan.of(train, self.layout.share.size * self.backend.copies)
         self.layout.check_batch(self.plan.batch_size)
         self.progress = Progress()
         self.memory = PeakMemory(self.backend)
@@ -195,7 +191,8 @@ class Trainer:
         if self.backend.watch is not None:
             self.backend.watch.log_folder = options.log.log_dir
         try:
-            self.metrics, self.callbacks = metrics, [*callbacks]
+            self._observers = make_observers(self)
+            self.metrics, self.callbacks = metrics, [*callbacks, *self._observers]
             self.train_loader = self._loader(train_data, collate, shuffle=True)
             self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
             self._prepare(*parts, memory)
@@ -204,7 +201,9 @@ class Trainer:
             self.log.write_config(flatten(options))
             self.log.write_facts(facts(self))
             history.epochs = [record for record in history.epochs if record["epoch"] <= self.progress.epoch]
-            with self.keeper.at_work(), self._computing(), self._recording():
+            with self.keeper.at_work(), self._computing(), ExitStack() as observing:
+                for observer in self._observers:
+                    observing.enter_context(observer.at_work())
                 return self._run(history)
         finally:
             self.log.close()
@@ -285,7 +284,9 @@ class Trainer:
             if loader.batches_per_epoch is None and self.options.train.max_steps is None:
                 raise OptionError("--leave-out data: this stream does not tell where it ends; add --max-steps N")
             batches = again(batches, loader.batches_per_epoch)
-        return batches if self._trace is None else self._trace.seen(batches)
+        for observer in self._observers:
+            batches = observer.seen(batches)
+        return batches
 
     def _finish_step(self, window: list[Batch], result: StepResult, meter: Meter) -> None:
         progress = self.progress
@@ -352,39 +353,21 @@ class Trainer:
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.options.train.reproducible is None else one_way_to_compute(self.device)
 
-    def _recording(self) -> AbstractContextManager[Any]:
-        recording, measure, log_dir = ExitStack(), self.options.measure, self.options.log.log_dir
-        if measure.record_steps:
-            assert log_dir is not None  # see TrainerOptions.mistakes
-            times = StepTimes(self.backend, log_dir)
-            self.callbacks.append(times)
-            recording.enter_context(times.taken())
-        if measure.trace_steps is not None:
-            assert log_dir is not None  # as above
-            self._trace = StepTrace(self, log_dir, measure.trace_steps)
-            self.callbacks.append(self._trace)
-            recording.enter_context(self._trace.kept())
-        if measure.profile is not None:
-            assert log_dir is not None  # as above
-            profile = Profile(self.backend, self.log, log_dir, ProfilePlan.parse(measure.profile))
-            self.callbacks.append(profile)
-            recording.enter_context(profile.taken())
-        return recording
-
     def _loader(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool) -> Loader:
         train = self.options.train
         return make_loader(
             data,
             self.backend,
             LoaderPlan(
-                self.plan.batch_size,
+                self.plan.batch_size * self.backend.copies,
                 train.seed,
                 shuffle,
                 train.reproducible,
                 train.accumulate,
                 self.layout.share,
+                train.workers,
+                train.prefetch,
             ),
-            num_workers=train.workers,
             collate=collate,
         )
 

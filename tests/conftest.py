@@ -29,10 +29,17 @@ _SET_BY_IMPORTS = {
 }
 
 LONGEST = (
-    *("test_failures", "test_matrix", "test_bad_inputs", "test_verify_resume", "test_preemption", "test_elastic"),
-    *("test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
     *(
         "test_diagnose",
+        "test_failures",
+        "test_matrix",
+        "test_bad_inputs",
+        "test_verify_resume",
+        "test_preemption",
+        "test_elastic",
+    ),
+    *("test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
+    *(
         "test_stages",
         "test_grid",
         "test_imdb",
@@ -40,7 +47,7 @@ LONGEST = (
         "test_examples_plain",
         "test_compare",
     ),
-    *("test_doctor", "test_parity_tool"),
+    *("test_doctor", "test_parity_tool", "test_tune"),
 )
 _LEFT_BEHIND = pytest.StashKey[str]()
 
@@ -116,8 +123,8 @@ def mnist_dir(pytestconfig: pytest.Config) -> Path:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Horovod's published source, fetched and checked as the installer does it."""
     # Not imported above: a test that does not build Horovod shall not wait for it.
-    from hvd_trainer.tools.horovod_errors import InstallError
-    from hvd_trainer.tools.horovod_steps import BuildSteps
+    from hvd_trainer.tools.horovod.errors import InstallError
+    from hvd_trainer.tools.horovod.steps import BuildSteps
 
     folder = tmp_path_factory.mktemp("published")
     steps = BuildSteps(folder, folder / "log")
@@ -133,7 +140,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with our changes."""
-    from hvd_trainer.tools.horovod_patches import apply_patches
+    from hvd_trainer.tools.horovod.patches import apply_patches
 
     source = tmp_path_factory.mktemp("patched") / published.name
     shutil.copytree(published, source)

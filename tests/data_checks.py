@@ -74,7 +74,7 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
 
 
 def loader(backend: Backend, data: Any, num_workers: int = 0) -> Loader:
-    return make_loader(data, backend, LoaderPlan(BATCH, seed=5), num_workers=num_workers)
+    return make_loader(data, backend, LoaderPlan(BATCH, seed=5, num_workers=num_workers))
 
 
 def training(backend: Backend, kind: str) -> list[list[list[int]]]:

@@ -28,12 +28,13 @@ def requires(*names: str) -> pytest.MarkDecorator:
 def each_launcher(*names: str) -> pytest.MarkDecorator:
     """Run the test once per launcher, as its argument ``launcher``; all of them unless named.
 
-    Under srun only where it is the only one, or where there is time for long tests.
+    Under half of them where there is no time for long tests: the first ones.
     """
-    several = len(names or LAUNCHERS) > 1
+    chosen = names or LAUNCHERS
+    quick = chosen[: (len(chosen) + 1) // 2]
     cases = [
-        pytest.param(name, marks=[requires(name), *([pytest.mark.long] if several and name == "srun" else [])])
-        for name in names or LAUNCHERS
+        pytest.param(name, marks=[requires(name), *([] if name in quick else [pytest.mark.long])])
+        for name in chosen
     ]
     return pytest.mark.parametrize("launcher", cases)
 

@@ -17,6 +17,8 @@ from child_environment import child_environment
 from slurm_cluster import SlurmCluster
 
 _NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+TOLD_S = 3.0
+"""After a job's last daemon is gone, its end may still be on its way to a busy controller."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Batch:
             TimeoutError: they had not ended in time; the message has their output.
         """
         deadline = time.monotonic() + timeout_s
+        gone: dict[str, float] = {}
         while time.monotonic() < deadline:
             tasks = self.tasks()
             if all(task["JobState"] not in _NOT_ENDED for task in tasks):
@@ -83,7 +86,9 @@ class Batch:
                 code, signal = map(int, task["ExitCode"].split(":"))
                 return BatchResult(self.job_id, task["JobState"], 128 + signal if signal else code, self.output)
             for task in tasks:
-                if task.get("Reason") == "BeginTime" and not self._is_alive(task["JobId"]):
+                if task.get("Reason") != "BeginTime" or self._is_alive(task["JobId"]):
+                    gone.pop(task["JobId"], None)
+                elif time.monotonic() > gone.setdefault(task["JobId"], time.monotonic()) + TOLD_S:
                     # A requeued job waits for two minutes, which a test need not, unless the end of its first
                     # run is yet to be told: Slurm would take it for that of the next.
                     name = f"{self.job_id}_{task['ArrayTaskId']}" if "ArrayTaskId" in task else str(self.job_id)

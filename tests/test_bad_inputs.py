@@ -205,7 +205,10 @@ def test_an_init_method_without_a_port(method: str) -> None:
         rendezvous.open_store(world, {}, init_method=method, timeout_s=1)
 
 
-@pytest.mark.parametrize(("rank", "words"), [(0, "1/2 clients joined"), (1, "could not meet the others")])
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(0, "1/2 clients joined"), pytest.param(1, "could not meet the others", marks=pytest.mark.long)],
+)
 def test_a_rank_that_never_comes(rank: int, words: str) -> None:
     """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
     env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}

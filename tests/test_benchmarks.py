@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launchers import launch
 
 from benchmarks.contestants import CONTESTANTS
+from benchmarks.growth import Case, Figures, cases, run, table
 
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")
@@ -21,7 +23,6 @@ def test_every_contestant_is_there(contestant) -> None:
     assert {contestant.job.baseline, contestant.job.floor, *contestant.against} <= names
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     result = launch(
@@ -35,3 +36,30 @@ def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     assert "| MNIST CNN | 2 | hvd_trainer ddp |" in result.stdout
     assert (tmp_path / "table.md").read_text() == result.stdout
     assert json.loads((tmp_path / "table.json").read_text())
+
+
+def test_a_peer_that_is_not_installed_is_left_out() -> None:
+    peer = next(one for one in CONTESTANTS if one.needs is not None)
+    assert not replace(peer, needs="no_such_package").is_here
+    assert replace(peer, needs="torch").is_here
+
+
+def test_growth_is_the_difference_within_a_round() -> None:
+    """A slow second round, where both take longer, says nothing."""
+    ours = Case("tensors", 2, 10, 10**5, "ddp", "trainer")
+    speeds = {"trainer": (1.2, 3.1), "hand": (1.0, 3.0)}
+    measured = {
+        ours._replace(loop=loop): [Figures(step, 5.0, 400.0) for step in steps] for loop, steps in speeds.items()
+    }
+    (*_, row) = table(measured).splitlines()
+    assert row == "| 10 tensors | ddp | 2.00 | 2.15 | +0.15 | 5.0, 5.0 | 400, 400 |"
+    assert {case.size for case in cases(["ranks"])} == {1, 2, 4, 8}
+
+
+@pytest.mark.long
+def test_a_training_of_a_grown_size_is_measured(tmp_path: Path) -> None:
+    figures = run(Case("samples", 2, 10, 10**4, "ddp", "trainer"), tmp_path, 100)
+    assert figures is not None
+    assert 0 < figures.step_ms < 1000
+    assert 0 < figures.first_step_s < 60
+    assert figures.peak_mb > 100

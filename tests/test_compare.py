@@ -15,10 +15,11 @@ import pytest
 from launchers import REPOSITORY, launch, requires, start
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import compare
-from hvd_trainer.tools.compare_plan import Contestant, Point, contestants, in_rounds, points, read_job
-from hvd_trainer.tools.compare_result import Comparison
-from hvd_trainer.tools.compare_work import Side, differences, refuse_unequal
+from hvd_trainer.tools.compare import tool
+from hvd_trainer.tools.compare.plan import Contestant, Point, contestants, in_rounds, points
+from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.compare.work import Side, differences, refuse_unequal
+from hvd_trainer.tools.job import read_job
 from hvd_trainer.tools.paired import ratio, widened
 from hvd_trainer.tools.runs import Run, read_runs
 from hvd_trainer.tools.step_figures import curve, speed
@@ -99,7 +100,7 @@ def test_nothing_is_saved_unless_the_job_says_so() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        compare.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
+        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
     assert not (tmp_path / "out").exists()
 
 
@@ -267,7 +268,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
     """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
-    compare.show(made, tmp_path)
+    tool.show(made, tmp_path)
     page = browser.new_page(viewport={"width": width, "height": 800})
     trouble: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
@@ -349,6 +350,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @requires("horovod")
 def test_a_job_that_scales_the_rate_on_one_engine_is_refused(tmp_path: Path) -> None:
     """As many tutorials do: their Horovod trains another model than their DDP."""
@@ -358,7 +360,27 @@ def test_a_job_that_scales_the_rate_on_one_engine_is_refused(tmp_path: Path) -> 
     assert result.returncode == 2
     assert "have not done the same work" in result.stderr
     assert "learning rate: 0.2 and 0.1 in step 1" in result.stderr
+    assert "measure anew, with another --out" in result.stderr
     assert not (tmp_path / "out" / "comparison.html").exists()
+
+
+def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
+    """What it did before in the same folder is nothing that its new runs are compared with."""
+    script = tmp_path / "scaled.py"
+    keys = set()
+    for text in (UNEQUAL, UNEQUAL.replace("trainer.world.size if", "1 if")):
+        script.write_text(text)
+        (point,) = points(contestants((str(script),), ["ddp"], []), [2], 1, {})
+        keys.add(point.key)
+    assert len(keys) == 2
+
+
+def test_a_run_without_steps_that_count_is_refused(tmp_path: Path) -> None:
+    words = command(tmp_path, "--np", "1", "--engines", "ddp", "--warmup-steps", "12")
+    result = launch("python", 1, words, check=False)
+    assert result.returncode == 2
+    assert "ddp x 1 makes 12 steps, and the first 12 do not count: give the job more --epochs" in result.stderr
+    assert read_runs(tmp_path) == []
 
 
 PLAIN = """

@@ -207,7 +207,10 @@ def test_global_batch() -> None:
     ("size", "args", "words"),
     [
         (4, ["--epochs", "many"], "Error parsing --epochs"),
-        (2, ["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be written to"),
+        pytest.param(
+            *(2, ["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be written to"),
+            marks=pytest.mark.long,
+        ),
         (2, ["--data-dir", "/nowhere", "--dataset", "mnist"], "Or train on the embedded digits"),
     ],
     ids=["command line", "folder", "data"],

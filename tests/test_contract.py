@@ -8,14 +8,22 @@ import contract_checks
 import pytest
 from launchers import requires, run_ranks
 
+# Those on which the checks run where there is no time for long tests, and further ones.
+QUICK = (("single", "python", 1), ("ddp", "torchrun", 2), ("horovod", "horovodrun", 2))
+SLOW = (
+    *(("ddp", "torchrun", size) for size in (1, 3)),
+    *(("horovod", "horovodrun", size) for size in (1, 4)),
+)
 SIZES = [
-    pytest.param("single", "python", 1, id="single-1"),
-    pytest.param("ddp", "torchrun", 1, id="ddp-1"),
-    pytest.param("ddp", "torchrun", 2, id="ddp-2"),
-    pytest.param("ddp", "torchrun", 3, id="ddp-3"),
-    pytest.param("horovod", "horovodrun", 1, id="horovod-1", marks=requires("horovod")),
-    pytest.param("horovod", "horovodrun", 2, id="horovod-2", marks=requires("horovod")),
-    pytest.param("horovod", "horovodrun", 4, id="horovod-4", marks=requires("horovod")),
+    pytest.param(
+        *case,
+        id=f"{case[0]}-{case[2]}",
+        marks=[
+            *([requires("horovod")] if case[0] == "horovod" else []),
+            *([pytest.mark.long] if case in SLOW else []),
+        ],
+    )
+    for case in (*QUICK, *SLOW)
 ]
 
 

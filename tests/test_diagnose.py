@@ -14,10 +14,9 @@ import pytest
 from launchers import launch
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import diagnose
-from hvd_trainer.tools.diagnose import Options, plan
-from hvd_trainer.tools.diagnose_actions import actions
-from hvd_trainer.tools.diagnose_causes import (
+from hvd_trainer.tools.diagnose import tool
+from hvd_trainer.tools.diagnose.actions import actions
+from hvd_trainer.tools.diagnose.causes import (
     ALONE,
     NEITHER,
     NO_DATA,
@@ -29,7 +28,9 @@ from hvd_trainer.tools.diagnose_causes import (
     Shares,
     shares,
 )
-from hvd_trainer.tools.diagnose_report import Report, sentences
+from hvd_trainer.tools.diagnose.report import Report, sentences
+from hvd_trainer.tools.diagnose.tool import Options, plan
+from hvd_trainer.tools.job import with_options
 
 FACTS = {
     "batch_size": 32,
@@ -164,7 +165,7 @@ def test_each_trial_changes_one_thing() -> None:
 def test_options_of_the_job_are_replaced() -> None:
     job = ["train.py", "--epochs", "3", "--batch-size=8", "--leave-out", "data", "exchange", "--lr", "1"]
     words = ["--epochs", "9", "--batch_size", "16", "--leave-out", "data"]
-    assert diagnose._with(job, words) == ["train.py", "--lr", "1", *words]
+    assert with_options(job, words) == ["train.py", "--lr", "1", *words]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_options_of_the_job_are_replaced() -> None:
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = ["--", "-m", "hvd_trainer.mnist"] if arguments else []
     with pytest.raises(OptionError, match=message):
-        diagnose.main(["--out", str(tmp_path / "out"), *arguments, *job])
+        tool.main(["--out", str(tmp_path / "out"), *arguments, *job])
     assert not (tmp_path / "out").exists()
 
 
@@ -211,16 +212,16 @@ def main(options):
     with Trainer(options) as trainer:
         inputs = torch.randn(4096, 64)
         data = SlowDisk() if PLANTED == "data" else TensorData(inputs, (inputs[:, 0] > 0).long())
-        width = 1024 if PLANTED == "contention" else 256
-        layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
         if PLANTED == "straggler":
             layers.append(Slow(0.15 * trainer.world.rank))
         if PLANTED == "overhead":
             layers.append(Slow(0.15))
         if PLANTED == "contention":
-            # PyTorch by itself takes no more threads than there are cores in the process's view.
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        model = nn.Sequential(*layers, nn.Linear(width, 2))
+            # Threads of other ranks cost time: asleep, as what real ones cost differs from hour to hour.
+            others = trainer.world.local_size - 1
+            layers.append(Slow(0.01 * others * int(os.environ["OMP_NUM_THREADS"])))
+        model = nn.Sequential(*layers, nn.Linear(256, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
 
@@ -257,18 +258,15 @@ def diagnosed(
         ("data", ("--batch-size", "16", "--workers", "0"), ("--try",), "--workers"),
         ("straggler", ("--batch-size", "32"), (), "rank 1 is the slowest"),
         ("overhead", ("--batch-size", "1"), (), "--batch-size 2"),
-        ("contention", ("--batch-size", "256"), ("--threads", str(8 * len(os.sched_getaffinity(0)))), "OMP_NUM"),
+        ("contention", ("--batch-size", "32"), ("--threads", "16"), "OMP_NUM"),
     ],
 )
 def test_a_planted_cause_is_found(
     planted: str, job: Sequence[str], options: Sequence[str], advice: str, tmp_path: Path
 ) -> None:
     result, said = diagnosed(planted, tmp_path, *job, options=options)
-    # How much too many threads cost differs from run to run, also by where it shows; the others are beyond doubt.
-    found = result["shares"]["ranked"][: None if planted == "contention" else 1]
-    assert planted in found, said
-    if planted != "contention":
-        assert any(action["text"].startswith(advice) for action in result["advice"] if action["cause"] == planted)
+    assert result["shares"]["ranked"][0] == planted, said
+    assert any(action["text"].startswith(advice) for action in result["advice"] if action["cause"] == planted)
     if "--try" in options:
         (tried,) = [one for one in result["tried"] if one["action"]["cause"] == planted]
         assert tried["after"] > 1.3 * tried["before"]

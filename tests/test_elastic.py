@@ -195,7 +195,9 @@ def test_a_rank_that_takes_its_time_goes_on(tmp_path: Path) -> None:
         assert job.wait(60).returncode == 0, job.report("did not go on")
 
 
-@pytest.mark.parametrize("mistake", [["--epochz", "3"], ["--timeout-s", "0"]])
+@pytest.mark.parametrize(
+    "mistake", [["--epochz", "3"], pytest.param(["--timeout-s", "0"], marks=pytest.mark.long)]
+)
 def test_a_mistake_that_all_ranks_make_is_said_once(mistake: list[str], tmp_path: Path) -> None:
     """horovodrun ends nobody while there are others, so that each rank once said it after its ten seconds."""
     with elastic([*JOB, *mistake], tmp_path, here=2) as (job, _):

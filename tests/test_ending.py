@@ -35,7 +35,7 @@ PAIRS = [
         backend,
         marks=[
             requires(launcher, *(["horovod"] if backend == "horovod" else [])),
-            *([pytest.mark.long] if launcher == "srun" else []),
+            *([] if launcher in ("horovodrun", "torchrun") else [pytest.mark.long]),
         ],
     )
     for launcher, backend in (

@@ -39,11 +39,16 @@ class Case(NamedTuple):
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         # Each launcher ends its ranks in its own way, and a hang takes a time-out: some will do.
-        slow = self.launcher in ("mpirun", "srun") or (self.hangs and self.launcher != "horovodrun")
-        long = [pytest.mark.long] if slow else []
+        quick = (self.launcher, self.backend, self.fault) in QUICK
+        long = [] if quick else [pytest.mark.long]
         return [requires(self.launcher, "horovod"), *long]
 
 
+QUICK = {
+    ("horovodrun", "horovod", "raises"),
+    ("horovodrun", "horovod", "is stopped"),
+    ("torchrun", "ddp", "is killed"),
+}
 GONE = "ended without a word"
 SILENT, LATE = "has not answered for", "has not got on for"
 CASES = [
@@ -96,7 +101,7 @@ def test_a_failing_rank_is_named_once(case: Case, tmp_path: Path) -> None:
     [
         pytest.param("torchrun", "ddp", marks=requires("torchrun")),
         pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
-        pytest.param("mpirun", "horovod", marks=requires("mpirun", "horovod")),
+        pytest.param("mpirun", "horovod", marks=[requires("mpirun", "horovod"), pytest.mark.long]),
     ],
 )
 def test_ranks_end_with_their_launcher(launcher: str, backend: str) -> None:

@@ -21,12 +21,13 @@ from launchers import Job, launch, start
 from matplotlib.figure import Figure
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import formats, grid, grid_picture, grid_report
-from hvd_trainer.tools.grid_figures import read_figures
-from hvd_trainer.tools.grid_job import find_job
-from hvd_trainer.tools.grid_plan import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
-from hvd_trainer.tools.grid_prediction import predict, why_off
-from hvd_trainer.tools.grid_rows import Row, make_rows
+from hvd_trainer.tools import formats
+from hvd_trainer.tools.grid import picture, report, tool
+from hvd_trainer.tools.grid.figures import read_figures
+from hvd_trainer.tools.grid.job import find_job
+from hvd_trainer.tools.grid.plan import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
+from hvd_trainer.tools.grid.prediction import predict, why_off
+from hvd_trainer.tools.grid.rows import Row, make_rows
 from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, read_runs, why_it_failed
 
 SIZED = "synthetic_reviews"
@@ -240,20 +241,20 @@ def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path)
 def test_what_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What failed is not, what was killed is when the grid is started again, and what is done never is."""
     made = plan(ranks="1,2,4,8")
-    what = grid.Grid(find_job("mnist"), axes_of(ranks="1,2,4,8"), made, "", tmp_path)
+    what = tool.Grid(find_job("mnist"), axes_of(ranks="1,2,4,8"), made, "", tmp_path)
     ends = {1: "done", 2: "failed", 4: "killed", 8: "done"}
     started: list[tuple[int, int]] = []
 
-    def start_nothing(what: grid.Grid, configuration: Configuration, number: int, limit_s: float) -> Run:
+    def start_nothing(what: tool.Grid, configuration: Configuration, number: int, limit_s: float) -> Run:
         started.append((number, configuration.ranks))
         return Run(configuration.identity, number, ends[configuration.ranks], 1.0)
 
     def again(**how: Any) -> list[tuple[int, int]]:
         started.clear()
-        grid.measure(what, grid.Options(grid.Axes(), **how))
+        tool.measure(what, tool.Options(tool.Axes(), **how))
         return started
 
-    monkeypatch.setattr(grid, "start", start_nothing)
+    monkeypatch.setattr(tool, "start", start_nothing)
     assert again(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
     ends[4] = "done"
     assert again(rounds=2) == [(1, 4), (2, 4)]
@@ -305,8 +306,8 @@ def rows_of_a_grid() -> tuple[list[Row], list[Axis]]:
 def test_the_table_names_what_has_no_figures() -> None:
     rows, axes = rows_of_a_grid()
     out = io.StringIO()
-    grid_report.print_table(rows, axes, out)
-    grid_report.print_differences(rows, axes, out)
+    report.print_table(rows, axes, out)
+    report.print_differences(rows, axes, out)
     text = out.getvalue()
     assert re.search(r"2 +2 +2 +16 +1,084 .* 40\.0% +33\.3%", text)
     assert re.search(r"1 +2 +2 +16 +- .* impossible \(1\)", text)
@@ -325,7 +326,7 @@ def test_the_table_names_what_has_no_figures() -> None:
 def test_a_long_heading_stays_in_the_picture() -> None:
     """It was cut at both ends."""
     figure = Figure(figsize=(4.5, 2.6))
-    grid_picture.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
+    picture.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
     place = figure.texts[0].get_window_extent()
     assert place.x0 > 0
     assert place.x1 < figure.bbox.width
@@ -348,29 +349,29 @@ def test_what_a_prediction_did_not_know() -> None:
 
 def test_pictures_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:
     rows, axes = rows_of_a_grid()
-    across, up = grid_picture.inner_axes(axes)
+    across, up = picture.inner_axes(axes)
     assert (across.name, up.name) == ("chunks", "batch_size")
-    panels = list(grid_picture.panels_of(rows, axes, across, up))
+    panels = list(picture.panels_of(rows, axes, across, up))
     assert [panel.title for panel in panels] == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
     assert [len(panel.rows) for panel in panels] == [4] * 4
-    files = grid_picture.draw(rows, axes, grid_picture.QUANTITIES[0], "a heading", tmp_path)
+    files = picture.draw(rows, axes, picture.QUANTITIES[0], "a heading", tmp_path)
     assert [file.name for file in files] == ["throughput.png", "throughput.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")
-    picture = files[1].read_text()
+    drawn = files[1].read_text()
     for row in rows:
-        assert "samples_per_s" not in row.figures or f">{row.figures['samples_per_s']:,.0f}<" in picture
+        assert "samples_per_s" not in row.figures or f">{row.figures['samples_per_s']:,.0f}<" in drawn
     for text in ("a heading", "impossible", "failed", "batch size", "throughput, samples/s"):
-        assert f">{text}<" in picture
-    assert "<pattern" in picture  # the hatching
-    assert grid_picture.draw(rows, axes, grid_picture.QUANTITIES[1], "no figures", tmp_path) == []
+        assert f">{text}<" in drawn
+    assert "<pattern" in drawn  # the hatching
+    assert picture.draw(rows, axes, picture.QUANTITIES[1], "no figures", tmp_path) == []
 
 
 def test_pictures_of_other_axes() -> None:
     """The memory of a model: no chunks, no batch sizes."""
     axes = axes_of(ranks="2", precision="fp32,bf16", shard="none,optimizer,full", backend="ddp,horovod")
-    across, up = grid_picture.inner_axes(axes)
+    across, up = picture.inner_axes(axes)
     assert (across.name, up.name) == ("shard", "precision")
-    across, up = grid_picture.inner_axes(axes_of(ranks="1,2"))
+    across, up = picture.inner_axes(axes_of(ranks="1,2"))
     assert (across.name, up.name) == ("ranks", "")
 
 
@@ -404,14 +405,14 @@ def test_pictures_of_other_axes() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        grid.main(["--out", str(tmp_path / "grid"), *arguments])
+        tool.main(["--out", str(tmp_path / "grid"), *arguments])
     assert not (tmp_path / "grid").exists()
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formats, "NEEDED", ("rich", "no_such_package"))
     with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[tools\]'"):
-        grid.main(["--job", "mnist", "--out", str(tmp_path / "grid")])
+        tool.main(["--job", "mnist", "--out", str(tmp_path / "grid")])
 
 
 def test_a_folder_is_one_grids_alone(tmp_path: Path) -> None:
@@ -477,10 +478,10 @@ def test_a_killed_grid_goes_on_where_it_stopped(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["state"] for row in rows] == ["done", "impossible", "done", "impossible"]
     assert "--chunks 999 cuts --batch-size 128" in rows[1]["note"]
-    picture = (folder / "throughput.svg").read_text()
+    drawn = (folder / "throughput.svg").read_text()
     for row, run in zip(rows[::2], runs, strict=True):
         assert float(row["samples_per_s"]) == run["figures"]["samples_per_s"]
-        assert f">{formats.number(run['figures']['samples_per_s'])}<" in picture
+        assert f">{formats.number(run['figures']['samples_per_s'])}<" in drawn
     assert float(rows[2]["bubble_formula"]) == pytest.approx(1 / 3)
     kept = {path.name for path in folder.iterdir()}
     pictures = {f"{name}.{kind}" for name in ("throughput", "memory") for kind in ("png", "svg")}

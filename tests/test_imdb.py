@@ -363,7 +363,7 @@ def test_nodes_with_different_reviews_are_told_apart(tmp_path: Path, archive: Pa
 def test_batches_are_what_an_embedding_takes(archive: Path, cache: Path, alone: Backend) -> None:
     texts = load(alone, archive)
     for workers in (None, 1):
-        loader = make_loader(texts.train, alone, LoaderPlan(10), num_workers=workers)
+        loader = make_loader(texts.train, alone, LoaderPlan(10, num_workers=workers))
         ids, labels = next(iter(loader.epoch(0)))
         assert (ids.shape, ids.dtype, labels.dtype) == ((10, LENGTH), torch.int64, torch.int64)
     assert sorted(texts.train.targets.tolist()) == [0] * fake_imdb.EACH + [1] * fake_imdb.EACH

@@ -18,12 +18,12 @@ import psutil
 import pytest
 from install_checks import NO_NETWORK, ROOT, script, tool_folder
 
-from hvd_trainer.tools import horovod_toolchain, install_horovod
-from hvd_trainer.tools.horovod_errors import InstallError
-from hvd_trainer.tools.horovod_patches import PATCH_SET
-from hvd_trainer.tools.horovod_plan import python_tag
-from hvd_trainer.tools.horovod_probe import HorovodFacts, TorchFacts, probe
-from hvd_trainer.tools.horovod_steps import run_logged
+from hvd_trainer.tools.horovod import tool, toolchain
+from hvd_trainer.tools.horovod.errors import InstallError
+from hvd_trainer.tools.horovod.patches import PATCH_SET
+from hvd_trainer.tools.horovod.plan import python_tag
+from hvd_trainer.tools.horovod.probe import HorovodFacts, TorchFacts, probe
+from hvd_trainer.tools.horovod.steps import run_logged
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
         patch.setenv("CXX", old)
         for standard, newest in ((17, "9"), (20, "11")):
             with pytest.raises(InstallError, match=rf"C\+\+{standard}[^$]*g\+\+ {newest} or") as error:
-                horovod_toolchain.find_cxx(standard)
+                toolchain.find_cxx(standard)
             assert old in str(error.value)
 
 
@@ -96,13 +96,13 @@ def test_no_mpi_compiler(tmp_path: Path) -> None:
 
 def test_nccl_for_a_torch_without_cuda() -> None:
     with pytest.raises(InstallError, match="built without CUDA[^$]*--gpu none"):
-        horovod_toolchain.find_cuda(TorchFacts(version="2.15.0+cpu"))
+        toolchain.find_cuda(TorchFacts(version="2.15.0+cpu"))
 
 
 def test_nccl_without_pytorchs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
     with pytest.raises(InstallError, match="pip install nvidia-nccl-cu13"):
-        horovod_toolchain.find_cuda(TorchFacts(version="2.15.0+cu132", cuda="13.2"))
+        toolchain.find_cuda(TorchFacts(version="2.15.0+cu132", cuda="13.2"))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TorchFacts:
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", tool_folder(tmp_path / "bin"))
-    monkeypatch.setattr(horovod_toolchain, "USUAL_CUDA_HOME", str(tmp_path / "no_cuda"))
+    monkeypatch.setattr(toolchain, "USUAL_CUDA_HOME", str(tmp_path / "no_cuda"))
     return TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_home="/nccl", nccl_version="2.30")
 
 
@@ -124,8 +124,8 @@ def fake_toolkit(home: Path, version: str) -> str:
 
 def test_nccl_without_a_toolkit(no_cuda: TorchFacts) -> None:
     with pytest.raises(InstallError, match=r"no CUDA toolkit[^$]*install CUDA 13"):
-        install_horovod.choose_cuda("nccl", no_cuda)
-    assert "looked in" in str(install_horovod.choose_cuda("auto", no_cuda))
+        tool.choose_cuda("nccl", no_cuda)
+    assert "looked in" in str(tool.choose_cuda("auto", no_cuda))
 
 
 def test_nccl_with_a_toolkit_of_another_major_version(
@@ -133,7 +133,7 @@ def test_nccl_with_a_toolkit_of_another_major_version(
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", fake_toolkit(tmp_path / "cuda", "11.8"))
     with pytest.raises(InstallError, match=r"different major versions[^$]*CUDA 13\.2; found CUDA 11"):
-        install_horovod.choose_cuda("nccl", no_cuda)
+        tool.choose_cuda("nccl", no_cuda)
 
 
 def test_nccl_with_a_toolkit_behind_a_script_on_path(
@@ -141,8 +141,8 @@ def test_nccl_with_a_toolkit_behind_a_script_on_path(
 ) -> None:
     home = fake_toolkit(tmp_path / "cuda", "13.0")
     script(tmp_path / "bin/nvcc", f"echo '#$ TOP={home}/bin/..'")
-    found = install_horovod.choose_cuda("auto", no_cuda)
-    assert found == horovod_toolchain.CudaToolkit(Path(home), "13.0")
+    found = tool.choose_cuda("auto", no_cuda)
+    assert found == toolchain.CudaToolkit(Path(home), "13.0")
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------
@@ -296,8 +296,8 @@ NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
 def test_what_counts_as_usable(
     record: dict[str, object], error: str | None, options: dict[str, object], reason: str | None
 ) -> None:
-    chosen = install_horovod.Options(**options)  # type: ignore[arg-type]
-    found = install_horovod.unfit(HorovodFacts(error=error, record=record), TORCH, chosen)
+    chosen = tool.Options(**options)  # type: ignore[arg-type]
+    found = tool.unfit(HorovodFacts(error=error, record=record), TORCH, chosen)
     assert found is reason is None or reason in str(found)
 
 

@@ -15,7 +15,9 @@ import slurm_batch
 import slurm_cluster
 from launchers import LAUNCHERS, REPOSITORY, launch, requires, run_ranks, start
 
-BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
+BACKENDS = [pytest.param("horovod", marks=requires("horovod")), pytest.param("ddp", marks=pytest.mark.long)]
+# What each launcher is tried with where there is no time for long tests.
+QUICK = {("horovodrun", "horovod"), ("torchrun", "ddp"), ("mpirun", "horovod"), ("srun", "ddp"), ("python", "ddp")}
 SESSION = """
 import sys
 import hvd_trainer
@@ -55,8 +57,21 @@ def check(folder: Path, backend: str, launcher: str, size: int = 2) -> None:
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("launcher", [pytest.param(name, marks=requires(name)) for name in LAUNCHERS])
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        pytest.param(
+            launcher,
+            backend,
+            marks=[
+                requires(launcher, *(["horovod"] if backend == "horovod" else [])),
+                *([] if (launcher, backend) in QUICK else [pytest.mark.long]),
+            ],
+        )
+        for launcher in LAUNCHERS
+        for backend in ("horovod", "ddp")
+    ],
+)
 def test_every_launcher_trains_with_every_engine(
     launcher: str, backend: str, tmp_path: Path, reference: bytes
 ) -> None:
@@ -89,7 +104,7 @@ def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: byte
     [
         ("env://", "ddp"),
         pytest.param("tcp://", "horovod", marks=requires("horovod")),
-        pytest.param("file://", "horovod", marks=requires("horovod")),
+        pytest.param("file://", "horovod", marks=[requires("horovod"), pytest.mark.long]),
     ],
 )
 def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, reference: bytes) -> None:

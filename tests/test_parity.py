@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,31 @@ def test_ranks_equal_one_process(backend: str, size: int) -> None:
     for weights in final_weights(backend, size):
         for name in ("sgd, clipping, accumulation", "adamw"):
             assert relative_difference(weights[name], alone[name]) < 1e-5, name
+
+
+def train_with(engine: EngineOptions, train: TrainOptions) -> tuple[int, tuple[int, dict[str, Tensor]]]:
+    """CPU threads while training, and the final weights of the second set-up above."""
+    with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
+        model = small_net()
+        trainer.fit(model, adamw(model), nn.functional.cross_entropy, data((16,)))
+        return trainer.world.rank, (torch.get_num_threads(), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "ddp", "bucket_views": False, "threads": 3},
+        pytest.param({"backend": "horovod", "cache_capacity": 0}, marks=requires("horovod")),
+    ],
+    ids=["ddp", "horovod"],
+)
+def test_options_that_are_for_speed_change_no_bit(options: dict[str, Any]) -> None:
+    train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH, workers=1, prefetch=4)
+    results = run_ranks(train_with, num_processes=2, args=(EngineOptions(**options), train))
+    for (threads, weights), usual in zip(results, final_weights(options["backend"], 2), strict=True):
+        assert threads == options.get("threads", threads)
+        for key, tensor in usual["adamw"].items():
+            assert torch.equal(weights[key], tensor), key
 
 
 @pytest.mark.long

@@ -16,17 +16,17 @@ from made_traces import Edit, line_of, made
 from torch import Tensor, nn
 
 from hvd_trainer import TrainerOptions
-from hvd_trainer.config import MeasureOptions
 from hvd_trainer.errors import OptionError
 from hvd_trainer.fingerprints import KEPT_BYTES, fingerprints, sampled, stride
+from hvd_trainer.measure_options import MeasureOptions
 from hvd_trainer.step_trace import draws
-from hvd_trainer.tools import parity
-from hvd_trainer.tools.parity_gap import NONE, gap, least_norms
-from hvd_trainer.tools.parity_pair import Pair, compare_all
-from hvd_trainer.tools.parity_report import as_json, conclusions, shown_steps, table
-from hvd_trainer.tools.parity_runs import Plan, Traced, engines_of, read_traced_job, same_global_batch
-from hvd_trainer.tools.parity_tolerance import tolerance
-from hvd_trainer.tools.parity_trace import EVENTS, Trace, When, read_trace
+from hvd_trainer.tools.parity import tool
+from hvd_trainer.tools.parity.gap import NONE, gap, least_norms
+from hvd_trainer.tools.parity.pair import Pair, compare_all
+from hvd_trainer.tools.parity.report import as_json, conclusions, shown_steps, table
+from hvd_trainer.tools.parity.runs import Plan, Traced, engines_of, read_traced_job, same_global_batch
+from hvd_trainer.tools.parity.tolerance import tolerance
+from hvd_trainer.tools.parity.trace import EVENTS, Trace, When, read_trace
 from hvd_trainer.tools.runs import Run
 
 HERE = Path(__file__).parent
@@ -432,7 +432,7 @@ def test_one_process_comes_last_with_the_batch_of_all() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        parity.main(["--out", str(tmp_path / "out"), *arguments, "--", *DIGITS])
+        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", *DIGITS])
     assert not (tmp_path / "out").exists()
 
 

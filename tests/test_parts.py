@@ -72,7 +72,9 @@ def test_what_cannot_work_is_refused(options: list[str], said: str, tmp_path: Pa
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
+)
 @requires("torchrun")
 def test_a_stage_that_is_killed_is_reported(backend: str, tmp_path: Path) -> None:
     """On Horovod's process sets the others were aborted at once: "terminate called", and no report."""

@@ -16,13 +16,13 @@ from launchers import QUICKEST, launch, requires, run_ranks
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.horovod_timeline import read_timeline
-from hvd_trainer.config import LogOptions, MeasureOptions, TrainerOptions
+from hvd_trainer.config import LogOptions, TrainerOptions
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure_options import MeasureOptions, ProfilePlan
 from hvd_trainer.profile.breakdown import Figures, breakdown
 from hvd_trainer.profile.clocks import Ahead, ahead_of_first, compare_clocks
 from hvd_trainer.profile.operators import Operator, operators
 from hvd_trainer.profile.waiting import waits
-from hvd_trainer.profile_options import ProfilePlan
 
 ENGINES = ("ddp", "horovod")
 PHASES = {"data", "forward", "backward", "reduce", "step"}

@@ -8,7 +8,6 @@ import re
 import secrets
 import shlex
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import slurm_cluster
 from child_environment import child_environment
 from job import Job, Result
-from launchers import REPOSITORY
+from launchers import QUICKEST, REPOSITORY, launch
 from requirements import HOROVODRUN, LAUNCHERS, requires
 
 MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist --epochs 3"
@@ -35,6 +34,9 @@ TYPED_HERE = (
     "python -m hvd_trainer.mnist --dataset digits --epochs 1 --log-dir runs/digits --resume auto --backend ddp",
     BY_HAND,
 )
+
+# These show what others show, too.
+LONG = (f"mpirun -np 2 python {EXAMPLE}", f"srun -n 2 python {EXAMPLE} --backend ddp", f"python {EXAMPLE}")
 
 PLAIN = "tests/test_examples_plain.py"
 OWN = "tests/test_readme.py"
@@ -88,12 +90,15 @@ TYPED_ELSEWHERE = {
     "--epochs 1": ("tests/test_compare.py", '"compare"'),
     "python -m hvd_trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir "
     "../shared/data/mnist": ("tests/test_diagnose.py", '"diagnose"'),
+    "python -m hvd_trainer tune --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
+        *("tests/test_tune.py", '"tune"'),
+    ),
     "python -m hvd_trainer grid --job imdb --ranks 1,2,4 --stages 1,2 --chunks 1,2,4,8,16,32 --batch-size "
-    "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "grid.main"),
+    "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "tool.main"),
     "MALLOC_MMAP_THRESHOLD_=131072 python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 16 --precision "
     "fp32,bf16 --activation-checkpointing none,blocks --shard none,optimizer,full --rounds 2 --steps 2 --out "
     "runs/memory -- --layers 6 --d-model 512 --d-hid 2048 --heads 8 --sequence-length 64": (
-        *("tests/test_grid.py", "grid.main"),
+        *("tests/test_grid.py", "tool.main"),
     ),
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": (
         *("tests/test_checkpoint.py", '"export"'),
@@ -186,7 +191,11 @@ def needs(command: str) -> pytest.MarkDecorator:
     return requires(*names, *([] if "--backend ddp" in command else ["horovod"]))
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=needs(c), id=c.split("\n")[0]) for c in TYPED_HERE])
+def marks_of(command: str) -> list[pytest.MarkDecorator]:
+    return [needs(command), *([pytest.mark.long] if command in LONG else [])]
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=marks_of(c), id=c.split("\n")[0]) for c in TYPED_HERE])
 def test_commands_run_as_they_stand(command: str, root: Path) -> None:
     result = typed(command, root)
     assert result.stdout.count("epoch 1/1") == 1
@@ -277,10 +286,7 @@ def help_of(what: str) -> str:
     """What `--help` prints for a module, a module and its tool, or a script."""
     name, *tool = what.split()
     start = [name] if name.endswith(".py") else ["-m", name]
-    asked = subprocess.run(
-        [sys.executable, *start, *tool, "--help"], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    return asked.stdout
+    return launch(QUICKEST, 1, [*start, *tool, "--help"]).stdout
 
 
 def test_options_in_commands_exist() -> None:
@@ -306,6 +312,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer export",
         "hvd_trainer grid",
         "hvd_trainer compare",
+        "hvd_trainer tune",
         "hvd_trainer diagnose",
         "hvd_trainer parity",
         "hvd_trainer doctor",

@@ -15,7 +15,7 @@ import pytest
 import resume_checks
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
-BACKENDS = ["ddp", pytest.param("horovod", marks=requires("horovod"))]
+BACKENDS = [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -70,6 +70,12 @@ def test_every_rank_keeps_the_times_of_its_steps(tmp_path: Path, backend: str) -
     assert ranks[0]["grad_norm"].tolist() == ranks[1]["grad_norm"].tolist()
 
 
+def test_a_first_step_that_is_smaller_than_the_others_is_counted_as_it_is(tmp_path: Path) -> None:
+    """All digits at once, where the batch would hold more of them: it once counted the whole batch."""
+    train(tmp_path, "--epochs", "2", "--batch-size", "1000", "--record-steps")
+    assert steps_of(tmp_path, 0)["samples"].tolist() == [1438, 1438]
+
+
 def test_a_slow_part_is_found_where_it_is(tmp_path: Path) -> None:
     """Each batch of rank 1 takes 50 ms to fetch: it has the time under data, and rank 0 waits for it."""
     script = tmp_path / "slow.py"

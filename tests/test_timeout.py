@@ -27,7 +27,7 @@ def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
 @pytest.mark.parametrize(
     ("backend", "launcher", "said"),
     [
-        ("ddp", "torchrun", "Timed out .*3000"),
+        pytest.param("ddp", "torchrun", "Timed out .*3000", marks=pytest.mark.long),
         pytest.param("horovod", "horovodrun", "did not take part .* within 3 s", marks=requires("horovod")),
     ],
 )

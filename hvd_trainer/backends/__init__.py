@@ -16,6 +16,7 @@ BACKENDS = {
     "horovod": "hvd_trainer.backends.horovod:HorovodBackend",
     "ddp": "hvd_trainer.backends.ddp:DDPBackend",
     "single": "hvd_trainer.backends.single:SingleBackend",
+    "data-parallel": "hvd_trainer.backends.data_parallel:DataParallelBackend",
 }
 
 

@@ -78,7 +78,7 @@ class Backend(Member):
         timeline: whether `timeline` will be asked for.
 
     Attributes:
-        name: `horovod`, `ddp` or `single`.
+        name: `horovod`, `ddp`, `single` or `data-parallel`.
         version: the engine and its version, for the banner.
         column: the ranks that have the same parameters as this one, itself among them; once started.
 
@@ -115,6 +115,11 @@ class Backend(Member):
     @property
     @abstractmethod
     def version(self) -> str: ...
+
+    @property
+    def copies(self) -> int:
+        """Of the model that this process trains at once, each on its own share of the batch."""
+        return 1
 
     # Training.
 

@@ -39,7 +39,9 @@ class DDPBackend(Backend):
     """Averages gradients in DDP's buckets while backward runs."""
 
     name = "ddp"
-    only_for_others = dict.fromkeys(("adasum", "num_groups", "autotune", "cycle_time_ms"), HOROVOD_ONLY)
+    only_for_others = dict.fromkeys(
+        ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
+    )
 
     @property
     def version(self) -> str:
@@ -128,7 +130,7 @@ class DDPBackend(Backend):
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=self.options.bucket_views,
             **no_buffers,
         )
         self._compress(ddp)

@@ -46,7 +46,7 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
 WAKES, LEAVES = 3, 6
-"""The first of our builds that have `horovod_waking.py` and all of `horovod_elastic.py`."""
+"""The first of our builds that have `tools/horovod/waking.py` and all of `elastic.py` beside it."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
@@ -57,6 +57,7 @@ class HorovodBackend(Backend):
     only_for_others = {
         "transport": DDP_ONLY,
         "static_graph": DDP_ONLY,
+        "bucket_views": DDP_ONLY,
         "powersgd_rank": DDP_ONLY,
         "compression=powersgd": DDP_ONLY,
         "compression=bf16": "Horovod 0.28 has no bfloat16; use --compression fp16 or --backend ddp",
@@ -167,6 +168,8 @@ class HorovodBackend(Backend):
             wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
+        if options.cache_capacity is not None:
+            wanted["HOROVOD_CACHE_CAPACITY"] = str(options.cache_capacity)
         return {name: value for name, value in wanted.items() if name not in self.environ}
 
     def _rendezvous_server(self) -> tuple[str, int]:
@@ -377,7 +380,7 @@ class HorovodBackend(Backend):
 
 
 def _patch_set() -> int:
-    """Which of our changes this Horovod has (`tools/horovod_patches.py`); 0: it is none of our builds."""
+    """Which of our changes this Horovod has (`tools/horovod/patches.py`); 0: it is none of our builds."""
     try:
         build = importlib.import_module("horovod.hvd_trainer_build")
     except ImportError:

@@ -22,13 +22,13 @@ from hvd_trainer.elastic import Driver, RescaleError
 from hvd_trainer.ending import stand_by
 from hvd_trainer.errors import (
     LaunchError,
-    OptionError,
     PeerError,
     PreemptedError,
     UserError,
     first_line,
 )
 from hvd_trainer.launch import World, cpu_ids, detect, is_elastic, slurm_job, started
+from hvd_trainer.option_checks import at_least, flag, more_than, refuse, switch
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import Activity, Hub, Spoke, Station, Verdict, failure, stacks
 
@@ -104,13 +104,20 @@ class Member(ABC):
             value = getattr(self.options, field.name)
             for key in (field.name, f"{field.name}={value}"):
                 if value != field.default and key in self.only_for_others:
-                    flag = "--" + field.name.replace("_", "-")
-                    given = flag if value is True else f"{flag} {value}"
-                    mistakes.append(f"{given} with --backend {self.name}: {self.only_for_others[key]}")
-        if min(self.options.timeout_s, self.options.startup_timeout_s, self.options.bucket_mb) <= 0:
-            mistakes.append("--timeout-s, --startup-timeout-s and --bucket-mb must be more than 0")
-        if mistakes:
-            raise OptionError("; ".join(mistakes))
+                    on_or_off = isinstance(value, bool)
+                    typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
+                    mistakes.append(f"{typed} with --backend {self.name}: {self.only_for_others[key]}")
+        options = self.options
+        mistakes += more_than(
+            0,
+            timeout_s=options.timeout_s,
+            startup_timeout_s=options.startup_timeout_s,
+            bucket_mb=options.bucket_mb,
+            cycle_time_ms=options.cycle_time_ms,
+        )
+        mistakes += at_least(1, threads=options.threads)
+        mistakes += at_least(0, num_groups=options.num_groups, cache_capacity=options.cache_capacity)
+        refuse(mistakes)
 
     def __enter__(self) -> Self:
         # A second start in one process must not look like the end of the first.
@@ -159,9 +166,12 @@ class Member(ABC):
         self.world = peers.locate(self.world, self.peers)
         if self.uses_nccl:
             self._refuse_shared_gpu()
-        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
+        threads = self.options.threads
+        if threads is None and self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
-            torch.set_num_threads(peers.fair_cpus(self.world, self.peers))
+            threads = peers.fair_cpus(self.world, self.peers)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._begin_watch()
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:

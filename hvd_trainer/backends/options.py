@@ -10,8 +10,9 @@ from typing import Literal
 class EngineOptions:
     """How the engine exchanges gradients. One name for one thing on both engines."""
 
-    backend: Literal["horovod", "ddp", "single"] = "horovod"
-    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process"""
+    backend: Literal["horovod", "ddp", "single", "data-parallel"] = "horovod"
+    """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; to compare with,
+    also torch.nn.DataParallel: one process with all GPUs, where --batch-size is per GPU"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto takes a GPU per rank where there are GPUs"""
     timeout_s: float = 60.0
@@ -22,6 +23,8 @@ class EngineOptions:
     """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
+    threads: int | None = None
+    """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores"""
     bucket_mb: float = 25.0
     """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
     sync_batch_norm: bool = False
@@ -32,6 +35,8 @@ class EngineOptions:
     """ddp only: the library that moves the bytes; auto is nccl on GPUs and gloo on CPUs"""
     static_graph: bool = False
     """ddp only: promise that every step uses the same parameters in the same order"""
+    bucket_views: bool = True
+    """ddp only: let gradients be parts of the buckets, so that they need not be copied"""
     powersgd_rank: int = 1
     """ddp only: rank of the approximation in powersgd compression"""
     adasum: bool = False
@@ -40,6 +45,9 @@ class EngineOptions:
     """horovod only: allreduce the gradients in this many groups instead of by bucket_mb"""
     autotune: bool = False
     """horovod only: let Horovod tune its own fusion and cycle time while training"""
+    cache_capacity: int | None = None
+    """horovod only: how many exchanges it remembers, so that the ranks need not agree on each again (its own
+    default: 1024; 0: none)"""
     cycle_time_ms: float | None = None
     """horovod only: let its background thread look for work once in so many ms (default: when there is some, if
     install-horovod has built it, else every ms)"""

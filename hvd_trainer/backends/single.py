@@ -23,8 +23,8 @@ class SingleBackend(Backend):
     name = "single"
     only_for_others = dict.fromkeys(
         (
-            *("init_method", "compression", "transport", "static_graph", "powersgd_rank"),
-            *("adasum", "num_groups", "autotune", "cycle_time_ms"),
+            *("init_method", "compression", "transport", "static_graph", "bucket_views", "powersgd_rank"),
+            *("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"),
         ),
         NOTHING,
     )
@@ -36,8 +36,8 @@ class SingleBackend(Backend):
     def __enter__(self) -> Self:
         if self.world.size > 1:
             raise LaunchError(
-                f"{self.world.launcher} started {self.world.size} processes, but --backend single trains in one. "
-                f"Leave the launcher out, or use --backend horovod or --backend ddp"
+                f"{self.world.launcher} started {self.world.size} processes, but --backend {self.name} trains in "
+                f"one. Leave the launcher out, or use --backend horovod or --backend ddp"
             )
         return super().__enter__()
 

@@ -20,7 +20,14 @@ from hvd_trainer import preemption
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair, to_device
 from hvd_trainer.data.dataset import TensorData
-from hvd_trainer.data.shard import Place, epoch_order, evaluation_share, num_batches, training_batches
+from hvd_trainer.data.shard import (
+    Place,
+    TrainingBatches,
+    epoch_order,
+    evaluation_share,
+    num_batches,
+    training_share,
+)
 from hvd_trainer.peers import fair_cpus
 from hvd_trainer.random_state import apart, seed_all, seed_of
 
@@ -32,7 +39,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """How data is shared out."""
+    """How data is shared out, and loaded."""
 
     batch_size: int
     """samples per batch of a rank, or of a virtual rank"""
@@ -44,6 +51,10 @@ class LoaderPlan:
     """batches of a virtual rank in a step: they come one after the other"""
     share: Share | None = None
     """which share of the data this rank takes; None: that of its number among all ranks"""
+    num_workers: int | None = None
+    """processes that load for this rank; None: one less than its CPUs, at most 8"""
+    prefetch: int | None = None
+    """batches that each of them has ready; None: as PyTorch does"""
 
 
 class Share(NamedTuple):
@@ -89,20 +100,26 @@ class Loader(ABC):
     def evaluation(self) -> Iterator[Batch]:
         """This rank's share of all samples, in batches; over all ranks each sample comes exactly once."""
 
-    def _training(self, epoch: int, consumed: int) -> list[tuple[Place, Tensor]]:
-        """Where this rank's batches stand and which samples they take."""
+    def _training(self, epoch: int, consumed: int, device: torch.device = CPU) -> TrainingBatches:
+        """Where this rank's batches stand and which samples they take, by indices on a device."""
         assert self.num_samples is not None
-        plan = self.plan
+        plan, size = self.plan, self._size
         order = epoch_order(self.num_samples, seed=plan.seed, epoch=epoch, shuffle=plan.shuffle)
-        return training_batches(
-            order, self._parts, self._size, plan.batch_size, accumulate=plan.accumulate, consumed=consumed
+        shares = [(part, training_share(order, part, size, consumed=consumed)) for part in self._parts]
+        return TrainingBatches(
+            # In one piece: for each batch it would be waited for.
+            [(part, share.contiguous().to(device)) for part, share in shares],
+            size,
+            plan.batch_size,
+            plan.accumulate,
+            consumed,
         )
 
-    def _evaluation(self) -> list[tuple[Place, Tensor]]:
+    def _evaluation(self, device: torch.device = CPU) -> list[tuple[Place, Tensor]]:
         """The same for evaluation."""
         assert self.num_samples is not None
         number, size = self._share
-        share = evaluation_share(self.num_samples, number, size)
+        share = evaluation_share(self.num_samples, number, size).to(device)
         # `split` gives one empty part of an empty tensor, and no batch may be empty.
         batches = share.split(self.plan.batch_size) if len(share) else ()
         return [(Place(position, number), chosen) for position, chosen in enumerate(batches)]
@@ -129,20 +146,15 @@ class TensorLoader(Loader):
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        return self._batches(epoch, self._training(epoch, consumed))
+        return self._batches(epoch, self._training(epoch, consumed, self._inputs.device))
 
     def evaluation(self) -> Iterator[Batch]:
-        return self._batches(EVALUATION, self._evaluation())
+        return self._batches(EVALUATION, self._evaluation(self._inputs.device))
 
-    def _batches(self, epoch: int, batches: list[tuple[Place, Tensor]]) -> Iterator[Batch]:
+    def _batches(self, epoch: int, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[Batch]:
         device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
-        if not batches:
-            return
-        lengths = [len(indices) for _, indices in batches]
-        # To the device in one piece.
-        moved = torch.cat([indices for _, indices in batches]).to(self._inputs.device).split(lengths)
-        for (place, _), chosen in zip(batches, moved, strict=True):
+        for place, chosen in batches:
             inputs, targets = self._inputs.index_select(0, chosen), self._targets.index_select(0, chosen)
             if inputs.device != device:
                 inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
@@ -158,13 +170,10 @@ class _Batches(Sampler[list[tuple[int, int]]]):
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.batches: list[Tensor] = []
+        self.batches: Iterable[tuple[Place, Tensor]] = ()
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return ([(self.epoch, index) for index in batch.tolist()] for batch in self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return ([(self.epoch, index) for index in batch.tolist()] for _, batch in self.batches)
 
 
 class _Seeded(Dataset[Any]):
@@ -199,15 +208,11 @@ class DatasetLoader(Loader):
         data: Any,
         backend: Backend,
         plan: LoaderPlan,
-        *,
-        num_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(data, len(data), backend, plan)
         self._sampler = _Batches()
-        self._loader = torch_loader(
-            _Seeded(data, plan.seed), backend, num_workers, collate, batch_sampler=self._sampler
-        )
+        self._loader = torch_loader(_Seeded(data, plan.seed), backend, plan, collate, batch_sampler=self._sampler)
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
@@ -216,21 +221,22 @@ class DatasetLoader(Loader):
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, self._evaluation())
 
-    def _pass(self, epoch: int, batches: list[tuple[Place, Tensor]]) -> Iterator[Batch]:
-        self._sampler.epoch, self._sampler.batches = epoch, [chosen for _, chosen in batches]
+    def _pass(self, epoch: int, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[Batch]:
+        self._sampler.epoch, self._sampler.batches = epoch, batches
         return self._moved(self._loader)
 
 
 def torch_loader(
     data: Dataset[Any],
     backend: Backend,
-    num_workers: int | None,
+    plan: LoaderPlan,
     collate: Callable[[list[Any]], Any] | None,
     *,
     batch_size: int = 1,
     batch_sampler: _Batches | None = None,
 ) -> DataLoader[Any]:
     """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
+    num_workers = plan.num_workers
     if num_workers is None:
         num_workers = min(MOST_WORKERS, fair_cpus(backend.world, backend.peers) - 1)
     return DataLoader(
@@ -238,6 +244,7 @@ def torch_loader(
         batch_size,
         batch_sampler=batch_sampler,
         num_workers=num_workers,
+        prefetch_factor=plan.prefetch if num_workers else None,
         collate_fn=collate,
         pin_memory=backend.device.type == "cuda",
         persistent_workers=num_workers > 0 and batch_sampler is not None,

@@ -11,7 +11,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
-from hvd_trainer.errors import DataError
+from hvd_trainer.errors import DataError, OptionError
 
 
 def make_loader(
@@ -19,7 +19,6 @@ def make_loader(
     backend: Backend,
     plan: LoaderPlan,
     *,
-    num_workers: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Loader:
     """Chooses the loader for a data set.
@@ -28,13 +27,24 @@ def make_loader(
         data: `TensorData` or `TensorDataset` of two tensors (in memory, unless workers or a `collate` are asked
             for), a `Dataset`, a list of samples, or an `IterableDataset`. A sample is a pair of inputs and
             targets.
-        plan: how it is shared out.
-        num_workers: loader processes of this rank; None: one less than its CPUs, at most 8.
+        plan: how it is shared out, and loaded.
 
     Raises:
         DataError: `data` is none of these, or empty.
-        OptionError: virtual ranks are to share a stream.
+        OptionError: virtual ranks are to share a stream, or batches to be prefetched without workers.
     """
+    loader = _make_loader(data, backend, plan, collate)
+    if plan.prefetch is not None and not loader.num_workers:
+        raise OptionError(
+            f"--prefetch {plan.prefetch} is for loader processes, and {loader.name} is loaded without any: add "
+            f"--workers 2, or leave it out"
+        )
+    return loader
+
+
+def _make_loader(
+    data: Any, backend: Backend, plan: LoaderPlan, collate: Callable[[list[Any]], Any] | None
+) -> Loader:
     kind = type(data).__name__
     if isinstance(data, DataLoader):
         raise DataError(
@@ -42,7 +52,7 @@ def make_loader(
             "With `loader` being yours, that is loader.dataset; batch size and workers are options."
         )
     if isinstance(data, IterableDataset):
-        return StreamLoader(data, backend, plan, num_workers=num_workers, collate=collate)
+        return StreamLoader(data, backend, plan, collate)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataError(
             f"Cannot load batches from a {kind}: a data set has __len__ and __getitem__, or derives from "
@@ -52,6 +62,6 @@ def make_loader(
         raise DataError(f"The data set ({kind}) is empty.")
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = TensorData(*data.tensors, name=kind)
-    if isinstance(data, TensorData) and not num_workers and collate is None:
+    if isinstance(data, TensorData) and not plan.num_workers and collate is None:
         return TensorLoader(data, backend, plan)
-    return DatasetLoader(data, backend, plan, num_workers=num_workers, collate=collate)
+    return DatasetLoader(data, backend, plan, collate)

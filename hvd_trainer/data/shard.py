@@ -13,7 +13,8 @@ position in an epoch is one number: samples consumed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) ->
         return order[:0]
     per_rank = -(-left // size)
     end = consumed + per_rank * size
-    return order.repeat(-(-end // len(order)))[consumed:end][rank::size]
+    whole = order if end <= len(order) else order.repeat(-(-end // len(order)))
+    return whole[consumed:end][rank::size]
 
 
 class Place(NamedTuple):
@@ -55,30 +57,31 @@ class Place(NamedTuple):
     """the rank, or the virtual rank"""
 
 
-def training_batches(
-    order: Tensor, parts: Sequence[int], size: int, batch_size: int, *, accumulate: int = 1, consumed: int = 0
-) -> list[tuple[Place, Tensor]]:
+@dataclass(frozen=True)
+class TrainingBatches:
     """One rank's batches of an epoch: those of each step together, part by part.
 
-    Args:
-        order: the epoch's order, from `epoch_order`.
-        parts: which of the `size` shares of each global batch are this rank's: its own number, or those of its
-            virtual ranks.
-        batch_size: samples of one part and pass.
-        accumulate: passes of one part in a step.
-        consumed: as in `training_share`.
+    They are cut as they come: an epoch may have millions.
     """
-    shares = [training_share(order, part, size, consumed=consumed) for part in parts]
-    batches: list[tuple[Place, Tensor]] = []
-    step = batch_size * accumulate
-    for start in range(0, len(shares[0]), step):
-        for part, share in zip(parts, shares, strict=True):
-            passes = share[start : start + step].split(batch_size)
-            batches += [
-                (Place(consumed + (start + number * batch_size) * size, part), chosen)
-                for number, chosen in enumerate(passes)
-            ]
-    return batches
+
+    shares: Sequence[tuple[int, Tensor]]
+    """the rank's parts of each global batch (its own number, or those of its virtual ranks), with what
+    `training_share` gives for each"""
+    size: int
+    """all parts of a global batch"""
+    batch_size: int
+    """samples of one part and pass"""
+    accumulate: int = 1
+    """passes of one part in a step"""
+    consumed: int = 0
+    """as in `training_share`"""
+
+    def __iter__(self) -> Iterator[tuple[Place, Tensor]]:
+        batch_size, step = self.batch_size, self.batch_size * self.accumulate
+        for start in range(0, len(self.shares[0][1]), step):
+            for part, share in self.shares:
+                for first in range(start, min(start + step, len(share)), batch_size):
+                    yield Place(self.consumed + first * self.size, part), share[first : first + batch_size]
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:
@@ -86,7 +89,7 @@ def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:
 
     Ranks may get unequal numbers, and none at all where there are more ranks than samples.
     """
-    return torch.arange(num_samples)[rank::size]
+    return torch.arange(min(rank, num_samples), num_samples, size)
 
 
 def num_batches(num_samples: int, size: int, batch_size: int) -> int:

@@ -59,8 +59,6 @@ class StreamLoader(Loader):
         data: IterableDataset[Any],
         backend: Backend,
         plan: LoaderPlan,
-        *,
-        num_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(data, None, backend, plan)
@@ -70,13 +68,7 @@ class StreamLoader(Loader):
             )
         self._stream = _Stream(data, *self._share, plan.batch_size)
         # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
-        self._loader = torch_loader(
-            self._stream,
-            backend,
-            num_workers,
-            collate,
-            batch_size=plan.batch_size,
-        )
+        self._loader = torch_loader(self._stream, backend, plan, collate, batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:

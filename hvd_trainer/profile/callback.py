@@ -9,13 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvd_trainer.backends import Backend, StepResult
-from hvd_trainer.callback import Callback
-from hvd_trainer.log import RunLog
+from hvd_trainer.backends import StepResult
+from hvd_trainer.callback import Observer
+from hvd_trainer.measure_options import ProfilePlan
 from hvd_trainer.profile.phases import make_clock
 from hvd_trainer.profile.recorder import Recorder
 from hvd_trainer.profile.report import FOLDER, Report
-from hvd_trainer.profile_options import ProfilePlan
 
 if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
@@ -24,20 +23,20 @@ COMPARED, FEWEST = 50, 3
 """Steps before the profiled ones that are timed, at most, and how many of them say something."""
 
 
-class Profile(Callback):
+class Profile(Observer):
     """Profiles some steps of a training.
 
     The ranks write and merge when the last of these steps has ended, and not at the end of the training, which may
     be days away. Then nothing of it is left in the way of the steps that follow.
 
     Args:
-        backend: the engine, made with `timeline=True` for its own part.
-        log: that of the run.
+        trainer: whose training it is; its engine was made with `timeline=True` for its own part.
         log_dir: the log folder, on this rank's node.
         plan: which steps.
     """
 
-    def __init__(self, backend: Backend, log: RunLog, log_dir: str, plan: ProfilePlan) -> None:
+    def __init__(self, trainer: Trainer, log_dir: str, plan: ProfilePlan) -> None:
+        backend, log = trainer.backend, trainer.log
         self._backend, self._log, self._plan = backend, log, plan
         self._report = Report(backend, log, Path(log_dir).expanduser() / FOLDER)
         self._clock = make_clock(backend.device)
@@ -47,7 +46,7 @@ class Profile(Callback):
         self._seen, self._running, self._over = 0, False, False
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """Inside, the steps come. If it ends by an error, other ranks may be gone, and nothing is kept."""
         self._advance()
         try:

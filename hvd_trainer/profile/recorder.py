@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.member import environment
+from hvd_trainer.measure_options import ProfilePlan
 from hvd_trainer.profile.phases import Phases
-from hvd_trainer.profile_options import ProfilePlan
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 SILENT = "6"

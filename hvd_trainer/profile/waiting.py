@@ -50,7 +50,7 @@ def waits(seconds: Any) -> list[Wait]:
             if rank == last:
                 continue
             more = (seconds[last][where] - seconds[rank][where]).sum(axis=0) / steps
-            part = max(WORK, key=lambda column: more[column])  # noqa: B023
+            part = max(WORK, key=more.__getitem__)
             found.append(
                 Wait(rank, int(last), int(where.sum()), beyond[rank][where].sum() / steps, PARTS[part], more[part])
             )

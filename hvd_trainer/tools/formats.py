@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from typing import TYPE_CHECKING, TextIO
 
 from hvd_trainer.errors import OptionError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 NEEDED = ("jinja2", "matplotlib", "rich", "scipy")
+
+
+WIDE = 10_000
+"""Columns for tables that go into a file."""
 
 
 def number(value: float) -> str:
@@ -38,3 +47,12 @@ def check_installed() -> None:
             f"The tables and pictures of this tool need {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed. Type: pip install 'hvd_trainer[tools]'"
         )
+
+
+def console(out: TextIO | None = None) -> Console:
+    """Where tables are printed: as wide as the terminal; into a file or a pipe, no line is broken."""
+    from rich.console import Console
+
+    file = out or sys.stdout
+    wide = None if file.isatty() else WIDE
+    return Console(file=file, width=wide, highlight=False, soft_wrap=wide is None)

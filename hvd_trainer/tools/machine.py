@@ -29,6 +29,13 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def num_gpus() -> int:
+    """Those that PyTorch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def busy() -> str | None:
     """A warning, if other programs have kept this machine busy in the last minute."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import resource
 import runpy
 import sys
 import time
@@ -100,6 +101,8 @@ class Probe:
             lr=np.array(self._rates),
             cpu_s=np.diff(self._cpu),
             parameters=self._parameters,
+            # Of the whole process since its start, in MB; Linux counts in kB.
+            peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             began_at=self._began_at,
             first_step_at=self._first_step_at,
         )

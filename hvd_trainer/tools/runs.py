@@ -12,7 +12,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,7 +81,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Has the folder for this tool alone, until it ends, however it ends.
+    """Has the folder for this tool alone, until it ends, however it ends: what runs in the folder ends with it.
 
     Raises:
         OptionError: another one is using it, or it cannot be written to.
@@ -96,7 +98,14 @@ def claimed(folder: Path) -> Iterator[None]:
             raise OptionError(
                 f"--out {folder}: another one is using it. Wait for its end, or name another folder ({error})"
             ) from None
-        yield
+        # As an exception, so that it does not leave the running job behind.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            clear(folder)
+            yield
+        finally:
+            clear(folder)
+            signal.signal(signal.SIGTERM, before)
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -135,7 +144,7 @@ def carry_out(
         command: with `--log-dir` and the folder that `log_dir(DIR)` names.
         folder: DIR.
         identity: what is run.
-        round_: for the how manieth time.
+        round_: counted from 1.
         threads: of each rank, on the CPU; None: as this process's environment says.
         limit_s: after which it is killed, in seconds.
         read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
@@ -144,23 +153,7 @@ def carry_out(
     place = running(folder)
     place.mkdir(parents=True)
     began_at, began = time.time(), time.monotonic()
-    try:
-        with (place / "output").open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env=_environment(folder, threads),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        code: int | None = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        # Found by their environment: also one whose start a signal has interrupted.
-        end_processes(folder)
-    process.wait()
+    code = _exit_code(command, folder, threads, limit_s)
     seconds = round(time.monotonic() - began, 2)
     figures = read(log_dir(folder)) if code == 0 else None
     ended = partial(Run, identity, round_, seconds=seconds, began_at=began_at)
@@ -175,6 +168,28 @@ def carry_out(
     return run
 
 
+def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_s: float) -> int | None:
+    """Of a program that has come to its end; None if it was killed for being late. No process of it is left."""
+    try:
+        with (running(folder) / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=_environment(folder, threads),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        # Found by their environment: also one whose start a signal has interrupted.
+        end_processes(folder)
+    process.wait()  # or it would stay as a zombie
+    return code
+
+
 def running(folder: Path) -> Path:
     """Where the present run writes."""
     return folder / "running"
@@ -186,13 +201,13 @@ def log_dir(folder: Path) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Leaves nothing of a run in this folder, neither files nor processes, also if its grid was killed."""
+    """Leaves nothing of a run in this folder, neither files nor processes, also if the tool was killed."""
     end_processes(folder)
     shutil.rmtree(running(folder), ignore_errors=True)
 
 
 def _environment(folder: Path, threads: int | None) -> dict[str, str]:
-    # Whatever launcher may have started the grid: its ranks are not those of the run.
+    # Whatever launcher may have started the tool: its ranks are not those of the run.
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     return {
         **{name: value for name, value in os.environ.items() if name not in others},

@@ -81,6 +81,7 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
             "rates": _runs_of(first["lr"].tolist()),
         }
         figures = speed(everyone, warmup_steps)
+        figures["peak_memory_mb"] = max(float(rank["peak_memory_mb"]) for rank in everyone)
         # A step's parts are not known.
         for name in ("parts", "computing_s", "typical"):
             figures.pop(name, None)

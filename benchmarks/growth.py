@@ -1,0 +1,148 @@
+"""Does a step cost more where there is more of everything? Ranks, tensors of parameters, samples: one at a time.
+
+    python -m benchmarks.growth --rounds 3
+
+The Trainer beside the same training by hand, on both engines, interleaved. The step has hardly any arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.run import REPOSITORY, finish
+from hvd_trainer.tools.job import LAUNCHER_OF, command_for
+from hvd_trainer.tools.step_figures import read_steps
+
+SIZES = {
+    "ranks": (1, 2, 4, 8),
+    "tensors": (10, 100, 1_000, 10_000),
+    "samples": (10**4, 10**5, 10**6, 10**7, 10**8),
+}
+USUAL = {"ranks": 2, "tensors": 20, "samples": 10**5}
+WARM_UP = 10
+LOOPS = ("trainer", "hand")
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    what: str
+    """that grows"""
+    ranks: int
+    tensors: int
+    samples: int
+    backend: str
+    loop: str
+
+    @property
+    def size(self) -> int:
+        """Of what grows."""
+        sizes: dict[str, int] = self._asdict()
+        return sizes[self.what]
+
+
+class Figures(NamedTuple):
+    """Of one run, the mean of its ranks."""
+
+    step_ms: float
+    first_step_s: float
+    """from the start of the launcher"""
+    peak_mb: float
+
+
+def cases(wanted: list[str]) -> Iterator[Case]:
+    """All of them; those that are compared stand beside each other."""
+    for what in wanted:
+        for size in SIZES[what]:
+            for backend in ("ddp", "horovod"):
+                for loop in LOOPS:
+                    yield Case(what, **USUAL | {what: size}, backend=backend, loop=loop)
+
+
+def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
+    """Starts one training; None if it failed."""
+    data = folder / f"{case.samples}.bin"
+    if not data.exists():
+        with data.open("wb") as file:  # of holes, which take no room
+            file.truncate(4 * case.samples)
+    steps = 30 if case.tensors > 1_000 else 200
+    with tempfile.TemporaryDirectory(dir=folder) as log:
+        job = [
+            *("-m", "hvd_trainer.tools.probe", log, "-m", "benchmarks.ours.growing"),
+            *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
+            *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
+        ]
+        command = command_for(LAUNCHER_OF[case.backend], case.ranks, job)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        began = time.time()
+        finish(command, environment, Path(log) / "output", limit_s)
+        ranks = read_steps(Path(log))
+        if len(ranks) != case.ranks or any(len(rank["step"]) != steps for rank in ranks):
+            print((Path(log) / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
+            return None
+        seconds = np.stack([rank["seconds"] for rank in ranks]).sum(axis=2).mean(axis=0)
+        return Figures(
+            1000 * float(np.median(seconds[WARM_UP:])),
+            max(float(rank["first_step_at"]) for rank in ranks) - began,
+            max(float(rank["peak_memory_mb"]) for rank in ranks),
+        )
+
+
+def table(measured: dict[Case, list[Figures]]) -> str:
+    """Medians over the rounds; the Trainer's overhead is the median of the rounds' differences."""
+    lines = [
+        "| | engine | step by hand, ms | by the Trainer, ms | overhead, ms | first step after, s | peak, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, ours in measured.items():
+        if case.loop != "trainer":
+            continue
+        theirs = measured[case._replace(loop="hand")]
+        if not ours or not theirs:
+            lines.append(f"| {case.size:,} {case.what} | {case.backend} | failed | | | | |")
+            continue
+        overhead = median(a.step_ms - b.step_ms for a, b in zip(ours, theirs, strict=False))
+        both = [Figures(*map(median, zip(*its, strict=True))) for its in (theirs, ours)]
+        lines.append(
+            f"| {case.size:,} {case.what} | {case.backend} | {both[0].step_ms:.2f} | {both[1].step_ms:.2f} | "
+            f"{overhead:+.2f} | {both[0].first_step_s:.1f}, {both[1].first_step_s:.1f} | {both[0].peak_mb:,.0f}, "
+            f"{both[1].peak_mb:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.growth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--what", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for one run")
+    args = parser.parse_args()
+    everything = list(cases(args.what))
+    measured: dict[Case, list[Figures]] = {case: [] for case in everything}
+    with tempfile.TemporaryDirectory(prefix="hvd-growth-") as folder:
+        for number in range(args.rounds):
+            for case in everything[:: 1 if number % 2 == 0 else -1]:
+                figures = run(case, Path(folder), args.limit_s)
+                print(f"round {number + 1}/{args.rounds}, {case}: {figures}", file=sys.stderr, flush=True)
+                if figures is not None:
+                    measured[case].append(figures)
+    print(table(measured))
+    return int(any(len(its) < args.rounds for its in measured.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The pictures of a comparison, as SVG whose text stays text: it can be searched, and read aloud.
+
+Each is drawn small, so that its letters are still to be read where a telephone makes it narrower.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvd_trainer.banner import plural
+from hvd_trainer.tools.compare.result import PART_TEXTS, Comparison, Measured
+from hvd_trainer.tools.step_figures import STEP_PARTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 5.0, 3.2
+"""Inches of one panel."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+"""Of Okabe and Ito, which the colour-blind tell apart."""
+WHISKERS = (5, 25, 50, 75, 95)
+"""The percentiles of a box."""
+
+
+class Picture(NamedTuple):
+    """One drawing, and what it says."""
+
+    title: str
+    text: str
+    svg: str
+
+
+def pictures(comparison: Comparison) -> list[Picture]:
+    """All that there are figures for."""
+    drawn = [
+        Picture(
+            "Speed by ranks",
+            "Samples per second: medians, with the lowest and highest round. Dotted: as many times one rank.",
+            _svg(comparison, _throughput),
+        ),
+        Picture(
+            "Efficiency",
+            "The speed of one rank, as a part of that of a rank alone. 100 % is to lose nothing to the others.",
+            _svg(comparison, _efficiency),
+        ),
+        Picture(
+            "Step times",
+            "Boxes hold the middle half of the steps, whiskers nine tenths; the line is the median.",
+            _svg(comparison, _boxes, rows=len(_timed(comparison))),
+        ),
+        Picture(
+            "Where a step's time goes",
+            "Means over steps and ranks. Exchange and slowest rank are what others are waited for.",
+            _svg(comparison, _breakdown, rows=len(_timed(comparison))),
+        ),
+        Picture(
+            "Training loss",
+            "Of the first round. Where both engines compute the same, one line covers the other.",
+            _svg(comparison, _losses),
+        ),
+    ]
+    return [picture for picture in drawn if picture.svg]
+
+
+def _svg(comparison: Comparison, draw: Callable[[Comparison, Axes], bool], rows: int = 0) -> str:
+    """The drawing as an element of a page; empty if there is nothing to draw."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": draw.__name__,
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e5e5e5",
+        "axes.axisbelow": True,
+    }
+    with rc_context(style):
+        figure = Figure((WIDTH, max(HEIGHT, 0.9 + 0.42 * rows)), layout="constrained")
+        return _text(figure) if draw(comparison, figure.subplots()) else ""
+
+
+def _text(figure: Figure) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _by_contestant(comparison: Comparison) -> Iterator[tuple[str, str, list[Measured]]]:
+    """Name, colour and points of each."""
+    names = list(dict.fromkeys(its.point.contestant.name for its in comparison.measured))
+    for place, name in enumerate(names):
+        its = [m for m in comparison.measured if m.point.contestant.name == name]
+        yield name, COLOURS[place % len(COLOURS)], [m for m in its if m.median("samples_per_s") is not None]
+
+
+def _timed(comparison: Comparison) -> list[Measured]:
+    return [its for its in comparison.measured if its.median("samples_per_s") is not None]
+
+
+def _throughput(comparison: Comparison, axes: Axes) -> bool:
+    for name, colour, points in _by_contestant(comparison):
+        if not points:
+            continue
+        ranks = [its.point.ranks for its in points]
+        rates = [its.median("samples_per_s") or 0.0 for its in points]
+        spread = [list(its.by_round("samples_per_s").values()) for its in points]
+        below = [rate - min(values) for rate, values in zip(rates, spread, strict=True)]
+        above = [max(values) - rate for rate, values in zip(rates, spread, strict=True)]
+        axes.errorbar(ranks, rates, [below, above], color=colour, marker="o", capsize=3, label=name)
+        if ranks[0] == 1 and len(ranks) > 1:
+            axes.plot(ranks, [rates[0] * n for n in ranks], color=colour, linestyle=":", linewidth=1)
+    return _finish(comparison, axes, "samples/s")
+
+
+def _efficiency(comparison: Comparison, axes: Axes) -> bool:
+    found = False
+    for name, colour, points in _by_contestant(comparison):
+        known = [(its.point.ranks, e) for its in points if (e := comparison.efficiency(its)) is not None]
+        if len(known) > 1:
+            found = True
+            ranks, values = zip(*known, strict=True)
+            axes.plot(ranks, [100 * value for value in values], color=colour, marker="o", label=name)
+    return found and _finish(comparison, axes, "efficiency, %")
+
+
+def _finish(comparison: Comparison, axes: Axes, label: str) -> bool:
+    numbers = sorted({its.point.ranks for its in comparison.measured})
+    axes.set_xticks(numbers, [str(n) for n in numbers])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="ranks", ylabel=label)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(frameon=False)
+    return bool(_timed(comparison))
+
+
+def _colour_of(comparison: Comparison, its: Measured) -> str:
+    return next(colour for _, colour, points in _by_contestant(comparison) if its in points)
+
+
+def _boxes(comparison: Comparison, axes: Axes) -> bool:
+    timed = _timed(comparison)
+    boxes = []
+    for its in timed:
+        # Every second percentile is kept; those between two are their mean.
+        kept = [run.figures["percentiles_s"] for run in its.runs.values() if "percentiles_s" in run.figures]
+        middle = [1000 * median(values) for values in zip(*kept, strict=True)]
+        low, first, mid, third, high = ((middle[level // 2] + middle[(level + 1) // 2]) / 2 for level in WHISKERS)
+        boxes.append(
+            {"whislo": low, "q1": first, "med": mid, "q3": third, "whishi": high, "label": its.point.label}
+        )
+    if boxes:
+        drawn = axes.bxp(boxes, orientation="horizontal", showfliers=False, patch_artist=True, widths=0.6)
+        for box, line, its in zip(drawn["boxes"], drawn["medians"], timed, strict=True):
+            box.set(facecolor=_colour_of(comparison, its), alpha=0.55)
+            line.set(color="black")
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set(xlabel="ms")
+    return bool(boxes)
+
+
+def _breakdown(comparison: Comparison, axes: Axes) -> bool:
+    timed = _timed(comparison)
+    places = range(len(timed))
+    left = [0.0] * len(timed)
+    for name, colour in zip(STEP_PARTS, COLOURS, strict=True):
+        widths = [1000 * (its.part(name) or 0.0) for its in timed]
+        axes.barh(places, widths, left=left, color=colour, label=PART_TEXTS[name], height=0.65)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(places, [its.point.label for its in timed])
+    axes.invert_yaxis()
+    axes.set(xlabel="ms per step")
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return bool(timed)
+
+
+def _losses(comparison: Comparison, axes: Axes) -> bool:
+    ranks = max((its.point.ranks for its in _curved(comparison)), default=0)
+    shown = [its for its in _curved(comparison) if its.point.ranks == ranks]
+    for place, its in enumerate(shown):
+        curve = next(iter(its.runs.values())).figures["curve"]
+        steps, losses = zip(*curve, strict=True)
+        # Wide below and narrow above: both are seen where they are equal.
+        width = 4.0 if place == 0 else 1.5
+        axes.plot(steps, losses, color=_colour_of(comparison, its), linewidth=width, label=its.point.label)
+    axes.set(xlabel=f"step, on {plural(ranks, 'rank')}", ylabel="loss")
+    axes.legend(frameon=False)
+    return bool(shown)
+
+
+def _curved(comparison: Comparison) -> list[Measured]:
+    return [its for its in comparison.measured if its.runs and next(iter(its.runs.values())).figures.get("curve")]

@@ -1,0 +1,99 @@
+"""Only what does the same work is compared: what two runs have done, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvd_trainer.errors import OptionError
+
+TOLERANCE = 1e-9
+"""Of learning rates, which two programs may have worked out in another order; relative."""
+
+
+class Aspect(NamedTuple):
+    """One thing that must be equal."""
+
+    name: str
+    text: str
+    across: bool = True
+    """also between different numbers of ranks"""
+
+
+ASPECTS = (
+    Aspect("train_data", "data set"),
+    Aspect("train_samples", "samples per epoch"),
+    Aspect("test_data", "test set"),
+    Aspect("test_samples", "test samples"),
+    Aspect("steps", "optimizer steps", across=False),
+    Aspect("global_batch_size", "global batch", across=False),
+    Aspect("passes", "passes per step", across=False),
+    Aspect("rates", "learning rate", across=False),
+    Aspect("precision", "precision"),
+    Aspect("skipped_steps", "skipped steps", across=False),
+    Aspect("model", "model"),
+    Aspect("parameters", "parameters"),
+    Aspect("optimizer", "optimizer"),
+    Aspect("device", "device"),
+    Aspect("threads", "CPU threads per rank"),
+)
+
+
+class Side(NamedTuple):
+    """A run and what it did; what it does not tell is not compared."""
+
+    name: str
+    ranks: int
+    work: Mapping[str, Any]
+
+
+def refuse_unequal(one: Side, other: Side, strong: bool) -> None:
+    """Two runs must have done the same, as far as their numbers of ranks let them.
+
+    Args:
+        strong: whether the global batch shall be the same on any number of ranks.
+
+    Raises:
+        OptionError: they have not; it says what differs.
+    """
+    found = differences(one, other, strong)
+    if found:
+        lines = "\n".join(f"  {line}" for line in found)
+        raise OptionError(
+            f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
+            f"that their speeds say nothing about each other:\n{lines}\nMake the job do the same on all "
+            f"of them. Where it has been mended since, measure anew, with another --out"
+        )
+
+
+def differences(one: Side, other: Side, strong: bool) -> list[str]:
+    """What differs, a line each."""
+    same_ranks = one.ranks == other.ranks
+    lines = []
+    for aspect in ASPECTS:
+        wanted = same_ranks or aspect.across or (strong and aspect.name in ("global_batch_size", "steps"))
+        if not wanted or aspect.name not in one.work or aspect.name not in other.work:
+            continue
+        left, right = one.work[aspect.name], other.work[aspect.name]
+        if aspect.name == "rates":
+            lines += _rates(left, right)
+        elif left != right:
+            lines.append(f"{aspect.text}: {_shown(left)} and {_shown(right)}")
+    return lines
+
+
+def _rates(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[str]:
+    """The first step whose learning rates differ."""
+    left, right = _unrolled(one), _unrolled(other)
+    for number, (a, b) in enumerate(zip(left, right, strict=False), 1):
+        if abs(a - b) > TOLERANCE * max(abs(a), abs(b)):
+            return [f"learning rate: {a:g} and {b:g} in step {number}"]
+    return []
+
+
+def _unrolled(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [value for value, count in runs for _ in range(int(count))]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)

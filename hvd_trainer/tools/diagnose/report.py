@@ -1,0 +1,108 @@
+"""A diagnosis to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_trainer.banner import plural
+from hvd_trainer.tools.diagnose.actions import Action
+from hvd_trainer.tools.diagnose.causes import CAUSES, COMPUTING, Figures, Line, Shares
+from hvd_trainer.tools.formats import console, milliseconds, number
+
+BAR = 30
+"""Letters that stand for a whole step."""
+Tried = Sequence[tuple[Action, float, float]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found out."""
+
+    found: Shares
+    line: Line
+    runs: Mapping[str, Figures]
+    facts: Mapping[str, Any]
+    advice: Sequence[Action]
+    ranks: int
+    backend: str
+
+
+def show(report: Report) -> None:
+    """Prints it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    out = console()
+    runs = Table("", "ms per step", "samples/s", box=SIMPLE_HEAD, title="What was run", title_justify="left")
+    for name, figures in report.runs.items():
+        runs.add_row(name, milliseconds(figures["step_s"]), number(figures["samples_per_s"]))
+    title = "What a step's time goes to"
+    parts = Table("", "ms", "of a step", "", box=SIMPLE_HEAD, title=title, title_justify="left")
+    found = report.found
+    seconds = {COMPUTING: found.computing_s, **{text: found.seconds[cause] for cause, text in CAUSES.items()}}
+    for text, value in [*seconds.items(), ("unexplained: overlaps and noise", found.unexplained_s)]:
+        share = value / found.step_s
+        parts.add_row(text, milliseconds(value), f"{share:.0%}", "#" * round(BAR * max(share, 0)))
+    for table in (runs, parts):
+        for column in table.columns[1:3]:
+            column.justify = "right"
+        out.print(table)
+    for text in sentences(report):
+        out.print(text, markup=False)
+
+
+def sentences(report: Report) -> list[str]:
+    """What it means."""
+    found, facts, line = report.found, report.facts, report.line
+    said = [
+        f"A rank is at {found.efficiency:.0%} of the speed that one rank has alone "
+        f"({plural(report.ranks, 'rank')} on {report.backend})."
+    ]
+    if found.is_doubtful:
+        said.append(
+            f"The runs contradict each other by {abs(found.unexplained_s) / found.step_s:.0%} of a step: "
+            f"something else was at work on this machine, or steps differ much. Repeat it with more --rounds or "
+            f"--seconds."
+        )
+    if "exchange" in found.ranked:
+        said.append(
+            f"Of the exchange about {1000 * found.latency_s:.2f} ms are latency and "
+            f"{1000 * found.bandwidth_s:.2f} ms bandwidth: an exchange takes {1000 * line.latency_s:.2f} ms + its "
+            f"bytes / {line.bytes_per_s / 1e9:.2f} GB/s here, and the job has {number(facts['parameters'])} "
+            f"parameters."
+        )
+    if not found.ranked:
+        return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
+    said.append(f"The largest loss: {CAUSES[found.ranked[0]]}, {found.share(found.ranked[0]):.0%} of a step.")
+    for place, action in enumerate(report.advice, 1):
+        gain = f" (expected: {action.speed:.2f} times the samples/s)" if action.speed > 1 else ""
+        said.append(f"{place}. {action.text}{gain}")
+    return said
+
+
+def show_tried(tried: Tried) -> None:
+    """Prints what came of the advice."""
+    for action, before, after in tried:
+        what = action.text.partition(":")[0]
+        print(
+            f"tried {what}: {number(before)} samples/s before, {number(after)} after, {after / before:.2f} times "
+            f"(expected {action.speed:.2f})"
+        )
+
+
+def as_json(report: Report, tried: Tried) -> dict[str, Any]:
+    """All of it."""
+    found = report.found
+    return {
+        "backend": report.backend,
+        "ranks": report.ranks,
+        "facts": dict(report.facts),
+        "runs": dict(report.runs),
+        "shares": asdict(found)
+        | {"unexplained_s": found.unexplained_s, "efficiency": found.efficiency, "ranked": found.ranked},
+        "exchange": asdict(report.line),
+        "advice": [asdict(action) for action in report.advice],
+        "tried": [{"action": asdict(action), "before": before, "after": after} for action, before, after in tried],
+    }

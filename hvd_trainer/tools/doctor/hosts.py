@@ -1,0 +1,231 @@
+"""Checks of other hosts, by one ssh to each: whether it opens, what is installed there, and what its clock says.
+
+here                                 there
+  time           ------------->
+          <-------------           1789.25    its clock, three times: the quickest counts
+  python, remote.py  -->
+          <-------------           {"versions": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvd_trainer.errors import first_line
+from hvd_trainer.tools.doctor import remote
+from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
+from hvd_trainer.tools.doctor.programs import LAST_WORDS_S, side_by_side
+from hvd_trainer.tools.doctor.situation import Host, Situation
+
+CONNECT_S = 3
+ASKED = 3
+SKEW_S, WRONG_S = 1.0, 60.0
+"""From where on clocks confuse those who read logs of several hosts; and break what depends on the time of day."""
+TIME = "hvd_trainer time "
+ANSWERS = f"""while read word && test "$word" = time; do date "+{TIME}%s.%N"; done"""
+OPTIONS = (
+    *("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "LogLevel=ERROR"),
+    # As horovodrun does it; and nothing about it is kept.
+    *("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "ControlMaster=no"),
+)
+CAUSES = (
+    ("Permission denied", "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)"),
+    ("Connection refused", "apt-get install openssh-server    (on {host}; or name another --ssh-port)"),
+    ("Could not resolve", "getent hosts {host}"),
+    ("timed out", "ping {host}    (is it on? a firewall may stand between)"),
+    ("No route", "ping {host}    (is it on?)"),
+)
+"""What ssh says, and what to type."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a host has answered."""
+
+    wrong: str = ""
+    """why it could not be reached, or could not be asked"""
+    reached: bool = False
+    skew_s: float = 0.0
+    """its clock minus this one's"""
+    unsure_s: float = 0.0
+    """half of the time that the answer took"""
+    facts: Mapping[str, Any] | None = None
+    """what remote.py has said; None: no Python there"""
+
+
+def check_hosts(situation: Situation) -> list[Finding]:
+    """ssh to all hosts at the same time; their versions and clocks."""
+    if not situation.hosts:
+        return []
+    others = [host for host in situation.hosts if not situation.is_here(host)]
+    ssh = situation.programs.find("ssh")
+    if others and ssh is None:
+        return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
+    here = remote.describe(os.getcwd())
+    visits = side_by_side([partial(_visit, situation, ssh or "ssh", host) for host in others])
+    wait(visits, timeout=situation.programs.left_s + LAST_WORDS_S)
+    findings = []
+    for host in situation.hosts:
+        if host not in others:
+            findings.append(ok(f"ssh {host.name}", "this host itself: nothing to reach"))
+            findings += _judge_slots(host, here)
+            continue
+        visit = visits[others.index(host)]
+        wrong = (
+            visit.exception() if visit.done() else TimeoutError(f"no answer in {situation.options.timeout_s:g} s")
+        )
+        findings += judge_visit(host, visit.result() if wrong is None else Visit(first_line(wrong)), here)
+    return findings
+
+
+def _visit(situation: Situation, ssh: str, host: Host) -> Visit:
+    programs, limit_s = situation.programs, situation.options.timeout_s
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        programs.end(process)
+
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        process = programs.start(_command(situation, ssh, host), stdin=subprocess.PIPE, stderr=complaints)
+        ending = threading.Timer(programs.left_s, give_up)
+        ending.daemon = True
+        ending.start()
+        try:
+            visit = _talk(process)
+            process.wait()
+        finally:
+            ending.cancel()
+            programs.end(process)
+        complaints.seek(0)
+        said = [line.strip() for line in complaints if line.strip()] or [f"exit code {process.returncode}"]
+    wrong = f"no answer in {limit_s:g} s" if late.is_set() else said[-1]
+    return replace(visit, wrong="" if visit.facts is not None else wrong)
+
+
+def _command(situation: Situation, ssh: str, host: Host) -> list[str]:
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    if situation.options.ssh_port is not None:
+        options += ["-p", str(situation.options.ssh_port)]
+    if situation.options.ssh_identity_file is not None:
+        options += ["-i", str(situation.options.ssh_identity_file.expanduser())]
+    # One word, for whatever shell logs in there; all the rest is in the language of sh.
+    script = f"{ANSWERS}; exec {shlex.quote(sys.executable)} - {shlex.quote(os.getcwd())}"
+    return [ssh, *options, host.name, f"sh -c {shlex.quote(script)}"]
+
+
+def _talk(process: subprocess.Popen[str]) -> Visit:
+    """Asks for the time and then for all else; as far as the other side goes along."""
+    assert process.stdin is not None
+    times: list[tuple[float, float]] = []
+    facts = None
+    with suppress(BrokenPipeError):
+        while len(times) < ASKED:
+            began = time.time()
+            process.stdin.write("time\n")
+            process.stdin.flush()
+            answer = _line_after(process, TIME)
+            unsure = (time.time() - began) / 2
+            match = re.match(r"\d+(\.\d+)?", answer or "")
+            if match is None:
+                return Visit()
+            times.append((unsure, float(match[0]) - began - unsure))
+        process.stdin.write(f"python\n{Path(remote.__file__).read_text()}")
+        process.stdin.close()
+        answer = _line_after(process, remote.MARK)
+        facts = None if answer is None else json.loads(answer)
+    unsure, skew = min(times, default=(0.0, 0.0))
+    return Visit(reached=bool(times), skew_s=skew, unsure_s=unsure, facts=facts)
+
+
+def _line_after(process: subprocess.Popen[str], mark: str) -> str | None:
+    """What follows the mark in the next line that has it; None: the other side has ended."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(mark):
+            return line.removeprefix(mark).strip()
+    return None
+
+
+def judge_visit(host: Host, visit: Visit, here: Mapping[str, Any]) -> list[Finding]:
+    """The findings about one host: ssh, what is installed, its clock."""
+    name = f"ssh {host.name}"
+    if not visit.reached:
+        remedy = next((remedy for said, remedy in CAUSES if said in visit.wrong), "ssh {host} true")
+        found = f"does not open: {visit.wrong}"
+        return [error(name, found, remedy.format(host=host.name))]
+    clock = judge_clock(host, visit)
+    if visit.facts is None:
+        found = f"opens, but {sys.executable} cannot be started there ({visit.wrong})"
+        return [error(name, found, _same_there(host)), clock]
+    return [_judge_versions(host, visit.facts, here), *_judge_slots(host, visit.facts), clock]
+
+
+def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:
+    name = f"ssh {host.name}"
+    ours, theirs = here["versions"], there["versions"]
+    unlike = {
+        package: f"{package} is {theirs[package] or 'missing'} there and {version or 'missing'} here"
+        for package, version in ours.items()
+        if theirs[package] != version
+    }
+    for package, digest in here["files"].items():
+        if package not in unlike and there["files"][package] != digest:
+            unlike[package] = f"{package} {ours[package]} has other files there than here"
+    if unlike:
+        # DDP does without Horovod.
+        say = warning if unlike.keys() == {"horovod"} else error
+        return say(name, f"opens, but {'; '.join(unlike.values())}", _same_there(host))
+    text = f"opens; Python {ours['python']}, torch {ours['torch']} and all else as here"
+    if not there["folder"]:
+        found = f"{text}, but not the folder {os.getcwd()}, in which horovodrun starts the ranks"
+        remedy = f"ssh {host.name} mkdir -p {shlex.quote(os.getcwd())}    (and copy the job's files)"
+        return warning(name, found, remedy)
+    return ok(name, f"{text}; {count(there['cpus'], 'CPU')}, {count(there['gpus'], 'GPU')}")
+
+
+def _same_there(host: Host) -> str:
+    if sys.prefix == sys.base_prefix:
+        return f"ssh {host.name}    (and install there what is installed here)"
+    return f"rsync -a {sys.prefix}/ {host.name}:{sys.prefix}/    (or install there what is installed here)"
+
+
+def _judge_slots(host: Host, there: Mapping[str, Any]) -> list[Finding]:
+    """Whether as many ranks as were asked for have a GPU or a CPU each."""
+    kind, units = ("GPU", there["gpus"]) if there["gpus"] else ("CPU", there["cpus"])
+    if host.slots is None or host.slots <= units:
+        return []
+    found = f"{count(host.slots, 'rank')} are to share {count(units, kind)}"
+    why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
+    return [warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")]
+
+
+def judge_clock(host: Host, visit: Visit) -> Finding:
+    """Of the clock there, beside this one."""
+    name, skew = f"clock {host.name}", visit.skew_s
+    if abs(skew) <= SKEW_S + visit.unsure_s:
+        within_ms = 1000 * max(abs(skew), visit.unsure_s)
+        return ok(name, f"as here, within {within_ms:.1f} ms", skew_s=round(skew, 4))
+    say = error if abs(skew) > WRONG_S + visit.unsure_s else warning
+    side = "ahead of" if skew > 0 else "behind"
+    found = f"{_duration(abs(skew))} {side} this host's: the times of logs and files disagree"
+    return say(name, found, "timedatectl set-ntp true    (on both)", skew_s=round(skew, 4))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"

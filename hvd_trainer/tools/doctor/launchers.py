@@ -1,0 +1,112 @@
+"""Checks of what starts ranks: variables left in this shell, MPI, Slurm."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch import detect, launcher_in, slurm_job
+from hvd_trainer.slurm import detect_slurm
+from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
+from hvd_trainer.tools.doctor.situation import Situation
+
+QUICK_S = 2.0
+"""What the controller of a cluster takes to answer, unless it is in trouble."""
+STEP_S = 5.0
+ALL_NODES = ("--noheader", "--Node", "--format=%N %T")
+
+
+def check_variables(situation: Situation) -> list[Finding]:
+    """Whether the shell has variables by which a process takes itself for a rank."""
+    return [judge_variables(situation.environ)]
+
+
+def judge_variables(environ: Mapping[str, str]) -> Finding:
+    """Of the environment."""
+    launcher = launcher_in(environ)
+    if launcher is None:
+        return ok("launcher", "no rank variables are left over in this shell")
+    names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
+    try:
+        world = detect(environ)
+        detect_slurm(environ)
+    except LaunchError as wrong:
+        missing = [name for name in launcher.variables() if name not in environ]
+        found = first_line(wrong)
+        if missing:
+            are = "are" if len(missing) > 1 else "is"
+            found = f"{', '.join(names)} set, but {', '.join(missing)} {are} not: no job would start in this shell"
+        return error("launcher", found, f"unset {' '.join(names)}")
+    return ok("launcher", f"this is {world}, started by {launcher.name}")
+
+
+def check_mpi(situation: Situation) -> list[Finding]:
+    """mpirun, which only some need."""
+    mpirun = situation.programs.find("mpirun")
+    if mpirun is None:
+        return [ok("MPI", "no mpirun: not needed, horovodrun and torchrun do without")]
+    answer = situation.programs.ask(mpirun, "--version")
+    if answer.code != 0:
+        remedy = "mpirun --version    (if you need it: horovodrun and torchrun do without)"
+        return [warning("MPI", f"{mpirun} does not run: {answer.last_line}", remedy)]
+    found = [mpi_version(answer.out + answer.err)]
+    if os.geteuid() == 0 and "Open MPI" in found[0]:
+        found.append("as root it wants --allow-run-as-root")
+    if situation.several_hosts and importlib.util.find_spec("mpi4py") is None:
+        found.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
+    return [ok("MPI", "; ".join(found))]
+
+
+def mpi_version(text: str) -> str:
+    """From what `mpirun --version` prints, by whose implementation it may be."""
+    lines = text.strip().splitlines() or ["of unknown version"]
+    hydra = re.search(r"^\s*Version:\s+(\S+)", text, re.MULTILINE)
+    if hydra and "HYDRA" in text:
+        return f"MPICH {hydra[1]}"
+    return re.sub(r"^mpirun \((.+)\) ", r"\1 ", lines[0].strip())
+
+
+def check_slurm(situation: Situation) -> list[Finding]:
+    """srun, and whether the cluster's controller answers; inside a job, whether it starts a task."""
+    programs, job = situation.programs, slurm_job(situation.environ).number
+    srun = programs.find("srun")
+    if srun is None:
+        if job is not None:
+            found = f"inside of job {job}, and there is no srun on PATH"
+            return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
+        return [ok("Slurm", "no srun: not needed outside of a cluster")]
+    version = programs.ask(srun, "--version", limit_s=QUICK_S)
+    if version.code != 0:
+        if job is None:
+            found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
+            return [ok("Slurm", found)]
+        return [error("Slurm", f"inside of job {job}, srun says: {version.last_line}", "scontrol ping")]
+    release = version.out.strip().replace("slurm-wlm", "slurm").removeprefix("slurm ")
+    if job is not None:
+        return [_inside(situation, srun, release, job)]
+    answer = programs.ask(srun.removesuffix("srun") + "sinfo", *ALL_NODES, limit_s=QUICK_S)
+    if answer.code != 0:
+        found = f"{release}, and its controller does not answer: {answer.last_line}"
+        return [warning("Slurm", found, "scontrol ping    (needed for srun and sbatch only)")]
+    return [ok("Slurm", f"{release}, outside of a job; {nodes_by_state(answer.out)}")]
+
+
+def _inside(situation: Situation, srun: str, release: str, job: str) -> Finding:
+    """Inside of a job: a task beside those that run."""
+    place = f"{release}, inside of job {job}"
+    task = [srun, "--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"]
+    answer = situation.programs.ask(*task, limit_s=STEP_S)
+    if answer.code != 0:
+        return error("Slurm", f"{place}; srun starts no task: {answer.last_line}", " ".join(["srun", *task[1:]]))
+    return ok("Slurm", f"{place}; srun starts tasks")
+
+
+def nodes_by_state(text: str) -> str:
+    """From lines such as `node1 idle`, one per node and partition: `4 nodes: 3 idle, 1 down`."""
+    states = dict(re.findall(r"^\s*(\S+)\s+(\S+)\s*$", text, re.MULTILINE))
+    parts = ", ".join(f"{number} {state}" for state, number in Counter(states.values()).most_common())
+    return f"{count(len(states), 'node')}: {parts}" if states else "no nodes"

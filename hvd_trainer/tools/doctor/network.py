@@ -1,0 +1,249 @@
+"""Checks of this machine's network: interfaces, which of them the engines take, names, ports."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
+from hvd_trainer.tools.doctor.situation import Situation
+
+ELSEWHERE = "203.0.113.1"
+"""An address that nobody has (RFC 5737): which way leads there shows the way to all that is not near."""
+LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+"""Variables that name interfaces, in full."""
+PATTERNS = "NCCL_SOCKET_IFNAME"
+"""The one that names what they begin with."""
+TORCHRUN_PORT = 29500
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+TRIED, FEW = 16, 1000
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface, and its IPv4 addresses."""
+
+    addresses: tuple[str, ...]
+    is_up: bool
+
+    @property
+    def is_loopback(self) -> bool:
+        return any(address.startswith("127.") for address in self.addresses)
+
+
+def interfaces() -> dict[str, Interface]:
+    """Those of this machine, by name."""
+    states = psutil.net_if_stats()
+    return {
+        name: Interface(
+            tuple(entry.address for entry in entries if entry.family == socket.AF_INET),
+            name in states and states[name].isup,
+        )
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def check_interfaces(situation: Situation) -> list[Finding]:
+    """The interfaces, and what the environment says of them."""
+    found = interfaces()
+    usable = {name: its for name, its in found.items() if its.is_up and its.addresses}
+    text = ", ".join(f"{name} {' '.join(its.addresses)}" for name, its in usable.items())
+    rest = [name for name in found if name not in usable]
+    summary = (text or "none") + (f"; not in use: {', '.join(rest)}" if rest else "")
+    if not any(its.is_loopback for its in usable.values()):
+        return [error("interfaces", f"{summary}; the loopback is down, by which ranks meet", "ip link set lo up")]
+    wrong = wrong_choices(situation.environ, found, situation.several_hosts)
+    return [ok("interfaces", summary), *wrong]
+
+
+def wrong_choices(environ: Mapping[str, str], found: Mapping[str, Interface], several: bool) -> list[Finding]:
+    """What is wrong with the variables that choose interfaces: one finding each, by the variable's name.
+
+    Args:
+        several: whether there are other hosts, too.
+    """
+    findings = []
+    there = [name for name, its in found.items() if its.is_up and its.addresses]
+    better = next((name for name in there if not found[name].is_loopback), None)
+    for variable in (*LISTS, PATTERNS):
+        value = environ.get(variable)
+        if not value:
+            continue
+        chosen = matching(value, found) if variable == PATTERNS else value.split(",")
+        usable = [name for name in chosen if name in found and found[name].is_up]
+        if not usable or (variable != PATTERNS and len(usable) < len(chosen)):
+            problem = "names no interface that is up"
+        elif several and all(found[name].is_loopback for name in usable):
+            problem = "leads to no other host"
+        else:
+            continue
+        remedy = f"unset {variable}" + (f"    (or export {variable}={better})" if better else "")
+        findings.append(error(variable, f"{value} {problem}; there are {', '.join(there)}", remedy))
+    return findings
+
+
+def matching(pattern: str, names: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """The names that NCCL would take: `eth,ib` all that begin so, `=eth0` that one, `^docker` all others."""
+    without = pattern.startswith("^")
+    exact = pattern.lstrip("^").startswith("=")
+    words = [word for word in pattern.lstrip("^").lstrip("=").split(",") if word]
+    fits = [name for name in names if any(name == w if exact else name.startswith(w) for w in words)]
+    return [name for name in names if name not in fits] if without else fits
+
+
+def check_route(situation: Situation) -> list[Finding]:
+    """Which interface the engines take: on one host the loopback, on several the one on the way to the others."""
+    chosen = [f"{name}={situation.environ[name]}" for name in (*LISTS, PATTERNS) if situation.environ.get(name)]
+    own = f"; {', '.join(chosen)} in this shell comes first" if chosen else ""
+    if not situation.several_hosts:
+        text = f"on this host alone both engines use {interface_of(LOOPBACK)}"
+        with suppress(OSError):
+            address = address_towards(ELSEWHERE, 1)
+            text += f"; other hosts would be reached by {interface_of(address)} ({address})"
+        return [ok("network", text + own)]
+    ways = _ways(situation)
+    cut_off = [host for host, way in ways.items() if way is None]
+    if cut_off:
+        return [error("network", f"no way leads to {', '.join(cut_off)}{own}", "ip route")]
+    taken = dict.fromkeys(ways.values())
+    text = "; ".join(f"{way} to reach {', '.join(h for h, w in ways.items() if w == way)}" for way in taken)
+    if len(taken) > 1 and not chosen:
+        found = f"the engines take one interface, and several ways lead from this host: {text}"
+        remedy = (
+            f"export {LISTS[0]}=NAME {PATTERNS}=NAME    (that joins all; horovodrun --network-interfaces NAME)"
+        )
+        return [warning("network", found, remedy)]
+    return [ok("network", f"the engines use {text}{own}")] if ways else []
+
+
+def _ways(situation: Situation) -> dict[str, str | None]:
+    """The interface on the way to each other host whose name leads anywhere; None: there is no way."""
+    ways: dict[str, str | None] = {}
+    for host in situation.hosts:
+        address = next((a for a in _addresses(situation, host.name) if ":" not in a), None)
+        if address is None or situation.is_here(host):
+            continue
+        ways[host.name] = None
+        with suppress(OSError):
+            mine = address_towards(address, 1)
+            ways[host.name] = interface_of(mine) or mine
+    return ways
+
+
+def check_names(situation: Situation) -> list[Finding]:
+    """The names of this host and of all others, and to what they lead."""
+    mine, findings = socket.gethostname(), []
+    for name in situation.lookups:
+        found = _addresses(situation, name)
+        if name == mine:
+            findings.append(judge_own_name(name, found, situation.several_hosts))
+        elif name == "localhost":
+            findings += judge_localhost(found)
+        elif found != [name]:
+            findings.append(_judge_name(name, found))
+    return findings
+
+
+def judge_localhost(found: Sequence[str]) -> list[Finding]:
+    """Said only if it is wrong: hardly anybody would think of that."""
+    if LOOPBACK in found:
+        return []
+    text = f"leads to {', '.join(found) or 'no address'}, and ranks of one host meet at {LOOPBACK}"
+    return [error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")]
+
+
+def _addresses(situation: Situation, name: str) -> list[str]:
+    try:
+        return situation.addresses(name)
+    except OSError:
+        return []
+
+
+def judge_own_name(name: str, found: Sequence[str], several_hosts: bool) -> Finding:
+    """Of what this host itself is called."""
+    own = next(
+        (a for its in interfaces().values() if its.is_up and not its.is_loopback for a in its.addresses), None
+    )
+    remedy = f"echo '{own or 'ADDRESS'} {name}' >> /etc/hosts"
+    if not found:
+        say = error if several_hosts else warning
+        return say("host name", f"{name}, this host's own, leads to no address", remedy)
+    text = f"{name} is {', '.join(found[:3])}"
+    if several_hosts and all(address.startswith("127.") or address == "::1" for address in found):
+        text += ", which each other host takes for itself"
+        return warning("host name", text, f"{remedy}    (and take out the line with {found[0]}; so on each host)")
+    return ok("host name", text)
+
+
+def _judge_name(name: str, found: Sequence[str]) -> Finding:
+    if not found:
+        remedy = f"getent hosts {name}    (mend its spelling, or write its address into /etc/hosts on all hosts)"
+        return error(f"host {name}", "the name leads to no address", remedy)
+    if all(":" in address for address in found):
+        return error(f"host {name}", "has IPv6 addresses only, and ranks meet by IPv4", f"getent ahostsv4 {name}")
+    return ok(f"host {name}", ", ".join(found[:3]))
+
+
+def check_ports(situation: Situation) -> list[Finding]:
+    """torchrun's port, or the one that was chosen; and the ports that the system hands out."""
+    chosen = situation.environ.get("MASTER_PORT", "")
+    if chosen.isdecimal() and 0 < int(chosen[:6]) < 65536:
+        port, whose = int(chosen), "MASTER_PORT in this shell"
+    else:
+        port, whose = TORCHRUN_PORT, "torchrun's, if it is told no other"
+    name = f"port {port}"
+    if is_free(port):
+        return [ok(name, f"free ({whose})"), _judge_handed_out()]
+    other = next((number for number in range(port + 1, 65536) if is_free(number)), 0)
+    remedy = f"torchrun --master-port {other}    (or --standalone on one host)"
+    if port != TORCHRUN_PORT:
+        remedy = f"export MASTER_PORT={other}"
+    return [warning(name, f"in use by {_listener(port)} ({whose})", remedy), _judge_handed_out()]
+
+
+def is_free(port: int) -> bool:
+    """Whether a server may listen there, on all addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        # As PyTorch's store does: connections of a job that has ended do not count.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as wrong:
+            if wrong.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise
+    return True
+
+
+def _listener(port: int) -> str:
+    """Who listens at a port: root sees it of all processes, others of their own."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return "a process of another user"
+
+
+def _judge_handed_out() -> Finding:
+    name, remedy = "free ports", "sysctl net.ipv4.ip_local_port_range='32768 60999'"
+    with suppress(OSError, ValueError):
+        first, last = map(int, EPHEMERAL.read_text().split())
+        if last - first < FEW:
+            return warning(
+                name, f"the system hands out {first} to {last} only, and each rank takes several", remedy
+            )
+    with ExitStack() as held:
+        try:
+            for _ in range(TRIED):
+                held.enter_context(socket.create_server(("", 0)))
+        except OSError as wrong:
+            found = f"the system has none to hand out ({wrong.strerror})"
+            return error(name, found, "ss --tcp --all --numeric | wc -l    (and end what holds them)")
+    return ok(name, "the system hands them out")

@@ -1,0 +1,131 @@
+"""What PyTorch and Horovod say of themselves, asked in a process of its own.
+
+Their import takes seconds, may fail in any way, and with a GPU whose driver hangs it never ends. So `doctor` runs
+`python -m hvd_trainer.tools.doctor.probe`, which prints a JSON object about PyTorch and its GPUs, and then does
+what the installer's own probe does. What was printed counts, even if the process does not come to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_trainer.errors import first_line
+from hvd_trainer.tools.doctor.programs import Answer, Programs
+from hvd_trainer.tools.horovod import probe as horovod_probe
+from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that PyTorch sees."""
+
+    name: str
+    memory: int
+    """bytes"""
+    capability: str
+    """`9.0`; the name of the architecture where it is AMD's"""
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
+class TorchSeen:
+    """PyTorch, and the GPUs that it sees."""
+
+    error: str | None = None
+    """why it cannot be imported; the rest then has no meaning"""
+    version: str = ""
+    cuda: str | None = None
+    hip: str | None = None
+    nccl: str | None = None
+    """the version it was built with"""
+    architectures: Sequence[str] = ()
+    """for which it has code: sm_80, compute_90 ..."""
+    gpus: Sequence[Gpu] = ()
+    gpu_error: str | None = None
+    """why it sees none"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that the probe found."""
+
+    torch: TorchSeen
+    facts: Facts | None = None
+    """what the installer goes by; None: the probe's process did not come to its end"""
+    ended: str = ""
+    """how it ended then"""
+    is_late: bool = False
+    """it had no time for more"""
+
+    @property
+    def horovod(self) -> HorovodFacts | None:
+        return None if self.facts is None else self.facts.horovod
+
+
+def look(programs: Programs) -> Seen:
+    """Runs the probe in a fresh process of this Python."""
+    return read(programs.ask(sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__))
+
+
+def read(answer: Answer) -> Seen:
+    """What the probe's process has printed, in whole or in part."""
+    objects = []
+    for line in answer.out.splitlines():
+        # Horovod without its extension prints, too; and a line may be torn.
+        with suppress(ValueError):
+            objects.append(json.loads(line))
+    code, ended = answer.code, answer.last_line
+    if code is not None and code < 0:
+        ended = f"it was killed by signal {-code}"
+    if not objects:
+        return Seen(TorchSeen(error=ended), ended=ended, is_late=code is None)
+    seen = TorchSeen(**{**objects[0], "gpus": [Gpu(**gpu) for gpu in objects[0]["gpus"]]})
+    if len(objects) < 2:
+        return Seen(seen, ended=ended, is_late=code is None)
+    horovod = objects[-1]["horovod"]
+    return Seen(seen, Facts(TorchFacts(**objects[-1]["torch"]), horovod and HorovodFacts(**horovod)))
+
+
+def _torch_seen() -> TorchSeen:
+    try:
+        import torch
+    except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
+        return TorchSeen(error=f"{type(error).__name__}: {first_line(error)}")
+    gpus, gpu_error = _gpus(torch) if torch.version.cuda or torch.version.hip else ([], None)
+    return TorchSeen(
+        version=str(torch.__version__),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        architectures=torch.cuda.get_arch_list(),
+        gpus=gpus,
+        gpu_error=gpu_error,
+    )
+
+
+def _gpus(torch: Any) -> tuple[list[Gpu], str | None]:
+    try:
+        torch.cuda.init()
+        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    except Exception as error:  # no driver, one that is too old, a broken GPU
+        return [], first_line(error)
+    return [
+        Gpu(
+            name=gpu.name,
+            memory=gpu.total_memory,
+            capability=gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}",
+            uuid=str(getattr(gpu, "uuid", "")),
+        )
+        for gpu in found
+    ], None
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_torch_seen())), flush=True)
+    runpy.run_module(horovod_probe.__name__, run_name="__main__")

@@ -1,0 +1,159 @@
+"""Checks of what is installed: Python, packages, PyTorch, Horovod."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from hvd_trainer.tools.doctor.finding import Finding, count, error, late, ok, warning
+from hvd_trainer.tools.doctor.probe import TorchSeen
+from hvd_trainer.tools.doctor.situation import Situation
+from hvd_trainer.tools.horovod import tool
+from hvd_trainer.tools.horovod.probe import HorovodFacts, TorchFacts
+
+PACKAGE = "hvd_trainer"
+TESTED_PYTHON = ((3, 10), (3, 13))
+TESTED_TORCH = (Version("2.11"), Version("2.15"))
+INSTALL = "python -m hvd_trainer install-horovod"
+
+
+def check_python(situation: Situation) -> list[Finding]:
+    """This Python, and whether it is also what the word `python` starts, as in `horovodrun -np 2 python ...`."""
+    mine = f"{platform.python_version()} in {sys.prefix}"
+    oldest, newest = TESTED_PYTHON
+    if not oldest <= sys.version_info[:2] <= newest:
+        tested = " to ".join(".".join(map(str, version)) for version in TESTED_PYTHON)
+        return [
+            warning("python", f"{mine}: {tested} are tested", "python3.12 -m venv .venv    (and install there)")
+        ]
+    typed = situation.programs.find("python")
+    prefix = None
+    if typed is not None:
+        prefix = situation.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip()
+    if prefix == sys.prefix:
+        return [ok("python", mine)]
+    other = f"`python` on PATH, which launchers would start, is another one: {typed}"
+    if typed is None:
+        other = "there is no `python` on PATH, where launchers look for it"
+    return [warning("python", f"{mine}, and {other}", _activate())]
+
+
+def _activate() -> str:
+    folder = Path(sys.executable).parent
+    if sys.prefix != sys.base_prefix and (folder / "activate").is_file():
+        return f"source {folder / 'activate'}"
+    return f"export PATH={folder}:$PATH"
+
+
+def check_packages(situation: Situation) -> list[Finding]:
+    """What this package and torchvision require, and what is installed."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        found = "hvd_trainer is used from its folder and not installed: other folders and hosts do not find it"
+        return [warning("packages", found, "pip install -e .")]
+    unmet = [*unmet_requirements(PACKAGE), *(r for r in unmet_requirements("torchvision") if r.name == "torch")]
+    if not unmet:
+        return [ok("packages", f"hvd_trainer {version} and all that it requires")]
+    found = "; ".join(
+        f"{installed_version(r.name) or 'no'} {r.name} is installed, where {r} is required" for r in unmet
+    )
+    wanted = {r.name: r.specifier for r in unmet}
+    for requirement in unmet:
+        wanted[requirement.name] &= requirement.specifier
+    words = " ".join(f"'{name}{specifier}'" for name, specifier in wanted.items())
+    return [error("packages", found, f"pip install {words}")]
+
+
+def unmet_requirements(package: str) -> list[Requirement]:
+    """The requirements of an installed package, without its extras, that this environment does not meet."""
+    try:
+        texts = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = [Requirement(text) for text in texts]
+    due = [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [r for r in due if not _meets(installed_version(r.name), r)]
+
+
+def _meets(version: str | None, requirement: Requirement) -> bool:
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package in this environment; None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch(situation: Situation) -> list[Finding]:
+    """PyTorch, and for what it was built."""
+    seen = situation.seen
+    if seen.is_late and seen.torch.error is not None:
+        return [late("torch", situation.options.timeout_s)]
+    return [judge_torch(seen.torch)]
+
+
+def judge_torch(torch: TorchSeen) -> Finding:
+    """Of what PyTorch has said."""
+    if torch.error is not None:
+        return error("torch", f"cannot be imported: {torch.error}", "pip install torch torchvision")
+    kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
+    found = (
+        f"{torch.version}, built for {kind}, {count(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
+    )
+    oldest, newest = TESTED_TORCH
+    tested = f"{oldest} to {newest} are tested"
+    version = Version(torch.version)
+    if version < oldest:
+        return error("torch", f"{found}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")
+    if Version(f"{version.major}.{version.minor}") > newest:
+        return warning(
+            "torch", f"{found}: {tested}", f"pip install 'torch<={newest}.99' torchvision    (if it fails)"
+        )
+    return ok("torch", found)
+
+
+def check_horovod(situation: Situation) -> list[Finding]:
+    """Horovod, and whether it fits this PyTorch, by the installer's own rules."""
+    seen = situation.seen
+    if seen.is_late:
+        return [late("horovod", situation.options.timeout_s)]
+    if seen.torch.error is not None:
+        return [error("horovod", "is built for one torch, and none can be imported", "see the line of torch")]
+    if seen.facts is None:
+        found = f"cannot be imported: {seen.ended}"
+        return [error("horovod", found, f"{INSTALL} --force    (until then: --backend ddp)")]
+    return [judge_horovod(seen.facts.horovod, seen.facts.torch)]
+
+
+def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
+    """Of what Horovod has said of itself and of its build."""
+    if horovod is None:
+        return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL}    (minutes)")
+    record = horovod.record
+    command = f"{INSTALL} --mpi" if record.get("mpi") else INSTALL
+    on_cpu_only = not record.get("cuda")
+    if not record and horovod.error is None:
+        found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
+        return warning("horovod", found, f"{command}    (see Security in README.md)")
+    # Whatever it was built for must fit; what else could have been built is no matter.
+    asked = tool.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
+    reason = tool.unfit(horovod, torch, asked)
+    if reason is not None:
+        return error("horovod", f"does not fit: {reason}", f"{command}    (until then: --backend ddp)")
+    if not Path(sys.executable).with_name("horovodrun").exists():
+        return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
+    kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
+    found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
+    if on_cpu_only and torch.gpu_count:
+        remedy = f"{command} --gpu nccl    (it says what it needs; until then --backend ddp is faster)"
+        return warning("horovod", f"{found}: gradients of GPUs go through the CPU", remedy)
+    return ok("horovod", found)

@@ -1,0 +1,84 @@
+"""The job that a tool measures: how it is named behind `--`, and what starts it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_trainer.errors import OptionError
+
+LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
+"""What starts an engine as its own documentation does."""
+OURS = ("--backend", "--log-dir", "--record-steps")
+"""Options that the tools give to the job themselves."""
+# What is saved takes time that is no engine's.
+NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
+
+
+def read_job(words: Sequence[str]) -> tuple[str, ...]:
+    """The job, as what follows `python`.
+
+    Raises:
+        OptionError: there is none, its file is missing, or it is given what the tool gives.
+    """
+    job = list(words)
+    if job and Path(job[0]).name.startswith("python"):
+        del job[0]
+    if not job or job == ["-m"]:
+        raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")
+    if job[0].startswith("-") and job[0] != "-m":
+        raise OptionError(f"-- {job[0]}: begin with the job, such as: -- -m hvd_trainer.mnist --epochs 1")
+    if job[0] != "-m" and not Path(job[0]).is_file():
+        raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
+    taken = [word for word in job if option_of(word) in OURS]
+    if taken:
+        raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
+    return tuple(job)
+
+
+def script_checksum(job: Sequence[str]) -> str | None:
+    """Of the job's file, which is another job when it was changed; None for a module."""
+    script = Path(job[0])
+    return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else None
+
+
+def option_of(word: str) -> str:
+    """The option that a word of a command line is, as it is usually typed: `--max_steps=5` is `--max-steps`."""
+    return word.partition("=")[0].replace("_", "-")
+
+
+def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The job's words without those that other words replace, and these."""
+    replaced = {option_of(word) for word in words if word.startswith("--")}
+    kept: list[str] = []
+    dropping = False
+    for word in job:
+        if word.startswith("--"):
+            dropping = option_of(word) in replaced
+        if not dropping:
+            kept.append(word)
+    return [*kept, *words]
+
+
+def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:
+    """What a user would type.
+
+    Args:
+        launcher: horovodrun, torchrun, or python, which starts one process whatever the size.
+
+    Raises:
+        OptionError: the launcher is not installed.
+    """
+    if launcher == "python":
+        return [sys.executable, *job]
+    if launcher == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*run, "--nproc-per-node", str(size), *job]
+    beside = Path(sys.executable).with_name(launcher)
+    program = str(beside) if beside.exists() else shutil.which(launcher)
+    if program is None:
+        raise OptionError(f"There is no {launcher} here. Type: python -m hvd_trainer install-horovod")
+    return [program, "-np", str(size), sys.executable, *job]

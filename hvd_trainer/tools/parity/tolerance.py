@@ -1,0 +1,77 @@
+"""How far two runs that do the same may be apart.
+
+Two engines on as many ranks of CPUs compute the same sums in the same order, and so give the same bits. Else the
+order differs, and with it the last bit. What comes of that bit:
+
+first step      The loss is a smooth function of the weights, and differs as little. The gradient is not: a part
+                of the network's units, as small as that bit, is so close to the bend of its ReLU (or to another
+                maximum of its pool) that it falls to the other side. If a part e does, that moves the gradient by
+                sqrt(e) of its norm: 3e-4 in fp32.
+later steps     Training is chaotic. A small network that was 1e-6 apart for five steps was 8e-4 apart after a bend
+                in the sixth, and 2e-2 in the twentieth. What is wrong, and not rounded, is half or twice as much.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from hvd_trainer.tools.parity.trace import Trace
+
+BY_ORDER = {"fp32": (1e-5, 1e-3, 0.05), "fp16": (1e-3, 0.1, 0.3), "bf16": (1e-2, 0.3, 0.3)}
+"""By precision: of the first loss (100 times the last bit in fp32, once in the others), of the first tensors (3
+times its square root), and from the second step on (measured over 20 steps: 0.01 in fp32, 0.05 in bf16)."""
+COMPRESSED = (1e-5, 0.01, 0.05)
+"""The same where gradients are sent as fp16: Horovod adds up and divides, DDP divides first, and of what is less
+than 6e-5 few bits are left."""
+FREE = ("gradients", "optimizer")
+"""What is not looked at from the second step on, where only later figures tell whether it mattered."""
+
+
+class Tolerance(NamedTuple):
+    """How far two runs may be apart, relative."""
+
+    loss: float
+    """of the first step"""
+    tensors: float
+    """of the first step: gradients and their norm, parameters, the optimizer's state"""
+    later: float
+    """of loss, gradient norm and parameters from the second step on"""
+    why: str
+    everywhere: bool = False
+    """whether gradients and optimizer state are compared in later steps, too"""
+
+    @property
+    def exact(self) -> bool:
+        """Not by a bit."""
+        return self.loss == self.tensors == self.later == 0
+
+    def of(self, quantity: str, *, first: bool) -> float:
+        """For one quantity of one step."""
+        if first:
+            return self.loss if quantity == "loss" else self.tensors
+        return self.later if self.everywhere or quantity not in FREE else math.inf
+
+
+def tolerance(one: Trace, other: Trace, asked: float | None = None) -> Tolerance:
+    """What is to be expected of two runs that do the same.
+
+    Args:
+        asked: what the user has set instead.
+    """
+    options, precision = one.options, one.options["precision"]
+    if asked is not None:
+        return Tolerance(asked, asked, asked, "--tolerance", everywhere=True)
+    if options["reproducible"] is not None:
+        return _exactly("with --reproducible any number of ranks gives the same bits")
+    if one.size != other.size:
+        return Tolerance(*BY_ORDER[precision], f"{precision}, on {one.size} and {other.size} ranks")
+    if one.facts["device"] != "cpu":
+        return Tolerance(*BY_ORDER[precision], f"{precision} on GPUs, which need not add up in one order")
+    if options["compression"] != "none":
+        return Tolerance(*COMPRESSED, f"gradients are sent as {options['compression']}")
+    return _exactly("on CPUs both engines compute the same sums in the same order")
+
+
+def _exactly(why: str) -> Tolerance:
+    return Tolerance(0.0, 0.0, 0.0, why, everywhere=True)

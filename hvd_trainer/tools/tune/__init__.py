@@ -1,0 +1,4 @@
+"""`tune`: which settings of an engine are the fastest here, for a job.
+
+knobs.py: what can be changed -> search.py: what is run next, as race.py judges -> tool.py runs it -> report.py
+"""

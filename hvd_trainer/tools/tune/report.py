@@ -1,0 +1,110 @@
+"""What a search has found, to read and for the job to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from hvd_trainer.banner import plural
+from hvd_trainer.tools.formats import console, percent
+from hvd_trainer.tools.paired import Ratio
+from hvd_trainer.tools.tune.knobs import GROUPS, shown
+from hvd_trainer.tools.tune.race import Standing
+from hvd_trainer.tools.tune.search import Found, Tried
+
+
+def show(backend: str, found: Found) -> None:
+    """Prints what was tried on one engine, and what came of it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    out = console()
+    if found.tried:
+        title = f"What was tried on {backend}, beside the settings of that moment"
+        table = Table("", box=SIMPLE_HEAD, title=title, title_justify="left")
+        for heading in ("speed", "95 % interval", "rounds"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for its in found.tried:
+            table.add_row(its.label, *_cells(its.standing), _verdict(its))
+        out.print(table)
+    untried = [f"{GROUPS[group]}: not tried; {why}." for group, why in found.untried.items()]
+    for text in [*untried, *sentences(backend, found)]:
+        out.print(text, markup=False)
+
+
+def _cells(standing: Standing) -> tuple[str, str, str]:
+    if not standing.rounds:
+        return "-", "-", "0"
+    between = f"{standing.low:.2f} to {standing.high:.2f}" if standing.high < 100 else "-"
+    return f"{standing.speed:.2f}", between, str(standing.rounds)
+
+
+def _verdict(its: Tried) -> str:
+    if not its.standing.rounds:
+        return "the job fails with it"
+    if its.adopted:
+        return "adopted"
+    words = {"faster": "faster, but another was more so", "no faster": "no faster", "open": "not told from noise"}
+    if its.group == "compression":
+        words["faster"] = "faster, but rounds the gradients"
+    return words[its.standing.verdict]
+
+
+def sentences(backend: str, found: Found) -> list[str]:
+    """What it means."""
+    said = [f"Two runs of {backend} differ by {percent(found.noise)} (standard deviation of their ratio)."]
+    if found.settings:
+        assert found.gain is not None  # settings that are not proved are dropped
+        said.append(f"{backend}: {shown(found.settings)} makes the job {_times(found.gain)}.")
+        if "static_graph" in found.settings:
+            said.append("--static-graph promises that every step uses the same parameters: leave it out if not.")
+    else:
+        said.append(f"{backend}: nothing is faster than the job as it is, for certain.")
+    said += [
+        f"--compression {kind} would make it {its.standing.speed:.2f} times as fast, but rounds the gradients: "
+        f"type --lossy to have it tuned, too."
+        for kind, its in found.offers.items()
+    ]
+    return said
+
+
+def _times(gain: Ratio) -> str:
+    return (
+        f"{gain.value:.2f} times as fast ({plural(gain.rounds, 'round')} of its own, 95 % interval {gain.low:.2f} "
+        f"to {gain.high:.2f})"
+    )
+
+
+def as_yaml(backend: str, found: Found, own: Mapping[str, Any], command: str, machine: Mapping[str, Any]) -> str:
+    """A file for `--config`.
+
+    Args:
+        own: the options of the job's own file, which go on in this one.
+        command: that has found the settings.
+        machine: where.
+    """
+    said = [f"Found by: {command}", "On: " + ", ".join(f"{name} {value}" for name, value in machine.items())]
+    said += sentences(backend, found)
+    settings = {name: value for name, value in found.settings.items() if value is not None}
+    lines = [f"# {line}\n" for line in said]
+    return "".join(lines) + yaml.safe_dump({**own, "backend": backend, **settings}, sort_keys=False)
+
+
+def as_json(everything: Mapping[str, Found], machine: Mapping[str, Any], job: Sequence[str]) -> dict[str, Any]:
+    """All of it."""
+    return {
+        "job": list(job),
+        "machine": dict(machine),
+        "engines": {
+            backend: {
+                **asdict(found),
+                "tried": [{**its._asdict(), "standing": asdict(its.standing)} for its in found.tried],
+                "offers": {kind: asdict(its.standing) for kind, its in found.offers.items()},
+            }
+            for backend, found in everything.items()
+        },
+    }

@@ -1,0 +1,204 @@
+"""What is run next: from a job as it is to the fastest settings that can be told apart from it.
+
+    bounds      the job without exchanging, without fetching data: no knob of a group can gain more than that
+    races       group by group, each change beside the present settings; the winner is adopted, until none wins
+    proof       the adopted settings beside the job as it was, in fresh runs: a winner's figures are too good
+
+What a run is, is not known here: a function tells its speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.formats import percent
+from hvd_trainer.tools.paired import Ratio, ratio
+from hvd_trainer.tools.tune.knobs import GROUPS, Change, Group, changes
+from hvd_trainer.tools.tune.race import Noise, Race, Standing
+
+Measure = Callable[[str, Mapping[str, Any]], float | None]
+"""From a label and settings to samples per second; None: it does not run."""
+WITHOUT: Mapping[str, Group] = {"--leave-out exchange": "exchange", "--leave-out data": "data"}
+AS_IT_IS = "as it is"
+
+
+class Tried(NamedTuple):
+    """One change in one race."""
+
+    group: Group
+    label: str
+    standing: Standing
+    adopted: bool
+
+
+@dataclass
+class Found:
+    """What came of a search."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """the options that make the job faster; empty: none does for certain"""
+    gain: Ratio | None = None
+    """of them, over the job as it was, in runs of their own; None: nothing was found to be proved"""
+    offers: dict[str, Tried] = field(default_factory=dict)
+    """faster, too, but it rounds the gradients: by the value of `--compression`"""
+    tried: list[Tried] = field(default_factory=list)
+    untried: dict[Group, str] = field(default_factory=dict)
+    """groups that cannot gain enough, and why"""
+    noise: float = 0.0
+    """the standard deviation of the ratio of two runs' speeds"""
+
+
+class Search:
+    """Finds the fastest settings of one engine.
+
+    Args:
+        backend: the engine.
+        facts: run.json of the job, and `cores`.
+        fixed: options that stay as they are.
+        measure: runs the job.
+        rounds: of a race at most, and of the proof.
+        least_gain: below which a gain is not worth a search, as a fraction.
+        lossy: whether gradients may be rounded.
+        say: is told what has been found, as it goes.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        facts: Mapping[str, Any],
+        fixed: Collection[str],
+        measure: Measure,
+        *,
+        rounds: int,
+        least_gain: float,
+        lossy: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._backend, self._facts, self._fixed, self._measure = backend, facts, fixed, measure
+        self._rounds, self._least_gain, self._lossy, self._say = rounds, least_gain, lossy, say
+        self._noise = Noise()
+        self.found = Found()
+
+    def run(self) -> Found:
+        """Searches.
+
+        Raises:
+            OptionError: the job itself does not run.
+        """
+        for group in self._worth_a_race():
+            if group == "compression" and not self._lossy:
+                self._offer()
+            else:
+                self._race_group(group)
+        self.found.noise = self._noise.deviation
+        if self.found.settings:
+            self._prove()
+        return self.found
+
+    def _worth_a_race(self) -> list[Group]:
+        """Threads first, of which all else depends; then where there is most to gain; compression last."""
+        if self._facts["world_size"] == 1:
+            self.found.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
+        if self._facts["in_memory"]:
+            self.found.untried["data"] = "all of it is in memory"
+        left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
+        race = self._race(list(left_out))
+        while not race.is_over and any(race.standing(label).verdict == "open" for label in left_out):
+            self._hold(race, {label: {"leave_out": group} for label, group in left_out.items()})
+        self._noise = race.known_noise()
+        # Where the job does not run without it, nothing is known of what it costs.
+        bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
+        for group, its in bounds.items():
+            # A knob gains less, and could be told from noise even less.
+            if its.verdict == "no faster" or its.speed < 1 + self._least_gain:
+                self.found.untried[group] = (
+                    f"without it at all the job has {its.speed:.2f} times the speed ({its.low:.2f} to "
+                    f"{its.high:.2f})"
+                )
+        if "exchange" in self.found.untried:
+            self.found.untried["compression"] = self.found.untried["exchange"]
+        for group, why in self.found.untried.items():
+            self._say(f"{GROUPS[group]}: {why}")
+        gains = {"threads": math.inf, "compression": 0.0, **{group: its.speed for group, its in bounds.items()}}
+        left = (group for group in GROUPS if group not in self.found.untried)
+        return sorted(left, key=lambda group: -gains.get(group, 1.0))
+
+    def _race_group(self, group: Group) -> None:
+        """Adopts what wins, and goes on with other options that may add to it."""
+        hopeless: set[str] = set()
+        decided: set[str] = set()
+        while True:
+            left = (its for its in self._changes(group) if its.option not in decided)
+            winner = self._hold_race([its for its in left if its.label not in hopeless], adopt=True)
+            if winner is None:
+                return
+            self._say(f"adopted: {winner.label}")
+            self.found.settings = winner.after(self.found.settings)
+            hopeless |= {its.label for its in self.found.tried if its.standing.verdict == "no faster"}
+            decided |= {winner.option, *winner.with_it}
+
+    def _offer(self) -> None:
+        """What rounds the gradients is measured, but left to the user."""
+        known = len(self.found.tried)
+        challengers = self._changes("compression")
+        self._hold_race(challengers, adopt=False)
+        labels = {its.label: its.value for its in challengers}
+        self.found.offers = {
+            labels[its.label]: its for its in self.found.tried[known:] if its.standing.verdict == "faster"
+        }
+
+    def _changes(self, group: Group) -> list[Change]:
+        return changes(group, self._backend, self._facts, self.found.settings, self._fixed)
+
+    def _hold_race(self, challengers: Sequence[Change], *, adopt: bool) -> Change | None:
+        """The winner; all that took part are noted."""
+        if not challengers:
+            return None
+        race, by_label = self._race([its.label for its in challengers]), {its.label: its for its in challengers}
+        settings = {label: its.after(self.found.settings) for label, its in by_label.items()}
+        while not race.is_over:
+            self._hold(race, settings)
+        self._noise = race.known_noise()
+        group = challengers[0].group
+        self.found.tried += [
+            Tried(group, label, race.standing(label), adopted=adopt and label == race.winner) for label in by_label
+        ]
+        return None if race.winner is None else by_label[race.winner]
+
+    def _race(self, names: Sequence[str]) -> Race:
+        return Race(names, self._least_gain, self._rounds, self._noise)
+
+    def _hold(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """One round: all that are still in it and the present settings, forwards and backwards in turn."""
+        everyone = [AS_IT_IS, *race.running]
+        present, speeds = math.nan, dict[str, float | None]()
+        for label in everyone[:: -1 if race.held % 2 else 1]:
+            if label == AS_IT_IS:
+                present = self._must_run(label, self.found.settings)
+            else:
+                speeds[label] = self._measure(label, settings[label])
+        race.note(present, speeds)
+
+    def _must_run(self, label: str, settings: Mapping[str, Any]) -> float:
+        speed = self._measure(label, settings)
+        if speed is None:
+            raise OptionError(
+                f"The job failed {label}, with settings that it has run with before. Look at its last output, and "
+                f"type the same command again: it goes on from here"
+            )
+        return speed
+
+    def _prove(self) -> None:
+        both = {"before": {}, "tuned": self.found.settings}
+        speeds: dict[str, list[float]] = {label: [] for label in both}
+        for number in range(self._rounds):
+            for label in list(both)[:: -1 if number % 2 else 1]:
+                speeds[label].append(self._must_run(label, both[label]))
+        self.found.gain = gain = ratio(speeds["tuned"], speeds["before"])
+        if not gain.is_clear or gain.value < 1:
+            self._say(f"not confirmed: {percent(gain.value - 1)} faster in runs of its own, which may be noise")
+            self.found.settings = {}

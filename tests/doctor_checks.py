@@ -1,0 +1,90 @@
+"""How tests of the doctor run it: whole, or some of its checks by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launchers import Result, launch
+
+from hvd_trainer.tools.doctor import tool
+from hvd_trainer.tools.doctor.finding import Finding
+from hvd_trainer.tools.doctor.probe import Seen, TorchSeen
+from hvd_trainer.tools.doctor.programs import Programs, side_by_side
+from hvd_trainer.tools.doctor.situation import Options, Situation, look_up, read_hosts
+from hvd_trainer.tools.horovod.probe import TorchFacts
+
+DOCTOR = ["-m", "hvd_trainer", "doctor"]
+TORCH = TorchSeen(
+    version="2.15.0+cu132", cuda="13.2", nccl="2.30.7", architectures=("sm_80", "sm_90", "compute_90")
+)
+FACTS = TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_version="2.30.7")
+STATUSES = ("ok", "warning", "error")
+OTHER = "127.0.0.2"
+"""Another host, as it seems: it is this machine, too, but none of its interfaces has that address."""
+
+
+PATIENT = ("--timeout-s", "40")
+"""Where it is not about time: the machine may have a lot else to do."""
+
+
+def run(*options: str, **more: Any) -> Result:
+    """The tool as a user starts it."""
+    return launch("python", 1, [*DOCTOR, *options], check=False, timeout_s=60, **more)
+
+
+def document(result: Result) -> dict[str, Any]:
+    """What --json has printed, and nothing but that."""
+    found: dict[str, Any] = json.loads(result.stdout)
+    names = [finding["name"] for finding in found["findings"]]
+    assert len(names) == len(set(names)), names
+    assert set(found) == {"hvd_trainer", "host", "time", "seconds", "counts", "findings"}
+    for finding in found["findings"]:
+        assert set(finding) == {"name", "status", "found", "remedy", "figures"}
+        assert (finding["status"] == "ok") == (not finding["remedy"]), finding
+    counted = [sum(f["status"] == status for f in found["findings"]) for status in STATUSES]
+    assert list(found["counts"].values()) == counted
+    assert result.returncode == int(found["counts"]["error"] > 0)
+    return found
+
+
+def examine(
+    *names: str,
+    environ: Mapping[str, str] | None = None,
+    seen: Seen | None = None,
+    limit_s: float = 40.0,
+    look_up: Callable[[str], list[str]] = look_up,
+    **options: Any,
+) -> list[Finding]:
+    """Some of the checks, as the tool makes them, without asking PyTorch."""
+    chosen = Options(**options)
+    hosts = read_hosts(chosen.hosts)
+    variables = {**os.environ, **(environ or {})}
+    known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
+    lookups = dict(zip(known, side_by_side([partial(look_up, name) for name in known]), strict=True))
+    seeing: Future[Seen] = Future()
+    seeing.set_result(seen or Seen(TorchSeen(version="2.15.0")))
+    with Programs(variables, time.monotonic() + limit_s) as programs:
+        situation = Situation(chosen, hosts, variables, programs, seeing, lookups)
+        return tool.examine(situation, {name: tool.CHECKS[name] for name in names})
+
+
+def only(findings: list[Finding], name: str) -> Finding:
+    """The finding of that name."""
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def write_ssh(folder: Path, script: str) -> None:
+    """An `ssh` that runs this; `$command` is what the other host should run."""
+    program = folder / "ssh"
+    program.write_text(f"#!/bin/sh\nfor command; do :; done\n{textwrap.dedent(script)}\n")
+    program.chmod(0o755)

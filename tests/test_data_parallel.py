@@ -1,0 +1,108 @@
+"""`--backend data-parallel`: its arithmetic without GPUs, where one of two copies is computed after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer import (
+    BackendError,
+    EngineOptions,
+    LogOptions,
+    OptionError,
+    TensorData,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    backends,
+)
+from hvd_trainer.backends.data_parallel import DataParallelBackend
+from hvd_trainer.tools.compare.plan import contestants, points
+from hvd_trainer.tools.compare.tool import only_gpus
+
+JOB = ("-m", "hvd_trainer.mnist")
+
+
+class InTurn(nn.Module):
+    """What `nn.DataParallel` does, on one device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([self.module(part) for part in inputs.chunk(2)])
+
+
+class OnTwoCopies(DataParallelBackend):
+    copies = 2  # type: ignore[assignment]
+
+    def _start(self) -> None:
+        pass
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
+    ) -> tuple[nn.Module, Optimizer]:
+        return InTurn(model), optimizer
+
+
+def train(backend: str, batch_size: int) -> tuple[int, list[dict[str, object]], dict[str, Tensor]]:
+    options = TrainerOptions(
+        EngineOptions(backend=backend),  # type: ignore[arg-type]
+        TrainOptions(epochs=2, batch_size=batch_size),
+        LogOptions(quiet=True),
+    )
+    with Trainer(options) as trainer:
+        inputs = torch.randn(100, 6, generator=torch.Generator().manual_seed(1))
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorData(inputs, (inputs[:, 0] > 0).long())
+        history = trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+        return trainer.plan.global_batch_size, history.epochs, model.state_dict()
+
+
+def test_a_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same samples as one process with twice the batch; another order of sums."""
+    monkeypatch.setitem(backends.BACKENDS, "data-parallel", f"{__name__}:OnTwoCopies")
+    size, epochs, weights = train("data-parallel", 8)
+    alone_size, alone_epochs, alone_weights = train("single", 16)
+    assert size == alone_size == 16
+    assert [epoch["step"] for epoch in epochs] == [epoch["step"] for epoch in alone_epochs] == [7, 14]
+    assert [epoch["samples"] for epoch in epochs] == [100, 200]
+    for name, tensor in weights.items():
+        # Of 14 steps, each with a rounding or two of 1.2e-7.
+        torch.testing.assert_close(tensor, alone_weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_without_two_gpus_it_is_refused() -> None:
+    options = TrainerOptions(EngineOptions(backend="data-parallel", device="cpu"))
+    with pytest.raises(BackendError, match="needs two GPUs or more in one process, and this one has none"):
+        Trainer(options).__enter__()
+
+
+@pytest.mark.parametrize("train", [TrainOptions(reproducible=2), TrainOptions()])
+def test_what_does_not_go_with_it(train: TrainOptions) -> None:
+    options = TrainerOptions(EngineOptions(backend="data-parallel", sync_batch_norm=True), train)
+    with pytest.raises(OptionError, match="--reproducible|--sync-batch-norm with --backend data-parallel"):
+        Trainer(options).__enter__()
+
+
+def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = contestants(JOB, ["ddp", "data-parallel"], [], most=4, gpus=4)
+    plan = points(everyone, [1, 2, 4], 1, {})
+    labels = [point.label for point in plan]
+    assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
+    assert [point.processes for point in plan] == [1, 2, 1, 4, 1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert only_gpus(plan[2]) == ["env", "CUDA_VISIBLE_DEVICES=0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    assert only_gpus(plan[2]) == ["env", "CUDA_VISIBLE_DEVICES=3,5"]
+    assert only_gpus(plan[1]) == []
+
+
+@pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
+def test_too_few_gpus_are_said(most: int, gpus: int) -> None:
+    with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
+        contestants(JOB, ["data-parallel"], [], most=most, gpus=gpus)

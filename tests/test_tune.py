@@ -1,0 +1,304 @@
+"""`python -m hvd_trainer tune`: races, searches on made-up machines, and a search from the command to the YAML."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launchers import launch
+
+from hvd_trainer import OptionError
+from hvd_trainer.tools.runs import read_runs
+from hvd_trainer.tools.tune import tool
+from hvd_trainer.tools.tune.knobs import changes, settling_steps, words
+from hvd_trainer.tools.tune.race import Noise, Race
+from hvd_trainer.tools.tune.report import as_yaml, sentences
+from hvd_trainer.tools.tune.search import AS_IT_IS, Found, Search
+
+FACTS = {
+    "device": "cpu",
+    "cores": 4,
+    "threads": 2,
+    "workers": 1,
+    "world_size": 2,
+    "in_memory": False,
+    "bucket_mb": 25.0,
+    "compression": "none",
+    "parameters": 10_000_000,
+    "parameter_tensors": 60,
+}
+
+# What can be changed.
+
+
+def labels(group: Any, backend: str = "ddp", settings: Mapping[str, Any] | None = None, **facts: Any) -> list[str]:
+    return [its.label for its in changes(group, backend, FACTS | facts, settings or {}, ())]
+
+
+def test_only_what_differs_is_tried() -> None:
+    assert labels("threads") == ["--threads 1", "--threads 4"]
+    assert labels("threads", device="NVIDIA H200") == []
+    assert labels("data") == ["--workers 0", "--workers 2", "--workers 4", "--prefetch 4", "--prefetch 8"]
+    assert labels("data", workers=0) == ["--workers 1", "--workers 2", "--workers 4"]
+    # 38 MB of gradients: buckets of 64 and of 128 MB are one bucket.
+    buckets = [label for label in labels("exchange") if label.startswith("--bucket-mb")]
+    assert buckets == ["--bucket-mb 1", "--bucket-mb 4", "--bucket-mb 12", "--bucket-mb 64"]
+    assert [label for label in labels("exchange", parameters=20_000) if "bucket-mb" in label] == []
+    assert labels("exchange", parameters=20_000) == ["--static-graph", "--no-bucket-views"]
+    assert labels("compression") == ["--compression fp16", "--compression bf16", "--compression powersgd"]
+    assert labels("compression", "horovod") == ["--compression fp16"]
+    assert "--cache-capacity 2048" in labels("exchange", "horovod", parameter_tensors=1500)
+    assert not any("cache" in label for label in labels("exchange", "horovod"))
+
+
+def test_what_the_job_is_typed_with_stays() -> None:
+    found = changes("exchange", "horovod", FACTS, {}, {"bucket_mb", "autotune", "cycle_time_ms"})
+    assert {its.option for its in found} == {"num_groups"}
+    job = tool.Job(("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1"), {"workers": 2})
+    assert job.fixed == {"bucket_mb", "bucket_views", "lr", "workers"}
+
+
+def test_groups_give_way_to_buckets() -> None:
+    """Horovod's groups replace buckets, so that a bucket's size would say nothing beside them."""
+    (bucket, *_) = changes("exchange", "horovod", FACTS, {"num_groups": 2}, ())
+    assert bucket.after({"num_groups": 2, "threads": 1}) == {"num_groups": None, "threads": 1, "bucket_mb": 1}
+    assert words(bucket.after({"num_groups": 2})) == ["--bucket-mb=1"]
+
+
+# Races.
+
+
+def hold(race: Race, speeds: Mapping[str, float], noise: float, rng: random.Random) -> int:
+    """Runs a race to its end; how many runs it took, beside those of the present settings."""
+    count = 0
+    while not race.is_over:
+        running = race.running
+        count += len(running)
+        race.note(rng.lognormvariate(0, noise), {n: speeds[n] * rng.lognormvariate(0, noise) for n in running})
+    return count
+
+
+def test_a_race_finds_the_fastest_and_drops_the_slow_ones_early() -> None:
+    speeds = {"slow": 0.5, "same": 1.0, "good": 1.2, "best": 1.5}
+    race = Race(list(speeds), 0.02, 10)
+    runs = hold(race, speeds, 0.01, random.Random(1))
+    assert race.winner == "best"
+    assert race.standing("slow").rounds == 2
+    assert race.held < 5
+    assert runs < 12
+
+
+def test_a_race_among_equals_has_no_winner() -> None:
+    """Of 300 races of eight that are all alike, at the 95 % of the intervals, about 8 may have one by chance."""
+    rng = random.Random(2)
+    names = [str(number) for number in range(8)]
+    won = 0
+    for _ in range(300):
+        race = Race(names, 0.0, 5)
+        hold(race, dict.fromkeys(names, 1.0), 0.05, rng)
+        won += race.winner is not None
+    # Judged after each of up to four rounds: more often than once per race.
+    assert won <= 300 * 0.05
+
+
+def test_what_does_not_run_is_out() -> None:
+    race = Race(["a", "b"], 0.02, 4, Noise(0.0001, 10))
+    race.note(1.0, {"a": None, "b": 1.5})
+    assert race.running == ["b"]
+    race.note(1.0, {"b": 1.5})
+    assert (race.winner, race.is_over) == ("b", True)
+
+
+# Searches, on machines that are made up.
+
+
+def searched(
+    effects: Mapping[str, float], noise: float = 0.01, seed: int = 0, lossy: bool = False, **facts: Any
+) -> tuple[Found, list[str]]:
+    """A search where each option as it is typed has an effect on the speed; and the runs that it made."""
+    rng, ran = random.Random(seed), []
+
+    def measure(label: str, settings: Mapping[str, Any]) -> float | None:
+        ran.append(label)
+        speed = 1000 * rng.lognormvariate(0, noise)
+        for word in words(settings):
+            speed *= effects.get(word.replace("=", " "), 1.0)
+        return speed or None
+
+    settings: dict[str, Any] = {"rounds": 5, "least_gain": 0.02, "lossy": lossy, "say": lambda text: None}
+    return Search("ddp", FACTS | facts, (), measure, **settings).run(), ran
+
+
+BOUNDS = {"--leave-out exchange": 1.5, "--leave-out data": 1.3}
+
+
+def test_a_search_adds_up_what_helps() -> None:
+    helps = {"--threads 1": 1.1, "--workers 2": 1.1, "--bucket-mb 4": 1.2, "--bucket-mb 1": 1.1}
+    found, ran = searched(BOUNDS | helps)
+    assert found.settings == {"threads": 1, "workers": 2, "bucket_mb": 4}
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(1.1 * 1.1 * 1.2, rel=0.03)
+    assert len(ran) < 100
+    assert {its.label for its in found.tried if its.adopted} == {"--threads 1", "--workers 2", "--bucket-mb 4"}
+
+
+def test_what_cannot_gain_anything_is_not_run() -> None:
+    found, ran = searched({"--threads 1": 0.8, "--threads 4": 0.9})
+    assert set(found.untried) == {"exchange", "compression", "data"}
+    assert found.settings == {}
+    assert set(ran) == {AS_IT_IS, "--leave-out exchange", "--leave-out data", "--threads 1", "--threads 4"}
+    assert len(ran) <= 24
+    (nothing, *_) = [text for text in sentences("ddp", found) if "nothing" in text]
+    assert nothing == "ddp: nothing is faster than the job as it is, for certain."
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
+    assert found.settings == {"workers": 4}
+    assert "--leave-out exchange" not in ran
+
+
+def test_what_rounds_is_offered_and_adopted_only_if_asked_for() -> None:
+    helps = BOUNDS | {"--compression bf16": 1.25}
+    found, _ = searched(helps)
+    assert "compression" not in found.settings
+    assert set(found.offers) == {"bf16"}
+    assert any("--compression bf16 would make it 1.2" in text for text in sentences("ddp", found))
+    lossy, _ = searched(helps, lossy=True)
+    assert lossy.settings == {"compression": "bf16"}
+
+
+def test_noise_is_seldom_taken_for_a_gain() -> None:
+    """Where nothing helps and runs differ by 7 %, the proof drops most of what a race has let through."""
+    tuned = sum(bool(searched(BOUNDS, 0.05, seed)[0].settings) for seed in range(100))
+    assert tuned <= 5
+
+
+def test_what_does_not_run_is_named_and_passed_over() -> None:
+    """Also where a job cannot do without its exchange, as with --shard full: nothing is known of its cost then."""
+    found, _ = searched(
+        {"--leave-out exchange": 0, "--leave-out data": 1.3, "--bucket-mb 4": 1.2, "--static-graph": 0}
+    )
+    assert found.settings == {"bucket_mb": 4}
+    assert "exchange" not in found.untried
+    (broken,) = [its for its in found.tried if its.label == "--static-graph"]
+    assert broken.standing.rounds == 0
+
+
+def test_a_job_that_fails_all_of_a_sudden() -> None:
+    speeds = iter([1000.0, 1500.0, 1500.0, None])
+    with pytest.raises(OptionError, match="with settings that it has run with before"):
+        Search(
+            "ddp",
+            {**FACTS, "in_memory": True},
+            (),
+            lambda label, settings: next(speeds),
+            rounds=3,
+            least_gain=0.02,
+            lossy=False,
+            say=lambda text: None,
+        ).run()
+
+
+def test_autotune_is_waited_for_also_once_it_is_adopted() -> None:
+    assert settling_steps({"autotune": True, "threads": 1}) > settling_steps({"threads": 1}) == 0
+
+
+def test_the_yaml_goes_on_with_the_options_of_the_jobs_own() -> None:
+    found, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
+    text = as_yaml("ddp", found, {"lr": 0.1, "backend": "horovod"}, "tune -- job.py", {"cores": 2})
+    assert yaml.safe_load(text) == {"lr": 0.1, "backend": "ddp", "bucket_mb": 4}
+    assert text.startswith("# Found by: tune -- job.py\n# On: cores 2\n")
+    assert "# ddp: --bucket-mb 4 makes the job 1.2" in text
+
+
+# From the command on.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
+        (["--engines", "ddp,single"], "type horovod, ddp, or both"),
+        (["--engines", "ddp,ddp"], "type horovod, ddp, or both"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", "-m", "hvd_trainer.mnist"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_options_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("- a list\n")
+    with pytest.raises(OptionError, match="should hold lines such as"):
+        tool.Job.read(["-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")])
+    with pytest.raises(OptionError, match="cannot be read"):
+        tool.Job.read(["-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"])
+
+
+def command(out: Path, *options: str, job: Sequence[str] = ()) -> list[str]:
+    digits = ["-m", "hvd_trainer.mnist", "--dataset", "digits", *job]
+    return ["-m", "hvd_trainer", "tune", "--out", str(out), "--seconds", "0.1", *options, "--", *digits]
+
+
+def test_a_job_that_does_not_run_is_named(tmp_path: Path) -> None:
+    result = launch("python", 1, command(tmp_path, "--engines", "ddp", job=["--adasum"]), check=False)
+    assert result.returncode == 2
+    assert "The job does not run as it is, on ddp: failed, --adasum with --backend ddp" in result.stderr
+
+
+SLOW_DISK = """
+import time
+import torch
+from torch.utils.data import Dataset
+from hvd_trainer import Trainer, TrainerOptions, run_job
+
+class SlowDisk(Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.zeros(64), index % 2
+
+def main(options):
+    with Trainer(options) as trainer:
+        model = torch.nn.Linear(64, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, SlowDisk())
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
+"""
+
+
+@pytest.mark.long
+def test_a_search_and_the_same_again(tmp_path: Path) -> None:
+    """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""
+    job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
+    job.write_text(SLOW_DISK)
+    own.write_text("batch-size: 16\nthreads: 1\n")
+    tool_ = ["-m", "hvd_trainer", "tune", "--np", "1", "--engines", "ddp", "--rounds", "3", "--seconds", "0.5"]
+    tool_ += ["--out", str(out), "--", str(job), "--workers", "0", "--config", str(own)]
+    fixed = launch("python", 1, tool_).stdout
+    assert "nothing is faster than the job as it is" in fixed, "--workers is typed, and stays"
+    tool_ = [word for word in tool_ if word not in ("--workers", "0")]
+    own.write_text("batch_size: 16\nthreads: 1\naccumulate: 1\n")
+    said = launch("python", 1, tool_, timeout_s=280).stdout
+    assert re.search(r"--workers [24] +[\d.]+ .* adopted", said), said
+    kept = len(read_runs(out))
+    again = launch("python", 1, tool_).stdout
+    assert len(read_runs(out)) == kept
+    assert again.splitlines()[-1] == said.splitlines()[-1]
+    tuned = yaml.safe_load((out / "ddp.yaml").read_text())
+    assert tuned["workers"] in (2, 4)
+    assert (tuned["backend"], tuned["batch_size"], tuned["threads"]) == ("ddp", 16, 1)
+    assert json.loads((out / "tune.json").read_text())["engines"]["ddp"]["gain"]["low"] > 1
+    trained = launch("torchrun", 1, [str(job), "--config", str(out / "ddp.yaml"), "--max-steps", "3"]).stdout
+    assert "16 x 1 rank" in trained
