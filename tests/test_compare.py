@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from launchers import REPOSITORY, launch, requires, start
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import tool
 from hvd_trainer.tools.compare.plan import Contestant, Point, contestants, in_rounds, points
+from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.work import Side, differences, refuse_unequal
 from hvd_trainer.tools.job import read_job
@@ -39,6 +41,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
         (["-m"], "Name the job behind --"),
         (["--epochs", "1"], "begin with the job"),
         (["nowhere.py"], "there is no such file. A module is named by -m: -- -m nowhere.py"),
+        (["-m", "nowhere.job"], "-m nowhere.job: there is no such module"),
+        (["-m", ".job"], "-m .job: there is no such module"),
         ([*JOB, "--backend", "ddp"], "Leave --backend out of the job"),
         ([*JOB, "--log_dir=x"], "Leave --log_dir=x out of the job"),
     ],
@@ -250,6 +254,16 @@ def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
     assert pair.speed.value == pytest.approx(2.0)
 
 
+def test_what_a_script_does_not_tell_is_not_drawn() -> None:
+    """An empty picture once had a warning about its missing names."""
+    plan = points(contestants(JOB, ["ddp"], []), [2], 1, {})
+    silent = Run(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
+    found = Comparison.of(plan, [silent], job=JOB, strong=False, machine={})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pictures(found) == []
+
+
 # The page.
 
 
@@ -305,6 +319,7 @@ def command(out: Path, *options: str, job: Sequence[str] = DIGITS) -> list[str]:
     return ["-m", "hvd_trainer", "compare", "--out", str(out), "--warmup-steps", "2", *options, "--", *job]
 
 
+@pytest.mark.long
 @requires("horovod")
 def test_a_comparison_and_the_same_again(tmp_path: Path) -> None:
     said = launch("python", 1, command(tmp_path, "--np", "2", "--rounds", "1")).stdout
@@ -375,6 +390,7 @@ def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
     assert len(keys) == 2
 
 
+@pytest.mark.long
 def test_a_run_without_steps_that_count_is_refused(tmp_path: Path) -> None:
     words = command(tmp_path, "--np", "1", "--engines", "ddp", "--warmup-steps", "12")
     result = launch("python", 1, words, check=False)
@@ -428,6 +444,18 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert "single x 1: failed in round 1: --transport gloo with --backend single" in result.stdout
     assert "round 2, ddp x 1: " in result.stdout
     assert "round 2, single x 1: " not in result.stdout
+
+
+def test_where_nothing_trains_there_is_nothing_to_show(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('hello')\n")
+    out = ["--np", "1", "--engines", "single", "--rounds", "1", "--out", str(tmp_path / "out")]
+    result = launch(
+        "python", 1, ["-m", "hvd_trainer", "compare", *out, "--", str(tmp_path / "job.py")], check=False
+    )
+    assert result.returncode == 1
+    assert "single x 1: failed: it ended without having trained: is it built on" in result.stdout
+    assert result.stderr.splitlines()[-1] == "No run came to its end: there is nothing to show."
+    assert not (tmp_path / "out" / "comparison.html").exists()
 
 
 def test_ctrl_c_ends_the_running_job(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def train(launcher: str, num_processes: int, *options: str, script: str = "") ->
     return launch(launcher, num_processes, argv)
 
 
+@pytest.mark.long
 @requires("horovodrun")
 def test_same_numbers_at_two_ranks(tmp_path: Path) -> None:
     """With momentum, weight decay, clipping, accumulation and dropout."""

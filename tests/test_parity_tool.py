@@ -571,6 +571,7 @@ def command(out: Path, *options: str, job: Sequence[str]) -> list[str]:
     return ["-m", "hvd_trainer", "parity", "--out", str(out), *options, "--", *job]
 
 
+@pytest.mark.long
 @requires("horovod")
 def test_the_digits_on_both_engines(tmp_path: Path) -> None:
     said = launch("python", 1, command(tmp_path, "--steps", "7", job=DIGITS)).stdout

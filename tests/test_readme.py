@@ -218,6 +218,7 @@ def in_form(line: str) -> str:
     return re.sub(r"\d[\d,.]*", "#", re.sub(r"\+(cu\d+|cpu)", "", line)).rstrip()
 
 
+@pytest.mark.long
 @requires("horovodrun")
 def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> None:
     shown = next(block.text for block in documents.blocks("README.md") if block.language == "console")

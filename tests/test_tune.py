@@ -216,6 +216,7 @@ def test_the_yaml_goes_on_with_the_options_of_the_jobs_own() -> None:
     assert yaml.safe_load(text) == {"lr": 0.1, "backend": "ddp", "bucket_mb": 4}
     assert text.startswith("# Found by: tune -- job.py\n# On: cores 2\n")
     assert "# ddp: --bucket-mb 4 makes the job 1.2" in text
+    assert "# It adds in another order" in text
 
 
 # From the command on.
@@ -248,6 +249,7 @@ def command(out: Path, *options: str, job: Sequence[str] = ()) -> list[str]:
     return ["-m", "hvd_trainer", "tune", "--out", str(out), "--seconds", "0.1", *options, "--", *digits]
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_run_is_named(tmp_path: Path) -> None:
     result = launch("python", 1, command(tmp_path, "--engines", "ddp", job=["--adasum"]), check=False)
     assert result.returncode == 2

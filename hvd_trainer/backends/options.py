@@ -24,7 +24,8 @@ class EngineOptions:
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
     threads: int | None = None
-    """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores"""
+    """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores (another number adds in
+    another order, so that last bits differ)"""
     bucket_mb: float = 25.0
     """gradients are exchanged in buckets of this size, in MB, while backward goes on"""
     sync_batch_norm: bool = False

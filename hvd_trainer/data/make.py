@@ -36,8 +36,8 @@ def make_loader(
     loader = _make_loader(data, backend, plan, collate)
     if plan.prefetch is not None and not loader.num_workers:
         raise OptionError(
-            f"--prefetch {plan.prefetch} is for loader processes, and {loader.name} is loaded without any: add "
-            f"--workers 2, or leave it out"
+            f"--prefetch {plan.prefetch} is for loader processes, and the data set ({loader.name}) is loaded "
+            f"without: add --workers 2, or leave it out"
         )
     return loader
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
     """The job, as what follows `python`.
 
     Raises:
-        OptionError: there is none, its file is missing, or it is given what the tool gives.
+        OptionError: there is none, its file or module is missing, or it is given what the tool gives.
     """
     job = list(words)
     if job and Path(job[0]).name.startswith("python"):
@@ -31,12 +32,18 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
         raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")
     if job[0].startswith("-") and job[0] != "-m":
         raise OptionError(f"-- {job[0]}: begin with the job, such as: -- -m hvd_trainer.mnist --epochs 1")
+    if job[0] == "-m" and not _is_there(job[1].partition(".")[0]):
+        raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
     taken = [word for word in job if option_of(word) in OURS]
     if taken:
         raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
     return tuple(job)
+
+
+def _is_there(package: str) -> bool:
+    return bool(package) and importlib.util.find_spec(package) is not None
 
 
 def script_checksum(job: Sequence[str]) -> str | None:

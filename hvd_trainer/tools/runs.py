@@ -247,6 +247,8 @@ def _processes(folder: Path) -> list[psutil.Process]:
 
 def why_it_failed(place: Path, code: int) -> str:
     """The reason in one line: what the failed rank said, or else the launcher."""
+    if code == 0:
+        return "it ended without having trained: is it built on hvd_trainer's Trainer?"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.

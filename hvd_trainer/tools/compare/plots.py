@@ -106,6 +106,8 @@ def _timed(comparison: Comparison) -> list[Measured]:
 
 
 def _throughput(comparison: Comparison, axes: Axes) -> bool:
+    if not _timed(comparison):
+        return False
     for name, colour, points in _by_contestant(comparison):
         if not points:
             continue
@@ -138,7 +140,7 @@ def _finish(comparison: Comparison, axes: Axes, label: str) -> bool:
     axes.set(xlabel="ranks", ylabel=label)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(frameon=False)
-    return bool(_timed(comparison))
+    return True
 
 
 def _colour_of(comparison: Comparison, its: Measured) -> str:
@@ -185,6 +187,8 @@ def _breakdown(comparison: Comparison, axes: Axes) -> bool:
 def _losses(comparison: Comparison, axes: Axes) -> bool:
     ranks = max((its.point.ranks for its in _curved(comparison)), default=0)
     shown = [its for its in _curved(comparison) if its.point.ranks == ranks]
+    if not shown:
+        return False
     for place, its in enumerate(shown):
         curve = next(iter(its.runs.values())).figures["curve"]
         steps, losses = zip(*curve, strict=True)
@@ -193,7 +197,7 @@ def _losses(comparison: Comparison, axes: Axes) -> bool:
         axes.plot(steps, losses, color=_colour_of(comparison, its), linewidth=width, label=its.point.label)
     axes.set(xlabel=f"step, on {plural(ranks, 'rank')}", ylabel="loss")
     axes.legend(frameon=False)
-    return bool(shown)
+    return True
 
 
 def _curved(comparison: Comparison) -> list[Measured]:

@@ -117,7 +117,10 @@ def main(argv: Sequence[str]) -> int:
             interrupted = True
         comparison = Comparison.of(plan, read_runs(folder), job=job, strong=strong, machine=machine)
         comparison.check_work()
-        show(comparison, folder)
+        if any(one.runs for one in comparison.measured):
+            show(comparison, folder)
+        else:
+            print("No run came to its end: there is nothing to show.", file=sys.stderr)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130

@@ -15,6 +15,9 @@ from hvd_trainer.tools.tune.knobs import GROUPS, shown
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
 
+REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
+"""Options by which sums are cut into other parts."""
+
 
 def show(backend: str, found: Found) -> None:
     """Prints what was tried on one engine, and what came of it."""
@@ -62,6 +65,8 @@ def sentences(backend: str, found: Found) -> list[str]:
         said.append(f"{backend}: {shown(found.settings)} makes the job {_times(found.gain)}.")
         if "static_graph" in found.settings:
             said.append("--static-graph promises that every step uses the same parameters: leave it out if not.")
+        if REORDERS & set(found.settings):
+            said.append("It adds in another order, so that the last bits of the numbers may be others.")
     else:
         said.append(f"{backend}: nothing is faster than the job as it is, for certain.")
     said += [
