@@ -99,10 +99,12 @@ def fit(
     **train: Any,
 ) -> dict[str, Any]:
     """One training, or the second of the same model and optimizer; what came of it."""
+    # Cut by time, the parts are the machine's mood, and with them what each rank keeps.
+    cut = {"balance": "bytes"} if parallel.get("stages", 1) > 1 else {}
     options = TrainerOptions(
         engine=EngineOptions(backend=backend, **(engine or {})),  # type: ignore[arg-type]
         train=TrainOptions(**{"epochs": 3, "global_batch_size": 16, "max_norm": 0.5, **train}),
-        parallel=ParallelOptions(**parallel),
+        parallel=ParallelOptions(**cut | parallel),
         log=LogOptions(log_dir=folder, quiet=True),
         save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **(save or {})}),
     )
