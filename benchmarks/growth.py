@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -98,8 +98,8 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
         )
 
 
-def table(measured: dict[Case, list[Figures]]) -> str:
-    """Medians over the rounds; the Trainer's overhead is the median of the rounds' differences."""
+def table(measured: Mapping[Case, Sequence[Figures | None]]) -> str:
+    """Medians over the rounds that have both loops; the overhead is the median of the rounds' differences."""
     lines = [
         "| | engine | step by hand, ms | by the Trainer, ms | overhead, ms | first step after, s | peak, MB |",
         "|---|---|---|---|---|---|---|",
@@ -107,12 +107,13 @@ def table(measured: dict[Case, list[Figures]]) -> str:
     for case, ours in measured.items():
         if case.loop != "trainer":
             continue
-        theirs = measured[case._replace(loop="hand")]
-        if not ours or not theirs:
+        rounds = zip(measured[case._replace(loop="hand")], ours, strict=True)
+        pairs = [(hand, trainer) for hand, trainer in rounds if hand is not None and trainer is not None]
+        if not pairs:
             lines.append(f"| {case.size:,} {case.what} | {case.backend} | failed | | | | |")
             continue
-        overhead = median(a.step_ms - b.step_ms for a, b in zip(ours, theirs, strict=False))
-        both = [Figures(*map(median, zip(*its, strict=True))) for its in (theirs, ours)]
+        overhead = median(trainer.step_ms - hand.step_ms for hand, trainer in pairs)
+        both = [Figures(*map(median, zip(*its, strict=True))) for its in zip(*pairs, strict=True)]
         lines.append(
             f"| {case.size:,} {case.what} | {case.backend} | {both[0].step_ms:.2f} | {both[1].step_ms:.2f} | "
             f"{overhead:+.2f} | {both[0].first_step_s:.1f}, {both[1].first_step_s:.1f} | {both[0].peak_mb:,.0f}, "
@@ -132,16 +133,15 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=300.0, help="for one run")
     args = parser.parse_args()
     everything = list(cases(args.what))
-    measured: dict[Case, list[Figures]] = {case: [] for case in everything}
+    measured: dict[Case, list[Figures | None]] = {case: [] for case in everything}
     with tempfile.TemporaryDirectory(prefix="hvd-growth-") as folder:
         for number in range(args.rounds):
             for case in everything[:: 1 if number % 2 == 0 else -1]:
                 figures = run(case, Path(folder), args.limit_s)
                 print(f"round {number + 1}/{args.rounds}, {case}: {figures}", file=sys.stderr, flush=True)
-                if figures is not None:
-                    measured[case].append(figures)
+                measured[case].append(figures)
     print(table(measured))
-    return int(any(len(its) < args.rounds for its in measured.values()))
+    return int(any(None in its for its in measured.values()))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,15 @@ def test_growth_is_the_difference_within_a_round() -> None:
     assert {case.size for case in cases(["ranks"])} == {1, 2, 4, 8}
 
 
+def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
+    """Once the second round of one stood beside the first of the other."""
+    trainer = Case("ranks", 2, 20, 100, "ddp", "trainer")
+    fast, slow = Figures(1.0, 2.0, 3.0), Figures(10.0, 2.0, 3.0)
+    said = table({trainer: [None, slow], trainer._replace(loop="hand"): [fast, slow]})
+    assert "| 10.00 | 10.00 | +0.00 |" in said
+    assert "| failed |" in table({trainer: [None], trainer._replace(loop="hand"): [fast]})
+
+
 @pytest.mark.long
 def test_a_training_of_a_grown_size_is_measured(tmp_path: Path) -> None:
     figures = run(Case("samples", 2, 10, 10**4, "ddp", "trainer"), tmp_path, 100)
