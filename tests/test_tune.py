@@ -158,6 +158,30 @@ def test_what_cannot_gain_anything_is_not_run() -> None:
     assert nothing == "ddp: nothing is faster than the job as it is, for certain."
 
 
+def test_the_noise_of_a_much_shorter_step_is_not_the_jobs() -> None:
+    """Figures of a real search: without its slow disk the job ran at 5,064, 724 and 1,161 samples/s, and twice as
+    fast with loader processes was not told from that noise."""
+    speeds = {
+        AS_IT_IS: iter([223, 225, 221, 223, 217, 217, 221, 219, 222]),
+        "--leave-out data": iter([5064, 724, 1161]),
+        "--workers 2": iter([428, 481, 447]),
+        "before": iter([220, 221, 219]),
+        "tuned": iter([440, 450, 460]),
+    }
+    found = Search(
+        "ddp",
+        {**FACTS, "world_size": 1, "cores": 2},
+        {"threads", "prefetch"},
+        lambda label, settings: next(speeds[label]) if label in speeds else None,
+        rounds=3,
+        least_gain=0.3,
+        lossy=False,
+        say=lambda text: None,
+    ).run()
+    assert found.settings == {"workers": 2}
+    assert found.noise < 0.1
+
+
 def test_one_rank_exchanges_nothing() -> None:
     found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
     assert found.settings == {"workers": 4}
@@ -291,7 +315,7 @@ def test_a_search_and_the_same_again(tmp_path: Path) -> None:
     job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
     job.write_text(SLOW_DISK)
     own.write_text("batch-size: 4\nthreads: 1\nprefetch: 2\n")
-    tool_ = ["-m", "hvd_trainer", "tune", "--np", "1", "--engines", "ddp", "--rounds", "3", "--seconds", "0.1"]
+    tool_ = ["-m", "hvd_trainer", "tune", "--np", "1", "--engines", "ddp", "--rounds", "3", "--seconds", "1"]
     tool_ += ["--least-gain", "0.3", "--out", str(out), "--", str(job), "--config", str(own)]
     said = launch("python", 1, tool_, timeout_s=500).stdout
     assert re.search(r"--workers [24] +[\d.]+ .* adopted", said), said

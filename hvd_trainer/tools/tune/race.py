@@ -11,7 +11,7 @@ race and those before: it is the machine's, and each has few rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
@@ -92,9 +92,9 @@ class Race:
             else:
                 self._logs[name].append(math.log(speed / present))
 
-    def known_noise(self) -> Noise:
-        """What is known from before, and from this race."""
-        return self.noise.with_series(list(self._logs.values()))
+    def known_noise(self, names: Iterable[str] | None = None) -> Noise:
+        """What is known from before, and from these challengers of this race; None: from all."""
+        return self.noise.with_series([self._logs[name] for name in (self.names if names is None else names)])
 
     def standing(self, name: str) -> Standing:
         """By all rounds that it was in."""
