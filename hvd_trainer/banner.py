@@ -33,10 +33,11 @@ def banner(trainer: Trainer) -> str:
         f" = {plan.global_batch_size} per step, {steps} {'step' if steps == '1' else 'steps'} per epoch",
         "rate": f"{type(trainer.optimizer).__name__}, lr {trainer.rate.full:g}{scaled}"
         + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")
+        + (f", decay to 0 ({train.lr_decay})" if train.lr_decay != "none" else "")
         + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
         "numbers": f"{train.precision}, seed {train.seed}"
         + (f", gradients sent as {options.engine.compression}" if options.engine.compression != "none" else "")
-        + (", compiled" if train.compile else ""),
+        + (f", compiled ({train.compile})" if train.compile != "none" else ""),
         "data": _data(trainer),
         "model": f"{type(trainer.model).__name__}, {parameters:,} parameters",
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",

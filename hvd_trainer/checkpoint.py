@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_trainer.errors import CheckpointError
+from hvd_trainer.target import is_better_lower
 
 FORMAT = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -182,7 +183,7 @@ def sweep(folder: Path) -> None:
 
 def best_of(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
     """The checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
-    sign = 1 if figure.endswith("loss") else -1
+    sign = 1 if is_better_lower(figure) else -1
     rated = [(sign * m.figures[figure], m.number, path) for m, path in found if figure in m.figures]
     return min(rated)[2] if rated else None
 

@@ -24,8 +24,12 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.measure_options import MeasureOptions
 from hvd_trainer.option_checks import at_least, flag, given, more_than, refuse, said_of, switch
 from hvd_trainer.parallel_options import ParallelOptions
+from hvd_trainer.target import Target
 
 T = TypeVar("T")
+Decay = Literal["none", "linear", "cosine"]
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of torch.compile that use them."""
 
 
 EXCHANGE_OPTIONS = (
@@ -43,6 +47,8 @@ class TrainOptions:
     """passes over the training set"""
     max_steps: int | None = None
     """end after so many optimizer steps, also inside an epoch; a later run with more goes on from there"""
+    until: str | None = None
+    """test_accuracy=0.99: end after the epoch in which a figure is as good, a loss as low or another as high"""
     batch_size: int = 128
     """samples per rank and backward pass; times ranks times --accumulate it is the global batch"""
     global_batch_size: int | None = None
@@ -53,6 +59,8 @@ class TrainOptions:
     """multiply the learning rate by (ranks x accumulate), or its square root; the same on both engines"""
     warmup_epochs: float = 0.0
     """raise the learning rate linearly from near 0 over this many epochs"""
+    lr_decay: Decay = "none"
+    """lower the learning rate over the rest of all epochs down to 0, on a line or half a cosine"""
     max_norm: float | None = None
     """clip the norm of the averaged gradient to this"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -63,8 +71,9 @@ class TrainOptions:
     reproducible: int | None = None
     """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
     either engine; then --batch-size is per virtual rank"""
-    compile: bool = False
-    """compile the model with torch.compile"""
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    """compile the model with torch.compile, in one of its modes: reduce-overhead and max-autotune launch what they
+    have compiled as CUDA graphs"""
     seed: int = 0
     """seed of weights, data order and dropout"""
     workers: int | None = None
@@ -152,6 +161,7 @@ class TrainerOptions:
             ),
             *at_least(0, warmup_epochs=train.warmup_epochs, workers=train.workers, seed=train.seed),
             *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
+            *Target.mistakes(train.until),
             *self._reproducible_mistakes(),
             *self.parallel.mistakes(train, self.engine),
             *self.measure.mistakes(self),
@@ -165,6 +175,12 @@ class TrainerOptions:
                 (
                     train.non_finite == "skip" and self.engine.compression == "powersgd",
                     "--non-finite skip and --compression powersgd: what is not finite stays in its memory",
+                ),
+                (
+                    # PyTorch's issue 169545: a replayed graph writes over the gradients of the pass before it.
+                    train.compile in CUDA_GRAPHS and (train.accumulate > 1 or train.reproducible is not None),
+                    f"--compile {train.compile} is for steps of one backward pass: type --compile default, or "
+                    f"leave out {'--reproducible' if train.reproducible else '--accumulate'}",
                 ),
                 (
                     save.requeue and log.log_dir is None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
@@ -32,13 +32,15 @@ class Progress:
     """samples of all epochs"""
     skipped_steps: int = 0
     """steps left out because the gradient was not finite"""
+    figures: dict[str, float] = field(default_factory=dict)
+    """of the epoch that was finished last, such as test_loss"""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        for entry in fields(self):
-            setattr(self, entry.name, state[entry.name])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class Bar:

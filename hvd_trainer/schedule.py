@@ -1,7 +1,8 @@
-"""Learning rates: one rule for scaling and one for warm-up, the same on every engine."""
+"""Learning rates: one rule for scaling, one for warm-up and one for decay, the same on every engine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,24 +10,40 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hvd_trainer.config import Decay
 from hvd_trainer.errors import OptionError
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 class StepRate:
-    """The learning rate of each step: the optimizer's own, as its scheduler leaves it, x scaling x warm-up.
+    """The learning rate of each step: the optimizer's own, as its scheduler leaves it, times three factors.
 
-    Both factors apply only while a step is taken. So the optimizer and any scheduler (chained, in closed form)
-    keep the user's numbers, warm-up needs no state, and a checkpoint goes on with another number of ranks.
+    Scaling, warm-up and decay apply only while a step is taken. So the optimizer and any scheduler (chained, in
+    closed form) keep the user's numbers, nothing needs a state, and a checkpoint goes on with other ranks.
+
+           ___
+          /   \\__            warm-up over n steps, at step t = 0, 1, ...: (t + 1) / (n + 1)
+         /       \\__         decay over the others up to step N: 1 - (t - n) / (N - n), or half a cosine of that
+        /           \\_
 
     Args:
         factor: the scaling.
-        warmup_steps: n steps of warm-up: at step t = 0, 1, ... the rate is (t + 1) / (n + 1) of its value.
+        warmup_steps: n.
+        decay: its form.
+        steps: N, of all epochs; needed for decay only.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: float, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factor: float,
+        warmup_steps: int,
+        decay: Decay = "none",
+        steps: int | None = None,
+    ) -> None:
         self._optimizer, self._factor, self._warmup_steps = optimizer, factor, warmup_steps
+        self._decay, self._steps = decay, steps or 0
         self.last = self.full * self._share(0)
         """The effective rate of the last step, or of the first if there was none; of the first group."""
 
@@ -54,7 +71,11 @@ class StepRate:
                 group["lr"] = lr
 
     def _share(self, step: int) -> float:
-        return min(1.0, (step + 1) / (self._warmup_steps + 1))
+        warmup = self._warmup_steps
+        if step < warmup or self._decay == "none":
+            return min(1.0, (step + 1) / (warmup + 1))
+        done = min(1.0, (step - warmup) / max(1, self._steps - warmup))
+        return 1 - done if self._decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
@@ -72,14 +93,14 @@ def advance(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
         scheduler.step()
 
 
-def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
-    """How many steps `epochs` of warm-up are.
+def count_steps(what_for: str, epochs: float, steps_per_epoch: int | None) -> int:
+    """How many steps so many epochs are, or a part of one.
 
     Raises:
-        OptionError: the length of an epoch is not known.
+        OptionError: the length of an epoch is not known, and there is an option that needs it.
     """
     if epochs == 0:
         return 0
     if steps_per_epoch is None:
-        raise OptionError("--warmup-epochs needs a data set that knows its length; this one is a stream.")
+        raise OptionError(f"{what_for} needs a data set that knows its length; this one is a stream.")
     return max(1, round(epochs * steps_per_epoch))

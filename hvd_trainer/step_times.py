@@ -76,6 +76,32 @@ class DeviceClock:
         torch.cuda.synchronize(self._device)
 
 
+def clock_of(device: torch.device) -> Clock:
+    """The one that a device needs."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+class FirstStep(Observer):
+    """How long the first step takes, with all that it sets up: nobody's speed, and seconds where it compiles."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self._seconds = clock_of(device), math.nan
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._began = time.perf_counter()
+        yield
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if math.isnan(self._seconds):
+            self._clock.settle()
+            self._seconds = time.perf_counter() - self._began
+
+    def figures(self) -> dict[str, float]:
+        """As the record of the run's end has it: in seconds, of this rank; not a number without any step."""
+        return {"first_step_s": self._seconds}
+
+
 class Pending(NamedTuple):
     """A step whose figures are still to be read from its device."""
 
@@ -99,8 +125,7 @@ class StepTimes(Observer):
     def __init__(self, trainer: Trainer, log_dir: str) -> None:
         self._trainer = trainer
         self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{trainer.world.rank}.npz"
-        device = trainer.device
-        self._clock: Clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+        self._clock = clock_of(trainer.device)
         self._columns = {name: column for column, name in enumerate(PARTS)}
         self._pending: list[Pending] = []
         self._seconds: list[list[float]] = []

@@ -36,7 +36,9 @@ from hvd_trainer.preemption import Requeue
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
-from hvd_trainer.schedule import Scheduler, StepRate, advance, count_warmup_steps, make_scheduler
+from hvd_trainer.schedule import Scheduler, StepRate, advance, count_steps, make_scheduler
+from hvd_trainer.step_times import FirstStep
+from hvd_trainer.target import Target
 from hvd_trainer.train_step import LossFunction, StepParts, TrainStep
 
 _FITS = itertools.count()
@@ -84,6 +86,7 @@ class Trainer:
         )
         check_stages(parallel.stages, self.world.size)
         self.progress = Progress()
+        self._target = Target.parse(self.options.train.until)
         self.requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
         self.model: nn.Module
         self.optimizer: Optimizer
@@ -191,8 +194,11 @@ class Trainer:
         if self.backend.watch is not None:
             self.backend.watch.log_folder = options.log.log_dir
         try:
-            self._observers = make_observers(self)
+            self._first_step = FirstStep(self.device)
+            self._observers = [self._first_step, *make_observers(self)]
             self.metrics, self.callbacks = metrics, [*callbacks, *self._observers]
+            splits = ("train",) if test_data is None else ("train", "test")
+            self._target.check([f"{split}_{name}" for split in splits for name in ("loss", *metrics)])
             self.train_loader = self._loader(train_data, collate, shuffle=True)
             self.test_loader = None if test_data is None else self._loader(test_data, collate, shuffle=False)
             self._prepare(*parts, memory)
@@ -231,14 +237,16 @@ class Trainer:
         if self._is_of_use:
             self.state.export(self.log.folder)
         if not self.log.ended:
-            self.log.record("end", self._position() | history.end | saving | memory)
+            self.log.record("end", self._position() | history.end | saving | memory | self._first_step.figures())
+        self.say(self._target.told(self.progress.figures))
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
 
     @property
     def _is_over(self) -> bool:
-        train = self.options.train
-        return self.progress.epoch >= train.epochs or self.progress.step >= (train.max_steps or math.inf)
+        train, progress = self.options.train, self.progress
+        ended = progress.epoch >= train.epochs or progress.step >= (train.max_steps or math.inf)
+        return ended or self._target.is_reached(progress.figures)
 
     @property
     def _is_of_use(self) -> bool:
@@ -273,7 +281,7 @@ class Trainer:
         if progress.samples > first and not figures["samples"]:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
         seconds = time.perf_counter() - started
-        rate = {"samples_per_s": (progress.samples - first) / seconds}
+        rate = {"seconds": seconds, "samples_per_s": (progress.samples - first) / seconds}
         return self._position() | prefixed("train", figures) | rate | self.layout.figures(seconds)
 
     def _batches(self) -> Iterator[Batch]:
@@ -309,7 +317,7 @@ class Trainer:
         activity, engine = self.backend.activity, self.options.engine
         activity.step = step
         activity.enter("step")
-        if not self.options.train.compile:  # which may compile again in any step
+        if self.options.train.compile == "none":  # which may compile again in any step
             activity.limits = engine.startup_timeout_s, engine.timeout_s
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
@@ -317,6 +325,7 @@ class Trainer:
             advance(self.scheduler, record)
             self.progress.epoch += 1
             self.progress.consumed = 0
+            self.progress.figures = {k: v for k, v in record.items() if k.startswith(("train_", "test_"))}
         self.backend.activity.enter("save")
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
@@ -385,8 +394,8 @@ class Trainer:
     ) -> None:
         train = self.options.train
         self.model = model
-        if train.compile:
-            model.compile()
+        if train.compile != "none":
+            model.compile(mode=train.compile)
         wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
@@ -411,8 +420,13 @@ class Trainer:
             requeue=self.requeue,
             memory=memory,
         )
-        warmup_steps = count_warmup_steps(train.warmup_epochs, self.steps_per_epoch)
-        self.rate = StepRate(self.optimizer, self.plan.lr_factor(train.lr_scaling), warmup_steps)
+        self.rate = StepRate(
+            self.optimizer,
+            self.plan.lr_factor(train.lr_scaling),
+            count_steps("--warmup-epochs", train.warmup_epochs, self.steps_per_epoch),
+            train.lr_decay,
+            count_steps("--lr-decay", 0 if train.lr_decay == "none" else train.epochs, self.steps_per_epoch),
+        )
 
     def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:
         train = self.options.train

@@ -12,6 +12,7 @@ from launchers import launch
 
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.growth import Case, Figures, cases, run, table
+from benchmarks.to_target import Outcome, report
 
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")
@@ -63,6 +64,28 @@ def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
     said = table({trainer: [None, slow], trainer._replace(loop="hand"): [fast, slow]})
     assert "| 10.00 | 10.00 | +0.00 |" in said
     assert "| failed |" in table({trainer: [None], trainer._replace(loop="hand"): [fast]})
+
+
+def test_the_way_to_a_target_over_seeds(tmp_path: Path) -> None:
+    """The options behind -- win over the recipe's."""
+    options = ("--dataset", "digits", "--epochs", "9", "--batch-size", "64")
+    result = launch(
+        "python",
+        1,
+        [
+            *("-m", "benchmarks.to_target", "--data-dir", str(tmp_path), "--seeds", "2"),
+            *("--until", "test_accuracy=0.9", "--", *options),
+        ],
+    )
+    assert "| seconds after the first step |" in result.stdout
+    assert "2 of 2 seeds reached test_accuracy=0.9." in result.stdout
+
+
+def test_a_target_that_is_missed_is_counted() -> None:
+    reached = Outcome(1.0, 0.5, 2, 100, 0.991, True)
+    said = report("test_accuracy=0.99", [reached, reached._replace(seconds=2.0, figure=0.981, reached=False)])
+    assert "| seconds after the first step | 1.5 | 1.5 | 1 | 2 | 0.5 |" in said
+    assert said.endswith("1 of 2 seeds reached test_accuracy=0.99.")
 
 
 @pytest.mark.long

@@ -28,6 +28,8 @@ def test_help_groups_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     for name in (
         *RELIED_ON,
         "--warmup-epochs",
+        "--lr-decay",
+        "--until",
         "--compile",
         "--workers",
         "--model",
@@ -42,10 +44,11 @@ def test_help_groups_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_values_of_every_kind() -> None:
     options = parse(
-        MnistOptions, ["--lr", "1e-3", "--max-norm=2", "--compile", "--backend", "ddp", "--data-dir", "x"]
+        MnistOptions, ["--lr", "1e-3", "--max-norm=2", "--autotune", "--compile=default", "--data-dir", "x"]
     )
-    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
-    assert (options.engine.backend, options.data.data_dir, options.train.global_batch_size) == ("ddp", "x", None)
+    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, "default")
+    assert options.engine.autotune
+    assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
 
 def test_yaml_and_the_command_line_over_it(tmp_path: Path) -> None:
@@ -161,18 +164,29 @@ def test_all_mistakes_come_at_once() -> None:
         ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
         ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
         ("--stages 2 --compression powersgd", "powersgd does not go with --stages: type --compression fp16"),
-        ("--devices-per-rank 2 --compile", "--compile does not go with --devices-per-rank"),
+        ("--devices-per-rank 2 --compile default", "--compile does not go with --devices-per-rank"),
         ("--shard full --backend horovod", "--shard full is PyTorch's own: type --backend ddp"),
         ("--shard full --backend ddp --devices-per-rank 2", "on one device: leave out --devices-per-rank"),
         ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
         ("--shard optimizer --adasum", "--adasum, which makes the updates itself: leave one out"),
-        ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
+        (
+            "--compile default --activation-checkpointing blocks",
+            "compile the blocks yourself, with block.compile()",
+        ),
         ("--record-steps", "--record-steps writes to the log folder: add --log-dir DIR"),
         ("--leave-out data --log-dir x --resume auto", "trains nothing of use: leave out --resume auto"),
         ("--leave-out exchange --reproducible 2", "so --leave-out exchange has nothing to leave out"),
         ("--leave-out exchange --shard full --backend ddp", "leave out --leave-out exchange"),
         ("--max-steps 0", "--max-steps must be 1 or more, not 0"),
+        ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
+        ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
+        (
+            "--until 0.99",
+            "--until is a figure and its value, such as test_accuracy=0.99 or test_loss=0.05, not '0.99'",
+        ),
+        ("--until test_accuracy=99%", "such as test_accuracy=0.99"),
+        ("--until test_loss<0.1", "such as test_accuracy=0.99 or test_loss=0.05, not 'test_loss<0.1'"),
     ],
 )
 def test_what_does_not_go_together(args: str, words: str) -> None:

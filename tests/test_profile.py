@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launchers import QUICKEST, launch, requires, run_ranks
+from records import records
 
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.base import Span
@@ -26,7 +27,6 @@ from hvd_trainer.profile.waiting import waits
 
 ENGINES = ("ddp", "horovod")
 PHASES = {"data", "forward", "backward", "reduce", "step"}
-OF_ONE_RUN = ("backend", "samples_per_s", "saves", "save_stall_s", "peak_memory_mb", "base_memory_mb")
 
 # The option.
 
@@ -131,8 +131,7 @@ def check_steps(events: Sequence[dict[str, Any]], pid: int, numbers: Sequence[in
 
 
 def results(log: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in OF_ONE_RUN} for line in lines]
+    return [{key: value for key, value in line.items() if key != "backend"} for line in records(log)]
 
 
 @pytest.fixture(scope="module")

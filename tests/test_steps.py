@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from launchers import QUICKEST, launch, requires
+from records import records
 
 ENGINES = ("ddp", "horovod")
-ONLY_ONCE = ("samples_per_s", "saves", "save_stall_s", "peak_memory_mb", "base_memory_mb")
 pytestmark = requires("horovod")
 
 
@@ -19,11 +19,6 @@ def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str
     """Digits have 1,438 samples: 6 steps of 2 x 128 in an epoch, the last one smaller."""
     job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
     return launch(QUICKEST, ranks, [*job, *options]).stdout
-
-
-def records(log: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ONLY_ONCE} for line in lines]
 
 
 @pytest.mark.parametrize("backend", ENGINES)
@@ -40,6 +35,28 @@ def test_a_run_ends_after_so_many_steps_and_goes_on(tmp_path: Path, backend: str
     ends = [(record["event"], record["epoch"], record["step"]) for record in records(whole)]
     assert ends[-2:] == [("epoch", 3, 14), ("end", 3, 14)]
     assert "done: nothing left to train" in train(parts, "--max-steps", "14", "--epochs", "9", "--resume", "auto")
+
+
+def test_a_run_ends_when_a_figure_is_good_enough(tmp_path: Path) -> None:
+    """The same command has nothing left to do then; one that aims higher goes on."""
+    options = ("--epochs", "30", "--resume", "auto", "--until")
+    said = train(tmp_path, *options, "test_accuracy=0.8", backend="horovod")
+    assert "until    test_accuracy=0.8: reached, with 0.8" in said
+    found = [line["test_accuracy"] for line in records(tmp_path) if line["event"] == "epoch"]
+    assert [accuracy >= 0.8 for accuracy in found] == [False] * (len(found) - 1) + [True]
+    assert "done: nothing left to train" in train(tmp_path, *options, "test_accuracy=0.8")
+    more = train(tmp_path, *options, "test_loss=0", "--epochs", str(len(found) + 1))
+    assert re.search(r"until    test_loss=0: not reached, with 0\.\d+$", more, re.MULTILINE)
+    assert [line["epoch"] for line in records(tmp_path) if line["event"] == "epoch"][-1] == len(found) + 1
+
+
+def test_a_figure_that_there_will_never_be_is_refused(tmp_path: Path) -> None:
+    result = launch(
+        QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--until", "accuracy=0.9"], check=False
+    )
+    assert result.returncode == 2
+    known = "test_accuracy, test_loss, train_accuracy, train_loss"
+    assert f"--until accuracy=0.9: this job has no accuracy, but {known}" in result.stderr
 
 
 def steps_of(log: Path, rank: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 LAYERS = (
     ("errors", "ending", "network"),
     ("launch", "option_checks"),
-    ("slurm",),
+    ("slurm", "target"),
     ("boards", "door", "elastic", "peers"),
     ("rendezvous", "watch"),
     ("spawn",),

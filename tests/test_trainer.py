@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hvd_trainer import Trainer
+from hvd_trainer import OptionError, Trainer
 from hvd_trainer.models import conv_net
+from hvd_trainer.schedule import count_steps
 
 ENGINES = ("ddp", "horovod")
 pytestmark = requires("horovod")
@@ -44,7 +45,10 @@ def trained(folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-KINDS = ("plain", "again", "halved", "halved object", "closed form", "accumulated", "bf16", "fp16", "compiled")
+KINDS = (
+    *("plain", "again", "halved", "halved object", "closed form", "decayed", "half a cosine"),
+    *("accumulated", "bf16", "fp16", "compiled"),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +79,20 @@ def test_learning_rates(trained: dict[str, list[Any]]) -> None:
     slow = [min(1, (step + 1) / 9) for step in range(10)]
     rates = [0.5 * slow[step] * (1 if step < 5 else 0.5) for step in range(10)]
     assert runs["closed form"]["rates"] == pytest.approx(rates)
+    # A start of 2 steps, and 8 down to the zero that an eleventh would have.
+    line = [1 / 3, 2 / 3] + [1 - step / 8 for step in range(8)]
+    assert runs["decayed"]["rates"] == pytest.approx([0.5 * share for share in line])
+    assert runs["decayed"]["own lr"] == 0.5
+    wave = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
+    assert runs["half a cosine"]["rates"] == pytest.approx([0.5 * share for share in wave])
+
+
+def test_rates_that_need_the_length_of_an_epoch() -> None:
+    assert count_steps("--lr-decay", 0, None) == 0
+    with pytest.raises(
+        OptionError, match="--lr-decay needs a data set that knows its length; this one is a stream"
+    ):
+        count_steps("--lr-decay", 3, None)
 
 
 def test_work_accounting(trained: dict[str, list[Any]]) -> None:

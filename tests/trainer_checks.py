@@ -133,6 +133,8 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "halved": train(backend, scheduler=halve),
         "halved object": train(backend, scheduler=halve, on_object=True, lr_scaling="linear", warmup_epochs=0.6),
         "closed form": train(backend, scheduler=closed_form, warmup_epochs=1.6),
+        "decayed": train(backend, warmup_epochs=0.4, lr_decay="linear"),
+        "half a cosine": train(backend, lr_decay="cosine"),
         "accumulated": train(backend, accumulate=2, global_batch_size=24, max_norm=0.5),
         "bf16": train(backend, precision="bf16"),
         "fp16": train(backend, precision="fp16"),
@@ -145,5 +147,5 @@ def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
         "all skipped": refused(backend, loss=BadLoss(0, set(range(100))), non_finite="skip"),
     }
     if backend == "horovod":  # whose hooks are ours; compiling takes each rank 11 s
-        found["compiled"] = train(backend, compile=True, epochs=1)
+        found["compiled"] = train(backend, compile="default", epochs=1)
     return found["plain"]["rank"], found

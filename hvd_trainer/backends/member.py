@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hvd_trainer import peers, preemption, rendezvous
+from hvd_trainer.backends.allocator import keep_freed_memory
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices, choose_devices
 from hvd_trainer.elastic import Driver, RescaleError
@@ -166,6 +167,8 @@ class Member(ABC):
         self.world = peers.locate(self.world, self.peers)
         if self.uses_nccl:
             self._refuse_shared_gpu()
+        if self.device.type == "cpu":
+            keep_freed_memory(self.environ)
         threads = self.options.threads
         if threads is None and self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.

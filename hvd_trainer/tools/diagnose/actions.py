@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_trainer.banner import plural
 from hvd_trainer.tools.diagnose.causes import ALONE, NORMAL, ONE_THREAD, TWICE, Figures, Shares
 
 Runs = Mapping[str, Figures]
@@ -110,12 +111,12 @@ def _about_contention(found: Shares, runs: Runs, facts: Facts, ranks: int) -> li
     if threads > 1 and ONE_THREAD in runs and threads * ranks > cores:
         speed = found.step_s / runs[ONE_THREAD]["step_s"]
         text = (
-            f"OMP_NUM_THREADS=1: {ranks} ranks with {threads} threads each are {threads * ranks} on {cores} "
-            f"cores, and wait for each other's turn"
+            f"OMP_NUM_THREADS=1: {ranks} ranks with {threads} threads each are {threads * ranks} on "
+            f"{plural(cores, 'core')}, and wait for each other's turn"
         )
         return [Action("contention", text, speed, threads=1)]
     if ranks > cores:
-        text = f"-np {cores}: {ranks} ranks share {cores} cores, and none of them gets on faster by it"
+        text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them gets on faster by it"
         return [Action("contention", text, 1.0)]
     text = "the ranks share the caches and memory of a machine: fewer ranks or a larger --batch-size may help"
     return [Action("contention", text, 1.0)]

@@ -109,8 +109,8 @@ class Search:
         race = self._race(list(left_out))
         while not race.is_over and any(race.standing(label).verdict == "open" for label in left_out):
             self._hold(race, {label: {"leave_out": group} for label, group in left_out.items()})
-        # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how much
-        # the job's does.
+        # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
+        # much the job's does.
         self._noise = race.known_noise(its for its in left_out if race.standing(its).verdict == "no faster")
         # Where the job does not run without it, nothing is known of what it costs.
         bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
