@@ -37,7 +37,8 @@ def banner(trainer: Trainer) -> str:
         + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
         "numbers": f"{train.precision}, seed {train.seed}"
         + (f", gradients sent as {options.engine.compression}" if options.engine.compression != "none" else "")
-        + (f", compiled ({train.compile})" if train.compile != "none" else ""),
+        + (", compiled" if train.compile else "")
+        + (f" ({train.compile_mode})" if train.compile_mode != "default" else ""),
         "data": _data(trainer),
         "model": f"{type(trainer.model).__name__}, {parameters:,} parameters",
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",

@@ -28,8 +28,6 @@ from hvd_trainer.target import Target
 
 T = TypeVar("T")
 Decay = Literal["none", "linear", "cosine"]
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""The modes of torch.compile that use them."""
 
 
 EXCHANGE_OPTIONS = (
@@ -71,9 +69,10 @@ class TrainOptions:
     reproducible: int | None = None
     """cut the global batch into this many virtual ranks (a power of two): the same bits on 1, 2, 4, ... ranks of
     either engine; then --batch-size is per virtual rank"""
-    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
-    """compile the model with torch.compile, in one of its modes: reduce-overhead and max-autotune launch what they
-    have compiled as CUDA graphs"""
+    compile: bool = False
+    """compile the model with torch.compile"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """its mode: on GPUs, reduce-overhead and max-autotune launch what they have compiled as CUDA graphs"""
     seed: int = 0
     """seed of weights, data order and dropout"""
     workers: int | None = None
@@ -178,9 +177,13 @@ class TrainerOptions:
                 ),
                 (
                     # PyTorch's issue 169545: a replayed graph writes over the gradients of the pass before it.
-                    train.compile in CUDA_GRAPHS and (train.accumulate > 1 or train.reproducible is not None),
-                    f"--compile {train.compile} is for steps of one backward pass: type --compile default, or "
+                    train.compile_mode != "default" and (train.accumulate > 1 or train.reproducible is not None),
+                    f"--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or "
                     f"leave out {'--reproducible' if train.reproducible else '--accumulate'}",
+                ),
+                (
+                    train.compile_mode != "default" and not train.compile,
+                    f"--compile-mode {train.compile_mode} says how to compile: add --compile",
                 ),
                 (
                     save.requeue and log.log_dir is None,

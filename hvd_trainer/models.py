@@ -46,7 +46,7 @@ def mlp(width: int = 256) -> nn.Sequential:
 
 
 def quick_net() -> nn.Sequential:
-    """A convolutional network that is 99 % accurate on MNIST after an epoch or two: 72,586 parameters.
+    """A convolutional network that learns MNIST within an epoch or two: 67,570 parameters.
 
     Takes (N, 1, 28, 28) and gives the logits of 10 classes, (N, 10). Batch norm lets it learn at a high rate.
     """

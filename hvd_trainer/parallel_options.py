@@ -80,7 +80,7 @@ class ParallelOptions:
                     "--shard optimizer and --adasum, which makes the updates itself: leave one out",
                 ),
                 (
-                    train.compile != "none" and compiled_apart,
+                    train.compile and compiled_apart,
                     "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, "
                     "and compile the blocks yourself, with block.compile()",
                 ),
@@ -135,7 +135,7 @@ class ParallelOptions:
                     f"--compression powersgd does not go with {how}: type --compression fp16",
                 ),
                 (
-                    train.compile != "none",
+                    train.compile,
                     f"--compile does not go with {how}: compile the blocks yourself, with block.compile()",
                 ),
             ),

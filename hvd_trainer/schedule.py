@@ -22,29 +22,24 @@ class StepRate:
     Scaling, warm-up and decay apply only while a step is taken. So the optimizer and any scheduler (chained, in
     closed form) keep the user's numbers, nothing needs a state, and a checkpoint goes on with other ranks.
 
-           ___
-          /   \\__            warm-up over n steps, at step t = 0, 1, ...: (t + 1) / (n + 1)
-         /       \\__         decay over the others up to step N: 1 - (t - n) / (N - n), or half a cosine of that
-        /           \\_
+            ___
+           /   \\__
+          /       \\__     warm-up over n steps, at step t = 0, 1, ...: (t + 1) / (n + 1)
+         /           \\_   decay over the other epochs: from 1 on a line down to 0, or as half a cosine
 
     Args:
         factor: the scaling.
         warmup_steps: n.
         decay: its form.
-        steps: N, of all epochs; needed for decay only.
+        begins: the share of all epochs that is behind when the decay begins.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        factor: float,
-        warmup_steps: int,
-        decay: Decay = "none",
-        steps: int | None = None,
+        self, optimizer: Optimizer, factor: float, warmup_steps: int, decay: Decay = "none", begins: float = 0.0
     ) -> None:
         self._optimizer, self._factor, self._warmup_steps = optimizer, factor, warmup_steps
-        self._decay, self._steps = decay, steps or 0
-        self.last = self.full * self._share(0)
+        self._decay, self._begins = decay, begins
+        self.last = self.full * self._share(0, 0.0)
         """The effective rate of the last step, or of the first if there was none; of the first group."""
 
     @property
@@ -52,14 +47,18 @@ class StepRate:
         """The scaled rate after warm-up, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"]) * self._factor
 
-    def go_on(self, step: int) -> None:
+    def go_on(self, step: int, done: float) -> None:
         """To be called when the optimizer was restored after so many steps."""
-        self.last = self.full * self._share(max(0, step - 1))
+        self.last = self.full * self._share(max(0, step - 1), done)
 
     @contextmanager
-    def applied(self, step: int) -> Iterator[None]:
-        """Inside, the optimizer has the effective rate of this step."""
-        groups, share = self._optimizer.param_groups, self._share(step)
+    def applied(self, step: int, done: float) -> Iterator[None]:
+        """Inside, the optimizer has the effective rate of this step.
+
+        Args:
+            done: the share of all epochs that is behind: not of steps, which other ranks may make other ones of.
+        """
+        groups, share = self._optimizer.param_groups, self._share(step, done)
         own = [group["lr"] for group in groups]
         self.last = self.full * share
         for group, lr in zip(groups, own, strict=True):
@@ -70,12 +69,12 @@ class StepRate:
             for group, lr in zip(groups, own, strict=True):
                 group["lr"] = lr
 
-    def _share(self, step: int) -> float:
-        warmup = self._warmup_steps
-        if step < warmup or self._decay == "none":
-            return min(1.0, (step + 1) / (warmup + 1))
-        done = min(1.0, (step - warmup) / max(1, self._steps - warmup))
-        return 1 - done if self._decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    def _share(self, step: int, done: float) -> float:
+        warmup = min(1.0, (step + 1) / (self._warmup_steps + 1))
+        if self._decay == "none" or done <= self._begins:
+            return warmup
+        gone = min(1.0, (done - self._begins) / (1 - self._begins))
+        return warmup * (1 - gone if self._decay == "linear" else (1 + math.cos(math.pi * gone)) / 2)
 
 
 def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
@@ -93,14 +92,24 @@ def advance(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
         scheduler.step()
 
 
-def count_steps(what_for: str, epochs: float, steps_per_epoch: int | None) -> int:
-    """How many steps so many epochs are, or a part of one.
+def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
+    """How many steps `epochs` of warm-up are.
 
     Raises:
-        OptionError: the length of an epoch is not known, and there is an option that needs it.
+        OptionError: the length of an epoch is not known.
     """
     if epochs == 0:
         return 0
     if steps_per_epoch is None:
-        raise OptionError(f"{what_for} needs a data set that knows its length; this one is a stream.")
+        raise OptionError("--warmup-epochs needs a data set that knows its length; this one is a stream.")
     return max(1, round(epochs * steps_per_epoch))
+
+
+def check_decay(decay: Decay, num_samples: int | None) -> None:
+    """Refuses a decay of which nobody knows when it ends.
+
+    Raises:
+        OptionError: the length of an epoch is not known.
+    """
+    if decay != "none" and num_samples is None:
+        raise OptionError("--lr-decay needs a data set that knows its length; this one is a stream.")

@@ -24,6 +24,7 @@ from hvd_trainer.backends import StepResult
 from hvd_trainer.callback import Observer
 
 if TYPE_CHECKING:
+    from hvd_trainer.data import Batch
     from hvd_trainer.trainer import Trainer
 
 FOLDER = "steps"
@@ -82,24 +83,24 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class FirstStep(Observer):
-    """How long the first step takes, with all that it sets up: nobody's speed, and seconds where it compiles."""
+    """How long the first step takes, with what it sets up: nobody's speed, and seconds where it compiles."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock, self._seconds = clock_of(device), math.nan
+        self._clock = clock_of(device)
+        self._seconds: float | None = None
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def seen(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._began = time.perf_counter()
-        yield
+        return batches
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if math.isnan(self._seconds):
+        if self._seconds is None:
             self._clock.settle()
             self._seconds = time.perf_counter() - self._began
 
     def figures(self) -> dict[str, float]:
-        """As the record of the run's end has it: in seconds, of this rank; not a number without any step."""
-        return {"first_step_s": self._seconds}
+        """As the record of the run's end has it: in seconds, of this rank; nothing if there was no step."""
+        return {} if self._seconds is None else {"first_step_s": self._seconds}
 
 
 class Pending(NamedTuple):

@@ -36,7 +36,7 @@ from hvd_trainer.preemption import Requeue
 from hvd_trainer.progress import Bar, Progress
 from hvd_trainer.reproducible import ReproducibleStep, ask_cublas, one_way_to_compute
 from hvd_trainer.run_state import RunState
-from hvd_trainer.schedule import Scheduler, StepRate, advance, count_steps, make_scheduler
+from hvd_trainer.schedule import Scheduler, StepRate, advance, check_decay, count_warmup_steps, make_scheduler
 from hvd_trainer.step_times import FirstStep
 from hvd_trainer.target import Target
 from hvd_trainer.train_step import LossFunction, StepParts, TrainStep
@@ -217,7 +217,7 @@ class Trainer:
     def _restore(self) -> None:
         rate = self.rate.full
         if self.keeper.restore(seed=self.options.train.seed, is_over=lambda: self._is_over):
-            self.rate.go_on(self.progress.step)
+            self.rate.go_on(self.progress.step, self._done)
             if self.rate.full != rate:
                 self.log.say(f"resume   with the checkpoint's learning rate, {self.rate.full:g}, not {rate:g}")
 
@@ -237,8 +237,9 @@ class Trainer:
         if self._is_of_use:
             self.state.export(self.log.folder)
         if not self.log.ended:
-            self.log.record("end", self._position() | history.end | saving | memory | self._first_step.figures())
-        self.say(self._target.told(self.progress.figures))
+            end = {key: value for key, value in history.end.items() if key != "seconds"}
+            self.log.record("end", self._position() | end | saving | memory | self._first_step.figures())
+        self.say(self._target.told(self.progress.figures | history.end))
         self.log.say(summary_line(history.end, time.perf_counter() - started, self.log.folder))
         return history
 
@@ -247,6 +248,13 @@ class Trainer:
         train, progress = self.options.train, self.progress
         ended = progress.epoch >= train.epochs or progress.step >= (train.max_steps or math.inf)
         return ended or self._target.is_reached(progress.figures)
+
+    @property
+    def _done(self) -> float:
+        """The share of all epochs that is behind; whole epochs only of a stream."""
+        progress, samples = self.progress, self.train_loader.num_samples
+        inside = 0.0 if samples is None else min(1.0, progress.consumed / samples)
+        return (progress.epoch + inside) / self.options.train.epochs
 
     @property
     def _is_of_use(self) -> bool:
@@ -266,7 +274,7 @@ class Trainer:
         started = time.perf_counter()
         with Bar(self.log.prints, progress, self.options.train.epochs, self.train_loader.num_samples) as bar:
             for window in windows:
-                with self.rate.applied(progress.step):
+                with self.rate.applied(progress.step, self._done):
                     result = self.step(window, meter, windows.prefetch)
                 self._finish_step(window, result, meter)
                 bar.advance(progress.consumed, meter)
@@ -317,7 +325,7 @@ class Trainer:
         activity, engine = self.backend.activity, self.options.engine
         activity.step = step
         activity.enter("step")
-        if self.options.train.compile == "none":  # which may compile again in any step
+        if not self.options.train.compile:  # which may compile again in any step
             activity.limits = engine.startup_timeout_s, engine.timeout_s
 
     def _finish_epoch(self, record: dict[str, Any]) -> None:
@@ -325,7 +333,7 @@ class Trainer:
             advance(self.scheduler, record)
             self.progress.epoch += 1
             self.progress.consumed = 0
-            self.progress.figures = {k: v for k, v in record.items() if k.startswith(("train_", "test_"))}
+            self.progress.figures = self._agreed(record)
         self.backend.activity.enter("save")
         self.log.record("epoch", record)
         self.log.say(epoch_line(record, self.options.train.epochs))
@@ -334,6 +342,11 @@ class Trainer:
         self.backend.activity.enter("callback")
         for callback in self.callbacks:
             callback.on_epoch_end(self, record)
+
+    def _agreed(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """An epoch's figures: rank 0's where training may end by them, as each rank computes metric objects."""
+        figures = {key: value for key, value in record.items() if key.startswith(("train_", "test_"))}
+        return self.backend.broadcast_object(figures) if self._target.figure else figures
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -394,8 +407,8 @@ class Trainer:
     ) -> None:
         train = self.options.train
         self.model = model
-        if train.compile != "none":
-            model.compile(mode=train.compile)
+        if train.compile:
+            model.compile(mode=train.compile_mode)
         wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
@@ -420,12 +433,13 @@ class Trainer:
             requeue=self.requeue,
             memory=memory,
         )
+        check_decay(train.lr_decay, self.train_loader.num_samples)
         self.rate = StepRate(
             self.optimizer,
             self.plan.lr_factor(train.lr_scaling),
-            count_steps("--warmup-epochs", train.warmup_epochs, self.steps_per_epoch),
+            count_warmup_steps(train.warmup_epochs, self.steps_per_epoch),
             train.lr_decay,
-            count_steps("--lr-decay", 0 if train.lr_decay == "none" else train.epochs, self.steps_per_epoch),
+            begins=train.warmup_epochs / train.epochs,
         )
 
     def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from hvd_trainer.backends.allocator import OWN_WAY
+
+BY_ITSELF = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 # Faults while 40 MB, 9,766 pages, come and go fifty times.
 CODE = """
@@ -25,12 +30,14 @@ with create(EngineOptions(backend="single", device="cpu")):
 """
 
 
-@pytest.mark.skipif("glibc" not in os.confstr("CS_GNU_LIBC_VERSION").lower(), reason="needs glibc")
-@pytest.mark.parametrize(("wish", "most"), [({}, 50_000), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, None)])
-def test_freed_memory_is_used_again(wish: dict[str, str], most: int | None) -> None:
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
+@pytest.mark.parametrize(("wish", "faults"), [({}, range(50_000)), (BY_ITSELF, range(400_000, 600_000))])
+def test_freed_memory_is_used_again(wish: dict[str, str], faults: range) -> None:
     """A user who tells glibc something else has the last word."""
+    if wish and "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel gives large pages, of which there are too few to count: echo madvise > that file")
+    clean = {name: value for name, value in os.environ.items() if name not in OWN_WAY}
     result = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, **wish}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", CODE], env={**clean, **wish}, capture_output=True, text=True, check=True
     )
-    faults = int(result.stdout)
-    assert faults > 400_000 if most is None else faults < most, faults
+    assert int(result.stdout) in faults

@@ -12,6 +12,8 @@ from launchers import launch, requires
 from hvd_trainer.config import BatchPlan, TrainerOptions, TrainOptions, flatten, parse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.mnist import MnistOptions
+from hvd_trainer.tools.diagnose import tool as diagnose
+from hvd_trainer.tools.tune import tool as tune
 
 RELIED_ON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
@@ -44,10 +46,11 @@ def test_help_groups_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_values_of_every_kind() -> None:
     options = parse(
-        MnistOptions, ["--lr", "1e-3", "--max-norm=2", "--autotune", "--compile=default", "--data-dir", "x"]
+        MnistOptions,
+        ["--lr", "1e-3", "--max-norm=2", "--compile", "--compile-mode=max-autotune", "--data-dir", "x"],
     )
-    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, "default")
-    assert options.engine.autotune
+    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
+    assert options.train.compile_mode == "max-autotune"
     assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
 
@@ -164,23 +167,21 @@ def test_all_mistakes_come_at_once() -> None:
         ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
         ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
         ("--stages 2 --compression powersgd", "powersgd does not go with --stages: type --compression fp16"),
-        ("--devices-per-rank 2 --compile default", "--compile does not go with --devices-per-rank"),
+        ("--devices-per-rank 2 --compile", "--compile does not go with --devices-per-rank"),
         ("--shard full --backend horovod", "--shard full is PyTorch's own: type --backend ddp"),
         ("--shard full --backend ddp --devices-per-rank 2", "on one device: leave out --devices-per-rank"),
         ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
         ("--shard optimizer --adasum", "--adasum, which makes the updates itself: leave one out"),
-        (
-            "--compile default --activation-checkpointing blocks",
-            "compile the blocks yourself, with block.compile()",
-        ),
+        ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
         ("--record-steps", "--record-steps writes to the log folder: add --log-dir DIR"),
         ("--leave-out data --log-dir x --resume auto", "trains nothing of use: leave out --resume auto"),
         ("--leave-out exchange --reproducible 2", "so --leave-out exchange has nothing to leave out"),
         ("--leave-out exchange --shard full --backend ddp", "leave out --leave-out exchange"),
         ("--max-steps 0", "--max-steps must be 1 or more, not 0"),
-        ("--compile reduce-overhead --accumulate 2", "type --compile default, or leave out --accumulate"),
-        ("--compile max-autotune --reproducible 2", "type --compile default, or leave out --reproducible"),
+        ("--compile --compile-mode reduce-overhead --accumulate 2", "leave it out, or leave out --accumulate"),
+        ("--compile --compile-mode max-autotune --reproducible 2", "leave it out, or leave out --reproducible"),
+        ("--compile-mode max-autotune", "--compile-mode max-autotune says how to compile: add --compile"),
         (
             "--until 0.99",
             "--until is a figure and its value, such as test_accuracy=0.99 or test_loss=0.05, not '0.99'",
@@ -193,6 +194,14 @@ def test_what_does_not_go_together(args: str, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse(MnistOptions, args.split()).check()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("endless", [diagnose.ENDLESS, tune.ENDLESS])
+def test_tools_train_on_whatever_the_job_aims_at(endless: tuple[str, ...], tmp_path: Path) -> None:
+    """Typed or in YAML: a job that ended after its first good epoch once made too few steps."""
+    (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
+    job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *endless]
+    assert parse(MnistOptions, job).train.until is None
 
 
 def plan(size: int, **options: int) -> BatchPlan:

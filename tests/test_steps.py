@@ -50,6 +50,11 @@ def test_a_run_ends_when_a_figure_is_good_enough(tmp_path: Path) -> None:
     assert [line["epoch"] for line in records(tmp_path) if line["event"] == "epoch"][-1] == len(found) + 1
 
 
+def test_a_figure_of_an_epoch_that_was_not_finished_is_told(tmp_path: Path) -> None:
+    said = train(tmp_path, "--max-steps", "4", "--until", "test_accuracy=0.999")
+    assert re.search(r"until    test_accuracy=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
+
+
 def test_a_figure_that_there_will_never_be_is_refused(tmp_path: Path) -> None:
     result = launch(
         QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--until", "accuracy=0.9"], check=False

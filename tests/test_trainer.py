@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hvd_trainer import OptionError, Trainer
 from hvd_trainer.models import conv_net
-from hvd_trainer.schedule import count_steps
+from hvd_trainer.schedule import StepRate, check_decay, count_warmup_steps
 
 ENGINES = ("ddp", "horovod")
 pytestmark = requires("horovod")
@@ -88,11 +88,20 @@ def test_learning_rates(trained: dict[str, list[Any]]) -> None:
 
 
 def test_rates_that_need_the_length_of_an_epoch() -> None:
-    assert count_steps("--lr-decay", 0, None) == 0
-    with pytest.raises(
-        OptionError, match="--lr-decay needs a data set that knows its length; this one is a stream"
-    ):
-        count_steps("--lr-decay", 3, None)
+    check_decay("none", None)
+    with pytest.raises(OptionError, match="--lr-decay needs a data set that knows its length"):
+        check_decay("cosine", None)
+    with pytest.raises(OptionError, match="--warmup-epochs needs a data set that knows its length"):
+        count_warmup_steps(0.5, None)
+
+
+def test_a_decay_goes_on_where_an_epoch_has_other_steps() -> None:
+    """Resumed at half of all epochs, with half as many steps in each: it once had ended, at a rate of 0."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    rate = StepRate(optimizer, 1.0, 0, "linear")
+    rate.go_on(500, 0.5)
+    with rate.applied(500, 0.5):
+        assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_work_accounting(trained: dict[str, list[Any]]) -> None:

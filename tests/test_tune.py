@@ -182,6 +182,23 @@ def test_the_noise_of_a_much_shorter_step_is_not_the_jobs() -> None:
     assert found.noise < 0.1
 
 
+def test_a_bound_that_is_not_settled_tells_the_noise_too() -> None:
+    """With nothing else to race: once two runs differed by infinitely much."""
+    speeds = {AS_IT_IS: iter([100.0, 100.0, 100.0]), "--leave-out exchange": iter([96.0, 107.0, 97.0])}
+    found = Search(
+        "ddp",
+        {**FACTS, "in_memory": True, "device": "a GPU"},
+        (),
+        lambda label, settings: next(speeds[label]),
+        rounds=3,
+        least_gain=0.02,
+        lossy=False,
+        say=lambda text: None,
+    ).run()
+    assert "exchange" in found.untried
+    assert 0.03 < found.noise < 0.1
+
+
 def test_one_rank_exchanges_nothing() -> None:
     found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
     assert found.settings == {"workers": 4}

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers that glibc's malloc.h has for them."""
-LIMITS = {M_TRIM_THRESHOLD: 2**30, M_MMAP_THRESHOLD: 2**29}
-"""In bytes: what may be free at the end of the heap, and from which size a block is on its own."""
+FREE_AT_THE_END, ON_THEIR_OWN = 2**30, (2**29, 2**25)
+"""In bytes: what may be free at the end of the heap, and from which size blocks are on their own: this, or what
+glibc before 2.35 allows at most."""
 OWN_WAY = (
     *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
     "GLIBC_TUNABLES",
@@ -30,5 +31,6 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    for name, value in LIMITS.items():
-        mallopt(name, value)
+    # Any limit that is set stops glibc from raising the others by itself: all, or none.
+    if any(mallopt(M_MMAP_THRESHOLD, size) for size in ON_THEIR_OWN):
+        mallopt(M_TRIM_THRESHOLD, FREE_AT_THE_END)

@@ -50,7 +50,7 @@ FEWEST, MOST = 10, 2000
 """Counted steps of a run."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
 """Of a gradient's number on the wire; PowerSGD sends far fewer numbers, and how many depends on their shapes."""
-ENDLESS = ("--epochs", "1000000")
+ENDLESS = ("--epochs", "1000000", "--until", "None")
 
 
 @dataclass(frozen=True)

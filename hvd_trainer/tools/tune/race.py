@@ -5,7 +5,7 @@ their speeds is what is judged. A challenger is out as soon as it is certain not
 has won as soon as it is certain to be faster. That is racing (O. Maron, A. Moore, "Hoeffding Races", NIPS 1993),
 with Student's t for the intervals. To win, a challenger needs an interval with Bonferroni's correction for their
 number; to be dropped, none, as that only loses a gain. The spread is taken from all challengers together, of this
-race and those before: it is the machine's, and each has few rounds.
+race and those before whose steps are as long: it is the machine's, and each has few rounds.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -59,7 +60,9 @@ def _verdict(its: Tried) -> str:
 
 def sentences(backend: str, found: Found) -> list[str]:
     """What it means."""
-    said = [f"Two runs of {backend} differ by {percent(found.noise)} (standard deviation of their ratio)."]
+    said = []
+    if math.isfinite(found.noise):
+        said.append(f"Two runs of {backend} differ by {percent(found.noise)} (standard deviation of their ratio).")
     if found.settings:
         assert found.gain is not None  # settings that are not proved are dropped
         said.append(f"{backend}: {shown(found.settings)} makes the job {_times(found.gain)}.")

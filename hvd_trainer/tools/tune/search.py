@@ -18,7 +18,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.formats import percent
 from hvd_trainer.tools.paired import Ratio, ratio
 from hvd_trainer.tools.tune.knobs import GROUPS, Change, Group, changes
-from hvd_trainer.tools.tune.race import Noise, Race, Standing
+from hvd_trainer.tools.tune.race import FEWEST, Noise, Race, Standing
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None: it does not run."""
@@ -107,11 +107,8 @@ class Search:
             self.found.untried["data"] = "all of it is in memory"
         left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
         race = self._race(list(left_out))
-        while not race.is_over and any(race.standing(label).verdict == "open" for label in left_out):
+        while not race.is_over and any(self._may_be_hopeless(race.standing(label)) for label in left_out):
             self._hold(race, {label: {"leave_out": group} for label, group in left_out.items()})
-        # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
-        # much the job's does.
-        self._noise = race.known_noise(its for its in left_out if race.standing(its).verdict == "no faster")
         # Where the job does not run without it, nothing is known of what it costs.
         bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
         for group, its in bounds.items():
@@ -121,6 +118,10 @@ class Search:
                     f"without it at all the job has {its.speed:.2f} times the speed ({its.low:.2f} to "
                     f"{its.high:.2f})"
                 )
+        # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
+        # much the job's does.
+        alike = (label for label, group in left_out.items() if group in bounds and group in self.found.untried)
+        self._noise = race.known_noise(alike)
         if "exchange" in self.found.untried:
             self.found.untried["compression"] = self.found.untried["exchange"]
         for group, why in self.found.untried.items():
@@ -128,6 +129,11 @@ class Search:
         gains = {"threads": math.inf, "compression": 0.0, **{group: its.speed for group, its in bounds.items()}}
         left = (group for group in GROUPS if group not in self.found.untried)
         return sorted(left, key=lambda group: -gains.get(group, 1.0))
+
+    def _may_be_hopeless(self, bound: Standing) -> bool:
+        """Whether more rounds could tell that its group cannot gain enough; what it can, its races tell."""
+        is_promising = bound.rounds >= FEWEST and bound.speed >= 1 + self._least_gain
+        return bound.verdict == "open" and not is_promising
 
     def _race_group(self, group: Group) -> None:
         """Adopts what wins, and goes on with other options that may add to it."""

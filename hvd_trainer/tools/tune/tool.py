@@ -47,7 +47,7 @@ WARM_UP = 5
 """Steps that do not count."""
 FEWEST, MOST = 20, 2000
 """Counted steps of a run."""
-ENDLESS = ("--epochs", "1000000")
+ENDLESS = ("--epochs", "1000000", "--until", "None")
 
 
 @dataclass(frozen=True)
