@@ -107,6 +107,9 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         *("tests/test_benchmarks.py", '"benchmarks"'),
     ),
+    "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
+        *("tests/test_benchmarks.py", '"benchmarks.to_target"'),
+    ),
     # Like the same command on digits, which is typed here.
     "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (OWN, "EXAMPLE"),
     "horovodrun -np 2 python examples/mnist/plain_horovod.py --data-dir ../shared/data/mnist": (PLAIN, "horovod"),
