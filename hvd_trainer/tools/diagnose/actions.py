@@ -124,8 +124,8 @@ def _about_contention(found: Shares, runs: Runs, facts: Facts, ranks: int) -> li
 
 def _about_overhead(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]:
     batch = facts["batch_size"]
-    more_s = runs[TWICE]["step_s"] - runs[ALONE]["step_s"]
-    speed = 2 * found.step_s / (found.step_s + max(more_s, 0.0))
+    more_s = max(runs[TWICE]["step_s"] - runs[ALONE]["step_s"], 0.0)
+    speed = 2 * found.step_s / (found.step_s + more_s)
     text = (
         f"--batch-size {2 * batch}: twice the samples for a step that takes {more_s / found.step_s:.0%} longer; "
         f"the global batch doubles, so look at the learning rate"

@@ -77,6 +77,8 @@ class Shares:
     latency_s: float
     """of the exchange"""
     bandwidth_s: float
+    twice_gains_s: float = 0.0
+    """seconds by which a rank alone was quicker with twice the batch, which only something else can make it"""
 
     @property
     def unexplained_s(self) -> float:
@@ -84,8 +86,13 @@ class Shares:
         return self.step_s - self.computing_s - sum(self.seconds.values())
 
     @property
+    def contradiction(self) -> float:
+        """By how much of a step the runs say different things."""
+        return max(abs(self.unexplained_s), self.twice_gains_s) / self.step_s
+
+    @property
     def is_doubtful(self) -> bool:
-        return abs(self.unexplained_s) > DOUBTFUL * self.step_s
+        return self.contradiction > DOUBTFUL
 
     @property
     def efficiency(self) -> float:
@@ -137,6 +144,7 @@ def shares(runs: Mapping[str, Figures], line: Line, gradient_bytes: float, excha
         int(np.argmax(slowest)),
         latency * part,
         bandwidth * part,
+        max(compute_s - twice_s, 0.0),
     )
 
 

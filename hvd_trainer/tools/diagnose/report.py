@@ -62,7 +62,7 @@ def sentences(report: Report) -> list[str]:
     ]
     if found.is_doubtful:
         said.append(
-            f"The runs contradict each other by {abs(found.unexplained_s) / found.step_s:.0%} of a step: "
+            f"The runs contradict each other by {found.contradiction:.0%} of a step: "
             f"something else was at work on this machine, or steps differ much. Repeat it with more --rounds or "
             f"--seconds."
         )
