@@ -25,13 +25,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup mnist test lint clean
+.PHONY: help setup mnist test image-test lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make mnist   train MNIST: horovodrun -np $(NP) python -m hvd_trainer.mnist"
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
+	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff and mypy"
 	@echo "make setup   only .venv, the package and Horovod"
 	@echo "make clean   remove .venv and the caches in this folder (built Horovod wheels stay)"
@@ -45,7 +46,11 @@ mnist: $(STAMPS)/horovod
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	    $(if $(LONG),,-m "not long") $(PYTEST_ARGS)
+	    -m "not image$(if $(LONG),, and not long)" $(PYTEST_ARGS)
+
+# Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
+image-test: $(STAMPS)/horovod $(STAMPS)/test
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m image --timeout 3600 tests/test_image.py $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World
-from hvd_trainer.network import LOOPBACK, address_towards
+from hvd_trainer.network import LOOPBACK, outward_address
 
 CONNECT_S = 5.0
 
@@ -53,7 +53,7 @@ class HttpBoard:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def own_address(self) -> str:
-        return address_towards(self._host, self._port)
+        return outward_address(self._host, self._port)
 
     def post(self, address: str) -> None:
         self._ask(urllib.request.Request(self._url, data=address.encode(), method="PUT"))
@@ -119,7 +119,7 @@ class StoreBoard:
         self._store, self._host, self._port, self._key = store, host, port, f"hvd_trainer/{key}"
 
     def own_address(self) -> str:
-        return address_towards(self._host, self._port)
+        return outward_address(self._host, self._port)
 
     def post(self, address: str) -> None:
         self._store.set(self._key, address)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from contextlib import suppress
 
 import psutil
 
+from hvd_trainer.errors import LaunchError
+
 LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the way there is the one to most other hosts."""
 
 
 def address_towards(host: str, port: int) -> str:
@@ -14,6 +20,53 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that is meant to be this machine only: "localhost", or an address, of which 127.0.0.0/8 are such."""
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def outward_address(host: str, port: int) -> str:
+    """This machine's address for the others, which have come to meet at `host`: that on the route there.
+
+    Where `host` is this machine, under a name that is not meant to be this machine's only but leads there (Debian
+    gives a machine's own name 127.0.1.1): that on the route to elsewhere, else the first that others could reach.
+    """
+    if is_loopback(host):
+        return LOOPBACK
+    for there in (host, ELSEWHERE):
+        with suppress(OSError):  # no such name, or no route
+            if not is_loopback(address := address_towards(there, port)):
+                return address
+    return next((one for _, one in sorted(_addresses()) if not is_loopback(one)), LOOPBACK)
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        LaunchError: there is no such interface, or it has no address.
+    """
+    named = dict(reversed(_addresses()))
+    if interface not in named:
+        raise LaunchError(
+            f"--network-interface {interface}: {socket.gethostname()} has none of that name with an IPv4 address. "
+            f"It has {', '.join(f'{name} ({address})' for name, address in sorted(named.items()))}."
+        )
+    return named[interface]
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Interfaces and their IPv4 addresses; one may have several."""
+    return [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
 
 
 def interface_of(address: str) -> str | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import UNKNOWN, SlurmJob, World
+from hvd_trainer.network import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Peer:
     """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
     page: int | None = None
     """And that of the page with its step and phase."""
+    address: str = LOOPBACK
+    """At which other machines reach its own."""
 
     @property
     def node(self) -> str:

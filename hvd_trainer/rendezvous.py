@@ -35,7 +35,7 @@ from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World, slurm_job
-from hvd_trainer.network import LOOPBACK
+from hvd_trainer.network import ELSEWHERE, LOOPBACK, outward_address
 from hvd_trainer.slurm import SlurmStep, read_step
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
@@ -78,7 +78,12 @@ def begin_anew() -> None:
 
 
 def open_store(
-    world: World, environ: Mapping[str, str], *, init_method: str | None = None, timeout_s: float = 300.0
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    init_method: str | None = None,
+    address: str | None = None,
+    timeout_s: float = 300.0,
 ) -> Meeting:
     """Opens the store that all ranks of this job share.
 
@@ -90,6 +95,7 @@ def open_store(
         environ: the environment.
         init_method: where ranks that were started by hand meet: `env://`, `tcp://HOST:PORT` or
             `file:///PATH`, as in `torch.distributed`.
+        address: of this machine, where the ranks shall meet if rank 0 is here; None: on the route to the others.
         timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
@@ -98,31 +104,36 @@ def open_store(
     session = f"hvd_trainer.{next(_SESSIONS)}"
     if world.size == 1:
         return Meeting(dist.HashStore(), LOOPBACK)
-    meeting = _find_store(world, environ, session, init_method, timedelta(seconds=timeout_s))
+    meeting = _find_store(world, environ, session, init_method, address, timedelta(seconds=timeout_s))
     return Meeting(dist.PrefixStore(session, meeting.store), meeting.host)
 
 
 def _find_store(
-    world: World, environ: Mapping[str, str], session: str, init_method: str | None, timeout: timedelta
+    world: World,
+    environ: Mapping[str, str],
+    session: str,
+    init_method: str | None,
+    address: str | None,
+    timeout: timedelta,
 ) -> Meeting:
     if init_method is not None or world.launcher == "hand":
         return _torch_store(world, environ, init_method or "env://", timeout)
     if world.launcher == "torchrun":
         shared, host = _torch_store(world, environ, "env://", timeout)
-        return _meet_at(StoreBoard(shared, host, _port(environ["MASTER_PORT"]), session), world, timeout)
+        return _meet_at(StoreBoard(shared, host, _port(environ["MASTER_PORT"]), session), world, address, timeout)
     if world.launcher == "run":
         return _join_store(_needed(environ, RUN_STORE, world), world, timeout)
     if world.launcher == "horovodrun":
-        address = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", world)
+        server = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", world)
         port = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", world)
-        return _meet_at(HttpBoard(address, _port(port), session), world, timeout)
+        return _meet_at(HttpBoard(server, _port(port), session), world, address, timeout)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return _torch_store(world, environ, "env://", timeout)
     if world.num_nodes == 1:
-        return _meet_at(FileBoard(job_file(world, environ, session)), world, timeout)
+        return _meet_at(FileBoard(job_file(world, environ, session)), world, None, timeout)
     if world.launcher == "srun":
         return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, timeout)
-    return _mpi_store(world, timeout)
+    return _mpi_store(world, address, timeout)
 
 
 def _needed(environ: Mapping[str, str], name: str, world: World) -> str:
@@ -213,10 +224,10 @@ def _open_torch_store(world: World, init_method: str, where: str, timeout: timed
     return store
 
 
-def _meet_at(board: Board, world: World, timeout: timedelta) -> Meeting:
+def _meet_at(board: Board, world: World, address: str | None, timeout: timedelta) -> Meeting:
     """Rank 0 serves a store and pins its address to a board; the others read it there."""
     if world.is_first:
-        host = LOOPBACK if world.num_nodes == 1 else board.own_address()
+        host = LOOPBACK if world.num_nodes == 1 else address or board.own_address()
         store = serve_store(host, timeout)
         board.post(f"{host}:{store.port}")
         return Meeting(store, host)
@@ -270,7 +281,7 @@ def _slurm_address(node: str) -> str:
     )
 
 
-def _mpi_store(world: World, timeout: timedelta) -> Meeting:
+def _mpi_store(world: World, address: str | None, timeout: timedelta) -> Meeting:
     try:
         from mpi4py import MPI
     except ImportError:
@@ -278,6 +289,6 @@ def _mpi_store(world: World, timeout: timedelta) -> Meeting:
             f"{world.launcher} started ranks on several nodes and does not tell them where rank 0 is. Type: pip "
             f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
         ) from None
-    served = serve_store(socket.gethostbyname(socket.gethostname()), timeout) if world.is_first else None
-    address = MPI.COMM_WORLD.bcast(f"{served.host}:{served.port}" if served else None, root=0)
-    return Meeting(served, served.host) if served else _join_store(address, world, timeout)
+    served = serve_store(address or outward_address(ELSEWHERE, 1), timeout) if world.is_first else None
+    where = MPI.COMM_WORLD.bcast(f"{served.host}:{served.port}" if served else None, root=0)
+    return Meeting(served, served.host) if served else _join_store(where, world, timeout)

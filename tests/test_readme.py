@@ -52,6 +52,8 @@ TYPED_ELSEWHERE = {
     "make setup": (".ci/run", "make test"),
     "make test": (".ci/run", "make test"),
     "make lint": (".ci/run", "make lint"),
+    # Too long for CI; its parts that are quick are tested beside it.
+    "make image-test": ("Makefile", "-m image"),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install --quiet -c constraints.txt"),
     "python -m hvd_trainer install-horovod": ("tests/test_install_horovod.py", '"install-horovod"'),
@@ -121,12 +123,15 @@ TYPED_ELSEWHERE = {
 SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
 
 OF_OTHERS = {
-    "Open MPI": {"--allow-run-as-root", "--bind-to", "--oversubscribe"},
+    "Open MPI": {"--allow-run-as-root", "--bind-to", "--mca", "--oversubscribe"},
     "Slurm": {
         *("--array", "--cpus-per-task", "--gpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks"),
         *("--ntasks-per-node", "--open-mode", "--signal"),
     },
-    "torchrun": {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"},
+    "torchrun": {
+        *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),
+        "--standalone",
+    },
     "horovodrun": {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },

@@ -26,7 +26,8 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 
 # Lowest first. A module may import what stands in a lower line; a folder's modules may import each other.
 LAYERS = (
-    ("errors", "ending", "network"),
+    ("errors", "ending"),
+    ("network",),
     ("launch", "option_checks"),
     ("slurm", "target"),
     ("boards", "door", "elastic", "peers"),

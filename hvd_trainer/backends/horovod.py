@@ -34,7 +34,7 @@ from hvd_trainer.backends.member import environment
 from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
-from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.network import interface_of
 from hvd_trainer.peers import Peer, check_world
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ class HorovodBackend(Backend):
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
         host, port = self._rendezvous_server()
-        interface = self.environ.get("HOROVOD_GLOO_IFACE") or interface_of(
-            LOOPBACK if world.num_nodes == 1 else address_towards(host, port)
-        )
+        interface = interface_of(self.address)
+        if "HOROVOD_GLOO_IFACE" in self.environ and self.options.network_interface is None:
+            interface = None  # it has been chosen
         return variables | {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -146,9 +146,7 @@ class HorovodBackend(Backend):
             "HOROVOD_CROSS_SIZE": str(len(across)),
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            **(
-                {"HOROVOD_GLOO_IFACE": interface} if interface and "HOROVOD_GLOO_IFACE" not in self.environ else {}
-            ),
+            **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
         }
 
     def _tuning(self) -> dict[str, str]:
@@ -181,11 +179,10 @@ class HorovodBackend(Backend):
         if self.world.is_first:
             from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-            host = self.first_host if self.world.num_nodes > 1 else LOOPBACK
-            self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, False)
+            self._server = RendezvousHTTPServer((self.address, 0), RendezvousHandler, False)
             self._server.init(_slots(self.peers))
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
-            self.store.set("horovod", f"{host}:{self._server.server_address[1]}")
+            self.store.set("horovod", f"{self.address}:{self._server.server_address[1]}")
         host, _, port = self.store.get("horovod").decode().rpartition(":")
         return host, int(port)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hvd_trainer import peers, preemption, rendezvous
+from hvd_trainer import network, peers, preemption, rendezvous
 from hvd_trainer.backends.allocator import keep_freed_memory
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices, choose_devices
@@ -57,6 +57,7 @@ class Member(ABC):
         world: this process among all; complete once started.
         device: where this rank computes.
         devices: the same where it has several; `device` is the first.
+        address: at which the other ranks reach this one.
         slurm_job: what Slurm says of this job.
         job: how this job is known if its launcher starts it again.
         activity: what this rank is doing, for reports.
@@ -136,10 +137,16 @@ class Member(ABC):
         """Finds the other ranks, and begins to watch over them."""
         if self.driver is not None:
             self.driver.listen()
-        self.store, self.first_host = rendezvous.open_store(
+        chosen = self.options.network_interface
+        own = None if chosen is None else network.address_of(chosen)
+        if chosen is not None:
+            # NCCL looks when it connects two ranks, which may be later; "=" is for exactly this name.
+            self._guard.enter_context(environment({"NCCL_SOCKET_IFNAME": f"={chosen}"}))
+        self.store, host = rendezvous.open_store(
             self.world,
             self.environ,
             init_method=self.options.init_method,
+            address=own,
             timeout_s=self.options.startup_timeout_s,
         )
         self.devices = choose_devices(self.world, self.options.device, self._wanted)
@@ -161,10 +168,12 @@ class Member(ABC):
             worlds=0 if self.driver is None else self.driver.worlds,
             memory=memory,
             page=page,
+            address=own or network.outward_address(host, 1),
         )
         self.peers = peers.meet(self.store, self.world, me)
         self.job = peers.job_of(self.peers, self.slurm_job)
         self.world = peers.locate(self.world, self.peers)
+        self.address = me.address if self.world.num_nodes > 1 else network.LOOPBACK
         if self.uses_nccl:
             self._refuse_shared_gpu()
         if self.device.type == "cpu":
@@ -271,7 +280,7 @@ class Member(ABC):
                 # A callback may take as long, and then the exchange with the rank that is gone.
                 goes_on_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
             )
-            watch.start(self.store, self.first_host)
+            watch.start(self.store, self.address)
             self.watch = watch
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 # Launchers end the others so when one rank fails, sometimes before this one has said why.

@@ -21,6 +21,9 @@ class EngineOptions:
     """the same for the start, saving and callbacks; and how long a single exchange may take"""
     init_method: str | None = None
     """where ranks that were started by hand meet: env://, tcp://HOST:PORT or file:///PATH"""
+    network_interface: str | None = None
+    """the network card that joins the nodes, such as eth1: for the ranks' meeting, Gloo and NCCL; None: the one
+    on the route to rank 0's node"""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
     threads: int | None = None

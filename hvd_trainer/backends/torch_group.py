@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hvd_trainer.errors import BackendError
-from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.network import interface_of
 from hvd_trainer.peers import check_world
 
 if TYPE_CHECKING:
@@ -55,11 +55,10 @@ def start(member: Member, transport: str) -> None:
 
 
 def _interface(member: Member) -> dict[str, str]:
-    """The network card for Gloo, unless the user has chosen one: the one that leads to rank 0."""
-    if "GLOO_SOCKET_IFNAME" in member.environ:
+    """The network card for Gloo: that with the address that this rank goes by, unless the environment has one."""
+    if "GLOO_SOCKET_IFNAME" in member.environ and member.options.network_interface is None:
         return {}
-    address = LOOPBACK if member.world.num_nodes == 1 else address_towards(member.first_host, 1)
-    interface = interface_of(address)
+    interface = interface_of(member.address)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 

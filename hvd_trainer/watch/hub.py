@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hvd_trainer.network import LOOPBACK
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck, is_certain
 from hvd_trainer.watch.line import Line
@@ -28,11 +27,9 @@ FAREWELL_S = 0.3
 class Hub(Station):
     """The watch of rank 0."""
 
-    def connect(self, store: dist.Store, host: str) -> None:
+    def connect(self, store: dist.Store, address: str) -> None:
         self._token = secrets.token_hex(16)
-        # The name by which others reach this machine may lead elsewhere on the machine itself.
-        self._listener = socket.create_server((LOOPBACK if self.world.num_nodes == 1 else "", 0))
-        address = LOOPBACK if self.world.num_nodes == 1 else host
+        self._listener = socket.create_server((address, 0))
         store.set("watch", json.dumps([address, self._listener.getsockname()[1], self._token]))
         self._lines: dict[int, Line] = {}
         self._signs: dict[int, Sign] = {}

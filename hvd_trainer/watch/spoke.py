@@ -22,13 +22,13 @@ from hvd_trainer.watch.station import GONE, GRACE_S, SETTLE_S, STACKS_S, Station
 class Spoke(Station):
     """The watch of one of the others."""
 
-    def connect(self, store: dist.Store, host: str) -> None:
-        address, port, token = json.loads(store.get("watch"))
+    def connect(self, store: dist.Store, address: str) -> None:
+        host, port, token = json.loads(store.get("watch"))
         try:
-            connection = socket.create_connection((address, port), timeout=self.startup_s)
+            connection = socket.create_connection((host, port), timeout=self.startup_s)
         except OSError as error:
             raise LaunchError(
-                f"{self.world} could not reach rank 0 at {address}, port {port}: {first_line(error)}. A firewall "
+                f"{self.world} could not reach rank 0 at {host}, port {port}: {first_line(error)}. A firewall "
                 f"may stand between the nodes, or rank 0 has ended."
             ) from error
         connection.settimeout(STACKS_S)

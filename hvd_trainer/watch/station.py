@@ -98,12 +98,12 @@ class Station(ABC):
 
     # What the main thread calls.
 
-    def start(self, store: dist.Store, host: str) -> None:
+    def start(self, store: dist.Store, address: str) -> None:
         """Connects the ranks; all call it.
 
         Args:
             store: where rank 0 says how to reach it.
-            host: rank 0's address.
+            address: of this rank, at which rank 0 listens.
         """
         self._pages = {
             rank: page
@@ -112,7 +112,7 @@ class Station(ABC):
             and peer.page is not None
             and (page := Page.of(peer.process, peer.page)) is not None
         }
-        self.connect(store, host)
+        self.connect(store, address)
         self._thread.start()
 
     def done(self) -> None:
@@ -173,7 +173,7 @@ class Station(ABC):
     # The thread.
 
     @abstractmethod
-    def connect(self, store: dist.Store, host: str) -> None:
+    def connect(self, store: dist.Store, address: str) -> None:
         """Makes the lines."""
 
     @abstractmethod

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from hvd_trainer.network import LOOPBACK, address_towards, interface_of
+from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_towards, interface_of
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
 from hvd_trainer.tools.doctor.situation import Situation
 
-ELSEWHERE = "203.0.113.1"
-"""An address that nobody has (RFC 5737): which way leads there shows the way to all that is not near."""
 LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 """Variables that name interfaces, in full."""
 PATTERNS = "NCCL_SOCKET_IFNAME"
@@ -116,9 +114,7 @@ def check_route(situation: Situation) -> list[Finding]:
     text = "; ".join(f"{way} to reach {', '.join(h for h, w in ways.items() if w == way)}" for way in taken)
     if len(taken) > 1 and not chosen:
         found = f"the engines take one interface, and several ways lead from this host: {text}"
-        remedy = (
-            f"export {LISTS[0]}=NAME {PATTERNS}=NAME    (that joins all; horovodrun --network-interfaces NAME)"
-        )
+        remedy = "--network-interface NAME    (that joins all; and horovodrun --network-interfaces NAME)"
         return [warning("network", found, remedy)]
     return [ok("network", f"the engines use {text}{own}")] if ways else []
 

@@ -1,0 +1,190 @@
+"""Several hosts, each with its own address, processes and ssh server (hosts.py), and real launchers on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Cluster, Host, hosts, requires_hosts
+from launchers import HOROVODRUN, QUICKEST, launch, requires
+
+JOB = str(Path(__file__).with_name("hosts_job.py"))
+OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
+PORTS = itertools.count(29611)
+"""Of torchrun's and mpirun's meetings, one for each."""
+pytestmark = requires_hosts
+LAUNCHERS = [pytest.param(name, marks=requires(name)) for name in ("horovodrun", "torchrun", "mpirun")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with hosts("hosta", "hostb", "hostc", networks=2) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(cluster: Cluster) -> Path:
+    """A folder that all hosts see; what they have of the last test is gone."""
+    for host in cluster:
+        host.run(["rm", "-f", "/tmp/fetched"])
+    return cluster.new_folder()
+
+
+def commands(launcher: str, cluster: Sequence[Host], argv: Sequence[str]) -> list[tuple[Host, list[str]]]:
+    """What is typed, and where: two ranks on each host."""
+    first, number, port = cluster[0], str(2 * len(cluster)), str(next(PORTS))
+    slots = ",".join(f"{host.name}:2" for host in cluster)
+    if launcher == "horovodrun":
+        words = [str(HOROVODRUN), "-np", number, "-H", slots, sys.executable]
+        return [(first, [*words, *argv])]
+    if launcher == "mpirun":
+        where = ["-x", f"MASTER_ADDR={first.name}", "-x", f"MASTER_PORT={port}", "-x", "HOME"]
+        words = ["mpirun", "--allow-run-as-root", "-np", number, "-H", slots, *where, sys.executable]
+        return [(first, [*words, *argv])]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(cluster)), "--nproc-per-node", "2"]
+    where = ["--master-addr", first.name, "--master-port", port]
+    return [(host, [*run, "--node-rank", str(place), *where, *argv]) for place, host in enumerate(cluster)]
+
+
+@contextmanager
+def started(
+    launcher: str, cluster: Sequence[Host], argv: Sequence[str], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The launchers, running; they and all that is left on the hosts are gone at the end of the block."""
+    with ExitStack() as stack:
+        running = []
+        for host, words in commands(launcher, cluster, argv):
+            output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
+            popen = subprocess.Popen(
+                host.command(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=host.environ
+            )
+            running.append(popen)
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
+        try:
+            yield running
+        finally:
+            for host in cluster:
+                host.end_all()
+
+
+def said(folder: Path) -> str:
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(folder.glob("output-*")))
+
+
+def finish(running: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float = 120) -> list[int]:
+    end = time.monotonic() + timeout_s
+    try:
+        return [popen.wait(end - time.monotonic()) for popen in running]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not over after {timeout_s} s\n{said(folder)}") from None
+
+
+def worlds(folder: Path) -> list[dict[str, Any]]:
+    files = sorted((folder / "log").glob("world-*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, shared: Path) -> None:
+    """Each knows where it is, one of a host's two fetches, and the weights are those of four ranks on one host."""
+    argv = [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(shared / "log")]
+    pair = cluster.hosts[:2]
+    with started(launcher, pair, argv, shared) as running:
+        codes = finish(running, shared)
+        assert set(codes) == {0}, said(shared)
+        assert [host.processes() for host in pair] == [[], []]
+    ranks = worlds(shared)
+    assert [(one["rank"], one["local_rank"], one["node_rank"], one["hostname"]) for one in ranks] == [
+        *((0, 0, 0, "hosta"), (1, 1, 0, "hosta")),
+        *((2, 0, 1, "hostb"), (3, 1, 1, "hostb")),
+    ]
+    assert {(one["size"], one["local_size"], one["num_nodes"], one["fetched"]) for one in ranks} == {
+        (4, 2, 2, "once\n")
+    }
+    alone = shared / "alone"
+    launch(QUICKEST, 4, [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(alone)])
+    assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, said(folder)
+        time.sleep(0.1)
+
+
+def steps(folder: Path) -> int:
+    """How many have been logged."""
+    file = folder / "log/metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sum(json.loads(line)["event"] == "step" for line in lines)
+
+
+ENDLESS = ("--epochs", "1000", "--batch-size", "32", "--log-every", "1", "--seconds-per-step", "0.05")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_the_chosen_interface_and_no_other(backend: str, cluster: Cluster, shared: Path) -> None:
+    """What rank 0 opens for the others is open on the card that was named; what they exchange passes there."""
+    pair = cluster.hosts[:2]
+    argv = [JOB, *ENDLESS, "--backend", backend, "--log-dir", str(shared / "log"), "--network-interface", "eth1"]
+    with started("torchrun", pair, argv, shared):
+        wait_for(lambda: steps(shared) > 3, shared)
+        for host, own in zip(pair, ("10.78.0.1", "10.78.0.2"), strict=True):
+            pids = {str(one["pid"]) for one in worlds(shared) if one["hostname"] == host.name}
+            open_at = {line[0] for line in sockets(host, "-l", pids)}
+            assert open_at <= {own, "127.0.0.1"}, open_at
+            assert {line[0] for line in sockets(host, "", pids)} >= {own}
+
+
+def sockets(host: Host, option: str, pids: set[str]) -> list[tuple[str, str]]:
+    """Local and remote address of these processes' TCP sockets, connected ones or (-l) open ones."""
+    lines = host.run(["ss", "-tnpH", *([option] if option else [])]).stdout.splitlines()
+    ours = [line.split() for line in lines if pids & set(re.findall(r"pid=(\d+)", line))]
+    return [(here.rpartition(":")[0], there.rpartition(":")[0]) for _, _, _, here, there, *_ in ours]
+
+
+def test_an_interface_that_there_is_not(cluster: Cluster, shared: Path) -> None:
+    argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--network-interface", "ib0"]
+    with started("torchrun", cluster.hosts[:1], argv, shared) as running:
+        assert finish(running, shared) != [0]
+    text = (
+        "--network-interface ib0: hosta has none of that name with an IPv4 address. It has eth0 (10.77.0.1), eth1"
+    )
+    assert text in said(shared)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+@pytest.mark.parametrize("fate", ["cut", "dead"])
+def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path) -> None:
+    """A cable that is pulled, a host without power: nobody says a word, and after --timeout-s the job is over."""
+    with hosts("hosta", "hostb") as cluster:
+        first, second = cluster
+        log = ["--log-dir", str(shared / "log"), "--timeout-s", "8"]
+        argv = [JOB, *ENDLESS, "--backend", backend, *log]
+        with started("horovodrun", cluster.hosts, argv, shared) as running:
+            wait_for(lambda: steps(shared) > 3, shared)
+            began = time.monotonic()
+            if fate == "cut":
+                cluster.cut(second)
+            else:
+                second.die()
+            assert finish(running, shared, 60) != [0]
+            print(f"{fate}, {backend}: over after {time.monotonic() - began:.1f} s")
+            wait_for(lambda: first.processes() == [], shared, 10)
+            if fate == "cut":
+                wait_for(lambda: second.processes() == [], shared, 60)
+        assert "hostb" in said(shared)

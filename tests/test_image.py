@@ -1,0 +1,269 @@
+"""The Docker image: its files are sound, its scripts do what they say; `make image-test` builds it and runs it."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from launchers import REPOSITORY
+from requirements import requires
+
+DOCKER = REPOSITORY / "docker"
+SSH_SERVER = Path("/usr/sbin/sshd")
+
+
+def program(name: str) -> str:
+    """A linter that was installed with the test's packages."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def run(
+    *words: str | Path, env: dict[str, str] | None = None, timeout_s: float = 60, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout_s, env=os.environ | (env or {}), cwd=REPOSITORY
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    assert run(program("hadolint"), DOCKER / "Dockerfile").stdout == ""
+
+
+@pytest.mark.parametrize("script", ["hvd-ssh", "hvd-mnist"])
+def test_the_scripts_pass_shellcheck(script: str) -> None:
+    assert run(program("shellcheck"), DOCKER / script).stdout == ""
+    assert os.access(DOCKER / script, os.X_OK)
+
+
+def test_the_compose_file_follows_its_specification() -> None:
+    run(program("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml")
+
+
+def test_compose_knows_of_shared_memory_and_of_gpus() -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    for name in ("train", "host-a", "host-b"):
+        assert services[name]["shm_size"] == "8gb"
+        assert services[name]["ulimits"]["memlock"] == -1
+    for name, service in services.items():
+        dockerfile = service["build"]["dockerfile"]
+        assert (DOCKER / service["build"]["context"] / dockerfile).samefile(DOCKER / "Dockerfile"), name
+
+
+def test_what_the_dockerfile_says_of_the_package_is_true() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    assert f"ARG VERSION={setup['metadata']['version']}\n" in text
+    assert f'image.licenses="{setup["metadata"]["license"]}"' in text
+
+
+def test_what_is_copied_is_sent_to_the_builder() -> None:
+    """And nothing else: a change of a test makes no layer anew."""
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )?(.+) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    sent = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    names = {name for line in copied for name in line.split()}
+    assert names == {line[1:] for line in sent if line.startswith("!")}
+    assert all((REPOSITORY / name).exists() for name in names)
+    assert "*" in sent
+
+
+def hvd_ssh(home: Path, *words: str, check: bool = True, port: int = 0) -> subprocess.CompletedProcess[str]:
+    environ = {"HOME": str(home), "HVD_SSH_PORT": str(port)}
+    return run(DOCKER / "hvd-ssh", *words, env=environ, check=check)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Of a container's user. In ours: sshd trusts no keys below a folder that others may write to, as /tmp is."""
+    with tempfile.TemporaryDirectory(prefix=".hvd-ssh-", dir=Path.home()) as folder:
+        (Path(folder) / ".ssh").mkdir(mode=0o700)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(not SSH_SERVER.exists(), reason="no ssh server: apt-get install openssh-server")
+def test_a_host_is_entered_by_the_key_only(home: Path) -> None:
+    """The server runs while the command does; another key, or a host that answers with another one, is refused."""
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = home / ".ssh"
+    assert "keys for 127.0.0.1" in hvd_ssh(home, "keys", "127.0.0.1", port=port).stdout
+    assert {file.stat().st_mode & 0o077 for file in folder.iterdir()} == {0}
+    ssh = [
+        *("ssh", "-F", str(folder / "config"), "-o", f"UserKnownHostsFile={folder}/known_hosts"),
+        *("-o", "GlobalKnownHostsFile=/dev/null", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes"),
+    ]
+    key = ["-i", str(folder / "id_ed25519")]
+    path = f"{home}/programs:{os.environ['PATH']}"
+    environ = os.environ | {"HOME": str(home), "HVD_SSH_PORT": str(port), "PATH": path}
+    serving = subprocess.Popen([DOCKER / "hvd-ssh", "serve"], env=environ, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        while (entered := run(*ssh, *key, "127.0.0.1", "echo", "$PATH", check=False)).returncode != 0:
+            assert time.monotonic() < end, entered.stderr
+            time.sleep(0.05)
+        assert f"{home}/programs" in entered.stdout.split(":")
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / "other")
+        assert "Permission denied" in run(*ssh, "-i", home / "other", "127.0.0.1", "true", check=False).stderr
+        known = (folder / "known_hosts").read_text().split()
+        other = (home / "other.pub").read_text().split()[1]
+        (folder / "known_hosts").write_text(" ".join([*known[:2], other]) + "\n")
+        assert "REMOTE HOST IDENTIFICATION" in run(*ssh, *key, "127.0.0.1", "true", check=False).stderr
+    finally:
+        serving.terminate()
+        serving.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "type: hvd-ssh keys HOST... or hvd-ssh serve"),
+        (("keys",), "which hosts are there?"),
+        (("serve",), "Type once: hvd-ssh keys HOST_A HOST_B"),
+    ],
+)
+def test_hvd_ssh_says_what_to_type(home: Path, words: Sequence[str], says: str) -> None:
+    done = hvd_ssh(home, *words, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_keys_are_not_written_over(home: Path) -> None:
+    hvd_ssh(home, "keys", "a", "b")
+    before = {file.name: file.read_bytes() for file in (home / ".ssh").iterdir()}
+    assert "is there already" in hvd_ssh(home, "keys", "a", check=False).stderr
+    assert {file.name: file.read_bytes() for file in (home / ".ssh").iterdir()} == before
+
+
+@requires("horovodrun")
+def test_hvd_mnist_starts_a_rank_per_gpu_or_as_many_as_told() -> None:
+    """Without a GPU: one."""
+    words = [DOCKER / "hvd-mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    assert "2 ranks on 1 node" in run(*words, env=path | {"NP": "2"}).stdout
+
+
+# Built and run: make image-test
+
+BUILDAH = ("buildah", "--storage-driver", "vfs")
+IMAGE, BASE = "localhost/hvd_trainer", "localhost/hvd-base"
+
+
+class Image:
+    """The image in a storage of its own.
+
+    Args:
+        folder: for all of it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._storage = ("--root", str(folder / "root"), "--runroot", str(folder / "run"))
+
+    def buildah(self, *words: str | Path, timeout_s: float = 300, check: bool = True) -> str:
+        done = run(*BUILDAH, *self._storage, *words, timeout_s=timeout_s, check=check)
+        return done.stdout + done.stderr
+
+    def make_base(self) -> None:
+        """A Debian of this machine's release, with this machine's mirrors and certificates."""
+        release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
+        assert release is not None
+        root = self.folder / "base"
+        run("debootstrap", "--variant=minbase", "--include=ca-certificates", release[1], root, timeout_s=900)
+        for name in ("sources.list", "sources.list.d", "apt.conf.d"):
+            ours = Path("/etc/apt") / name
+            if ours.is_dir():
+                shutil.copytree(ours, root / "etc/apt" / name, dirs_exist_ok=True)
+            elif ours.exists():
+                shutil.copy(ours, root / "etc/apt" / name)
+        shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs/ca-certificates.crt")
+        container = self.buildah("from", "scratch").strip()
+        self.buildah("add", "--quiet", container, root, "/")
+        self.buildah("commit", "--quiet", "--rm", container, BASE)
+        shutil.rmtree(root)
+
+    def build(self) -> None:
+        """As the README builds the one for CPUs, with one layer per stage: this storage copies whole layers."""
+        arguments = [f"BUILD_BASE={BASE}", f"RUNTIME_BASE={BASE}", "GPU=none", "REVISION=tested"]
+        arguments += [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PIP_INDEX")]
+        words = [word for argument in arguments for word in ("--build-arg", argument)]
+        self.buildah(
+            *("bud", "--isolation", "chroot", "--layers=false", "--format", "docker"),
+            *("--ignorefile", DOCKER / "Dockerfile.dockerignore", "--file", DOCKER / "Dockerfile"),
+            *(*words, "--tag", IMAGE, REPOSITORY),
+            timeout_s=2400,
+        )
+
+    def run(self, *words: str, timeout_s: float = 300) -> str:
+        """What a command says in a new container."""
+        container = self.buildah("from", IMAGE).strip()
+        try:
+            return self.buildah("run", "--isolation", "chroot", container, "--", *words, timeout_s=timeout_s)
+        finally:
+            self.buildah("rm", container)
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Image]:
+    """The image, built."""
+    packages = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
+    if packages or os.geteuid() != 0:
+        pytest.skip(f"needs root and: apt-get install {' '.join(packages)}")
+    folder = Path("/var/tmp") / f"hvd-image-{os.getpid()}"
+    folder.mkdir()
+    made = Image(folder)
+    try:
+        made.make_base()
+        made.build()
+        yield made
+    finally:
+        run("rm", "-rf", folder, check=False, timeout_s=300)
+
+
+@pytest.mark.image
+def test_the_image_trains_on_both_engines(image: Image) -> None:
+    options = ["--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
+    said = image.run("env", "NP=2", "hvd-mnist", *options)
+    assert "2 ranks on 1 node" in said
+    run = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvd_trainer.mnist"]
+    assert "2 ranks on 1 node" in image.run(*run, "--backend", "ddp", *options)
+
+
+@pytest.mark.image
+def test_the_image_is_nobodys_root_and_has_no_compiler(image: Image) -> None:
+    assert image.run("id", "-u").strip() == "10001"
+    assert "gcc" not in image.run("ls", "/usr/bin").split()
+    assert "ssh_host_" not in image.run("ls", "/etc/ssh")
+
+
+@pytest.mark.image
+def test_the_image_is_healthy_and_says_what_it_is(image: Image) -> None:
+    inspected = image.buildah("inspect", "--type", "image", IMAGE)
+    for word in ("org.opencontainers.image.revision", "tested", '"hvd-mnist"', '"doctor"'):
+        assert word in inspected
+    assert "Horovod" in image.run("python", "-m", "hvd_trainer", "doctor")
+
+
+@pytest.mark.image
+def test_a_container_is_a_host(image: Image) -> None:
+    """Entered by ssh, as another machine."""
+    enter = "ssh -o HostKeyAlias='[container]:2222' 127.0.0.1 python -m hvd_trainer doctor --help"
+    said = image.run("sh", "-c", f"hvd-ssh keys container && hvd-ssh serve {enter}")
+    assert "--hosts" in said

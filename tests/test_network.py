@@ -1,0 +1,62 @@
+"""Which of this machine's addresses the others are told."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hvd_trainer import network
+from hvd_trainer.errors import LaunchError
+
+CARDS = {"lo": ["127.0.0.1"], "eth1": ["10.2.0.7"], "eth0": ["10.1.0.7", "10.1.0.8"], "tun0": []}
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine whose own name leads to 127.0.1.1, and from which no route leads out."""
+    entries = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
+        for name, addresses in CARDS.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+
+    def address_towards(host: str, port: int) -> str:
+        if host == network.ELSEWHERE:
+            raise OSError("Network is unreachable")
+        return {"me": "127.0.0.1", "other": "10.2.0.7"}[host]
+
+    monkeypatch.setattr(network, "address_towards", address_towards)
+
+
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("other", "10.2.0.7"),
+        # A name that leads to the machine itself only: others know it by another address.
+        ("me", "10.1.0.7"),
+        # Whoever meets there means this machine.
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.1.1", "127.0.0.1"),
+    ],
+)
+def test_what_others_are_told(host: str, address: str) -> None:
+    assert network.outward_address(host, 1) == address
+
+
+@pytest.mark.usefixtures("cards")
+def test_an_interface_by_its_name() -> None:
+    assert network.address_of("eth0") == "10.1.0.7"
+    assert network.interface_of("10.2.0.7") == "eth1"
+    for name in ("ib0", "tun0"):
+        with pytest.raises(LaunchError, match=rf"--network-interface {name}: .* eth0 \(10.1.0.7\), eth1"):
+            network.address_of(name)
+
+
+def test_this_machines_own() -> None:
+    assert network.address_of("lo") == "127.0.0.1"
+    assert network.outward_address("localhost", 1) == network.LOOPBACK
