@@ -93,7 +93,9 @@ class Host:
         )
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs here but its process 1 and its ssh server's."""
+        """All that runs here but its process 1 and its ssh server's; nothing once the host is dead."""
+        if self.keeper.poll() is not None:
+            return []
         kept = ("sshd", "sleep")
         return [one for one in self.first.children(recursive=True) if one.name() not in kept]
 
@@ -110,6 +112,7 @@ class Host:
         """As if its power were cut: all its processes are gone at once, and nobody says goodbye."""
         self.run(["ip", "link", "set", "eth0", "down"])
         self.first.send_signal(signal.SIGKILL)
+        self.keeper.wait()
 
 
 @dataclass

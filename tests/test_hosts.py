@@ -188,3 +188,36 @@ def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path)
             if fate == "cut":
                 wait_for(lambda: second.processes() == [], shared, 60)
         assert "hostb" in said(shared)
+
+
+SERVE = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("ready", flush=True)
+    with server.accept()[0] as line:
+        while line.recv(1 << 20):
+            pass
+        line.sendall(b"x")
+"""
+SEND = """
+import socket, sys, time
+with socket.create_connection(("hostb", 5000)) as line:
+    began = time.monotonic()
+    line.sendall(bytes(int(sys.argv[1])))
+    line.shutdown(socket.SHUT_WR)
+    line.recv(1)
+    print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize(("size", "least_s"), [(1, 0.020), (2_500_000, 0.220)])
+def test_a_slow_cable_is_no_faster_than_it_says(size: int, least_s: float, cluster: Cluster) -> None:
+    """There and back is twice 10 ms, and 2.5 MB at 100 Mbit/s are 200 ms."""
+    first, second, _ = cluster
+    with cluster.slow(second, mbit=100, delay_ms=10):
+        words = second.command([sys.executable, "-c", SERVE])
+        with subprocess.Popen(words, stdout=subprocess.PIPE, env=second.environ) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n"
+            took_s = float(first.run([sys.executable, "-c", SEND, str(size)]).stdout)
+    assert took_s >= least_s

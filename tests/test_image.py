@@ -193,8 +193,13 @@ class Image:
                 shutil.copytree(ours, root / "etc/apt" / name, dirs_exist_ok=True)
             elif ours.exists():
                 shutil.copy(ours, root / "etc/apt" / name)
-        shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs/ca-certificates.crt")
+        # debootstrap's own list of mirrors would be a second one.
+        if any((root / "etc/apt/sources.list.d").iterdir()):
+            (root / "etc/apt/sources.list").unlink(missing_ok=True)
+        # Beside Debian's list, which is made anew when a package brings it.
+        shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/machine.crt")
         container = self.buildah("from", "scratch").strip()
+        self.buildah("config", "--env", "PIP_CERT=/etc/ssl/machine.crt", container)
         self.buildah("add", "--quiet", container, root, "/")
         self.buildah("commit", "--quiet", "--rm", container, BASE)
         shutil.rmtree(root)

@@ -135,7 +135,11 @@ OF_OTHERS = {
     "horovodrun": {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },
-    "py-spy, docker": {"--pid", "--shm-size"},
+    "py-spy": {"--pid"},
+    "docker": {
+        *("--abort-on-container-exit", "--build-arg", "--device", "--ipc", "--no-healthcheck", "--profile"),
+        *("--shm-size", "--time", "--user"),
+    },
 }
 
 
@@ -249,10 +253,10 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
-        ("make test", 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long"'),
+        ("make test", 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not image"'),
         (
             'make test PYTEST_ARGS="-k launch"',
-            'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -k launch',
+            'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not image" -k launch',
         ),
     ],
 )
