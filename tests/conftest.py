@@ -38,7 +38,7 @@ LONGEST = (
         "test_preemption",
         "test_elastic",
     ),
-    *("test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
+    *("test_hosts", "test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
     *(
         "test_stages",
         "test_grid",
