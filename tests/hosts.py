@@ -32,6 +32,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 NETWORKS = ("10.77.0", "10.78.0")
 SSHD = "/usr/sbin/sshd"
 ISOLATED = ("--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -228,12 +229,24 @@ def _at_start(folder: Path, name: str) -> str:
             f"mount --bind {folder}/hosts-{name} /etc/hosts",
             f"mount --bind {folder}/ssh_config /etc/ssh/ssh_config",
             "mount -t tmpfs tmpfs /dev/shm",
-            "mount -t tmpfs tmpfs /tmp",
+            *_own_tmp(folder),
             "mkdir -p /run/sshd",
             "ip link set lo up",
             f"{SSHD} -f {folder}/sshd_config",
         ]
     )
+
+
+def _own_tmp(folder: Path) -> list[str]:
+    """A /tmp of its own, in which a repository that lies in the machine's is at its place."""
+    kept = [path for path in (REPOSITORY, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+    machines = folder / "tmp"
+    return [
+        f"mkdir -p {machines}",
+        f"mount --bind /tmp {machines}",
+        "mount -t tmpfs tmpfs /tmp",
+        *(f"mkdir -p {path} && mount --bind {machines}/{path.relative_to('/tmp')} {path}" for path in kept),
+    ]
 
 
 @contextmanager
