@@ -11,7 +11,7 @@ import psutil
 from hvd_trainer.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-ELSEWHERE = "192.0.2.1"
+ELSEWHERE = "203.0.113.1"
 """An address that no host has (RFC 5737): the way there is the one to most other hosts."""
 
 

@@ -153,8 +153,7 @@ def test_keys_are_not_written_over(home: Path) -> None:
 
 
 @requires("horovodrun")
-def test_hvd_mnist_starts_a_rank_per_gpu_or_as_many_as_told() -> None:
-    """Without a GPU: one."""
+def test_hvd_mnist_starts_as_many_ranks_as_told() -> None:
     words = [DOCKER / "hvd-mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     assert "2 ranks on 1 node" in run(*words, env=path | {"NP": "2"}).stdout

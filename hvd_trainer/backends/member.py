@@ -155,21 +155,7 @@ class Member(ABC):
         memory, page = (stacks.answer(), self.activity.show()) if watched else (None, None)
         self._guard.callback(self.activity.hide, page)
         self._guard.callback(stacks.answer_no_more, memory)
-        me = Peer(
-            host=self.world.host or socket.gethostname(),
-            local_rank=self.world.local_rank,
-            group=self.world.group,
-            backend=self.name,
-            cpus=cpu_ids(),
-            gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
-            starter=_starter() if self.world.launcher == "torchrun" else "",
-            process=os.getpid(),
-            started=started(os.getpid()) if watched else "",
-            worlds=0 if self.driver is None else self.driver.worlds,
-            memory=memory,
-            page=page,
-            address=own or network.outward_address(host, 1),
-        )
+        me = self._introduction(memory, page, own or network.outward_address(host, 1))
         self.peers = peers.meet(self.store, self.world, me)
         self.job = peers.job_of(self.peers, self.slurm_job)
         self.world = peers.locate(self.world, self.peers)
@@ -185,6 +171,24 @@ class Member(ABC):
         if threads is not None:
             torch.set_num_threads(threads)
         self._begin_watch()
+
+    def _introduction(self, memory: int | None, page: int | None, address: str) -> Peer:
+        """What this rank tells the others about itself; the arguments as in `Peer`."""
+        return Peer(
+            host=self.world.host or socket.gethostname(),
+            local_rank=self.world.local_rank,
+            group=self.world.group,
+            backend=self.name,
+            cpus=cpu_ids(),
+            gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+            starter=_starter() if self.world.launcher == "torchrun" else "",
+            process=os.getpid(),
+            started=started(os.getpid()) if self.world.size > 1 else "",
+            worlds=0 if self.driver is None else self.driver.worlds,
+            memory=memory,
+            page=page,
+            address=address,
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None or isinstance(error, PreemptedError):
