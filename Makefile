@@ -13,7 +13,7 @@ NP ?= 4
 # Options of the Horovod build: make mnist HOROVOD_ARGS="--gpu none --mpi"
 HOROVOD_ARGS ?=
 PYTEST_ARGS ?=
-# make test LONG=1: also the tests that take minutes
+# make test LONG=1: also the tests that take long; LONG=all: those of `.ci/run` for one more engine or cause, too
 LONG ?=
 # Files of tests that run at the same time; 0: all in one process, one after the other.
 TEST_JOBS ?= 3
@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup mnist test image-test lint clean
+.PHONY: help setup mnist test image-test lint audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff and mypy"
+	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
 	@echo "make setup   only .venv, the package and Horovod"
 	@echo "make clean   remove .venv and the caches in this folder (built Horovod wheels stay)"
 
@@ -46,7 +47,7 @@ mnist: $(STAMPS)/horovod
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	    -m "$(if $(LONG),,not long and )not image" $(PYTEST_ARGS)
+	    -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image" $(PYTEST_ARGS)
 
 # Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
 image-test: $(STAMPS)/horovod $(STAMPS)/test
@@ -56,6 +57,10 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# With Horovod, whose findings have answers.
+audit: $(STAMPS)/horovod $(STAMPS)/dev
+	$(BIN)/python .ci/audit.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,7 @@
-"""Boards: where rank 0 pins the address of the store, and the other ranks read it.
+"""Boards: where rank 0 pins the ticket to the store, and the other ranks read it.
 
-One per way that a launcher leaves open: horovodrun's key-value server, or a file where all ranks are on one node.
+One per way that a launcher leaves open: a file where all ranks are on one node, which nobody else reads, or else
+horovodrun's key-value server, or torchrun's store, which answer everybody who comes by.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import tempfile
 import urllib.error
 import urllib.request
@@ -20,10 +22,13 @@ import psutil
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.files import read_plain
 from hvd_trainer.launch import World
 from hvd_trainer.network import LOOPBACK, outward_address
+from hvd_trainer.store.client import Ticket
 
 CONNECT_S = 5.0
+LONGEST_NOTE = 1 << 12
 
 
 class Board(Protocol):
@@ -32,11 +37,11 @@ class Board(Protocol):
     def own_address(self) -> str:
         """An address of this machine that the others can reach."""
 
-    def post(self, address: str) -> None:
-        """Pins the address."""
+    def post(self, ticket: str) -> None:
+        """Pins the ticket."""
 
     def read(self) -> str | None:
-        """The address, or None while there is none."""
+        """The ticket, or None while there is none."""
 
 
 class HttpBoard:
@@ -55,8 +60,8 @@ class HttpBoard:
     def own_address(self) -> str:
         return outward_address(self._host, self._port)
 
-    def post(self, address: str) -> None:
-        self._ask(urllib.request.Request(self._url, data=address.encode(), method="PUT"))
+    def post(self, ticket: str) -> None:
+        self._ask(urllib.request.Request(self._url, data=ticket.encode(), method="PUT"))
 
     def read(self) -> str | None:
         return self._ask(urllib.request.Request(self._url))
@@ -88,11 +93,10 @@ class FileBoard:
     def own_address(self) -> str:
         return LOOPBACK
 
-    def post(self, address: str) -> None:
-        note = {"address": address, "pid": os.getpid(), "started": psutil.Process().create_time()}
+    def post(self, ticket: str) -> None:
+        note = {"ticket": ticket, "pid": os.getpid(), "started": psutil.Process().create_time()}
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._path.parent.stat().st_uid != os.getuid():
-            raise LaunchError(f"{self._path.parent} belongs to another user; set TMPDIR to a folder of yours.")
+        self._refuse_others()
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
         with os.fdopen(handle, "w") as file:
             json.dump(note, file)
@@ -100,12 +104,21 @@ class FileBoard:
 
     def read(self) -> str | None:
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
-            note = json.loads(self._path.read_text())
-            if self._path.stat().st_uid == os.getuid():
-                process = psutil.Process(note["pid"])
-                if process.create_time() == note["started"]:
-                    return str(note["address"])
+            self._refuse_others()
+            note = json.loads(read_plain(self._path, LONGEST_NOTE))
+            if psutil.Process(note["pid"]).create_time() == note["started"]:
+                return str(note["ticket"])
         return None
+
+    def _refuse_others(self) -> None:
+        """What lies in a folder where only this user writes is this user's."""
+        folder = self._path.parent
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise LaunchError(
+                f"{folder} is not a folder for you alone: another user may have put it there. Type: ls -ld "
+                f"{folder}; and remove it, or set TMPDIR to a folder of yours on all ranks."
+            )
 
 
 class StoreBoard:
@@ -121,31 +134,34 @@ class StoreBoard:
     def own_address(self) -> str:
         return outward_address(self._host, self._port)
 
-    def post(self, address: str) -> None:
-        self._store.set(self._key, address)
+    def post(self, ticket: str) -> None:
+        self._store.set(self._key, ticket)
 
     def read(self) -> str | None:
         if not self._store.check([self._key]):
             return None
-        address = self._store.get(self._key).decode()
-        host, _, port = address.rpartition(":")
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
-            return address
+        ticket = self._store.get(self._key).decode()
+        found = Ticket.read(ticket)
+        with suppress(OSError), socket.create_connection((found.host, found.port), timeout=CONNECT_S):
+            return ticket
         return None
 
 
 def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:
     """The path that all ranks of one job on this node come to by themselves, and those of no other job."""
-    key = _hydra_key() if world.launcher == "mpiexec" else _scheduler_key(world, environ)
+    key = _hydra_key() if world.launcher == "mpiexec" else _key(world, environ)
     safe = "".join(c if c.isalnum() else "_" for c in f"{world.launcher}-{key}-{session}")
     return Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}" / safe
 
 
-def _scheduler_key(world: World, environ: Mapping[str, str]) -> str:
+def _key(world: World, environ: Mapping[str, str]) -> str:
+    """What the launcher calls the job; nothing for ranks by hand, whose agreed place is in the session's name."""
     names = {
+        "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    }[world.launcher]
+        "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    }.get(world.launcher, ())
     return "-".join(environ[name] for name in names if name in environ)
 
 

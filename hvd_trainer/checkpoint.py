@@ -12,24 +12,37 @@ number counts the saves of a run, so that the newest is the one saved last, what
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import pickle
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from hvd_trainer.errors import CheckpointError
+from hvd_trainer.errors import CheckpointError, first_line
+from hvd_trainer.files import open_plain, read_plain
 from hvd_trainer.target import is_better_lower
 
 FORMAT = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
 MOST_MANIFEST_BYTES = 1_000_000
+MOST_COUNT = 2**53
+"""Of steps and all else that is counted."""
+UNREADABLE = (
+    *(OSError, EOFError, MemoryError, RecursionError, zipfile.BadZipFile, struct.error),
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError),
+    pickle.UnpicklingError,
+)
+"""What PyTorch's reader raises over a file that is none of its own."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,16 @@ def save(
         CheckpointError: the disk is full or the folder cannot be written to; older checkpoints stay.
     """
     name = f"step-{step:09d}"
-    temporary = folder / f".{name}.{os.getpid()}"
+    temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         number = 1 + max((manifest.number for manifest, _ in whole(folder)[0]), default=-1)
-        temporary.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True)
         with (temporary / STATE).open("wb") as file:
             torch.save(dict(state), file)
             _sync(file)
-        manifest = Manifest(FORMAT, number, step, epoch, _finite(figures or {}), **_fingerprint(temporary / STATE))
+        with open_plain(temporary / STATE) as written:
+            known = _fingerprint(written)
+        manifest = Manifest(FORMAT, number, step, epoch, _finite(figures or {}), **known)
         with (temporary / MANIFEST).open("w") as text:
             json.dump(asdict(manifest) | {"self": _digest_of(asdict(manifest))}, text)
             _sync(text)
@@ -100,9 +115,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        if file.stat().st_size > MOST_MANIFEST_BYTES:
-            raise ValueError("it is far too long")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(file, MOST_MANIFEST_BYTES))
         if not isinstance(content, dict):
             raise TypeError("it holds no object")
         if content.get("format") != FORMAT:
@@ -117,19 +130,33 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads one checkpoint, without running any code that it may hold.
+    """Reads one checkpoint, without running any code that it may hold, into no more memory than it has bytes.
 
     Raises:
         CheckpointError: it is missing, torn, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
-        found = _fingerprint(path / STATE)
-        if any(getattr(manifest, key) != value for key, value in found.items()):
-            raise CheckpointError(f"{path} is damaged: {STATE} is not what its manifest says.")
-        state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+        with open_plain(path / STATE) as file:
+            if (
+                os.fstat(file.fileno()).st_size != manifest.bytes
+                or _fingerprint(file)["sha256"] != manifest.sha256
+            ):
+                raise CheckpointError(f"{path} is damaged: {STATE} is not what its manifest says.")
+            _refuse_bomb(file, manifest.bytes)
+            state: Any = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise TypeError("it holds no state by names")
+        _refuse_unfolding(state, manifest.bytes)
+    except pickle.UnpicklingError as error:
+        # PyTorch's own words advise to load it all the same, with the code that is in it.
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: {STATE} holds more than tensors and plain values"
+            f"{_kinds_in(path)}. Nothing in it was run; do not load it by other means unless you know who made it"
+        ) from error
+    except UNREADABLE as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{path} is not a whole checkpoint: {STATE}: {kind}{first_line(error)}") from error
     return state
 
 
@@ -176,7 +203,10 @@ def sweep(folder: Path) -> None:
     """
     try:
         for path in folder.glob(".step-*"):
-            shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:  # where a link leads is not ours
+                path.unlink()
     except OSError as error:
         raise CheckpointError(f"What is left of a checkpoint could not be removed: {error}") from error
 
@@ -251,13 +281,17 @@ def _checked(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"it has the entries {', '.join(map(str, content))}")
     counts = [content[name] for name in ("format", "number", "step", "epoch", "bytes")]
     figures = content["figures"]
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and 0 <= count < MOST_COUNT for count in counts):
         raise ValueError("its counts are not all numbers from 0 on")
-    if not isinstance(figures, dict) or not all(type(value) in (int, float) for value in figures.values()):
+    if not isinstance(figures, dict) or not all(_is_figure(value) for value in figures.values()):
         raise ValueError("its figures are not all numbers")
     if not isinstance(content["sha256"], str):
         raise ValueError("its checksum is none")
     return Manifest(**content)
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _finite(figures: Mapping[str, float]) -> dict[str, float]:
@@ -269,12 +303,70 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(file: BinaryIO) -> dict[str, Any]:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}
+    while block := file.read(2**20):
+        digest.update(block)
+    return {"sha256": digest.hexdigest(), "bytes": file.tell()}
+
+
+def _refuse_bomb(file: BinaryIO, size: int) -> None:
+    """`torch.save` packs nothing: an archive with more in it than its size is not to be unpacked.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: it is one, or is none of PyTorch's archives.
+    """
+    file.seek(0)
+    # Of a file that begins otherwise PyTorch believes that it is of an older form, which has other rules.
+    if file.read(4) != b"PK\3\4":
+        raise ValueError("it is no archive of PyTorch's")
+    with zipfile.ZipFile(file) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > size:
+            raise ValueError("it unpacks to more than its own size")
+    file.seek(0)
+
+
+def _kinds_in(path: Path) -> str:
+    """`: 'my_job.Schedule'`: what else a state holds; nothing where that cannot be told."""
+    try:
+        with open_plain(path / STATE) as file:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except UNREADABLE:
+        return ""
+    return f": {', '.join(map(ascii, names)):.200}" if names else ""
+
+
+def _refuse_unfolding(state: Mapping[str, Any], most: int) -> None:
+    """Goes through a state as whoever uses it would, and counts its bytes and objects: what is in it twice, twice.
+
+    A few bytes can name one list again and again, or a tensor of a huge shape that has one number.
+
+    Raises:
+        RecursionError: it is too deep, or contains itself.
+        ValueError: there are more than `most`, or a tensor has no contents.
+    """
+    left = most
+
+    def visit(value: Any) -> None:
+        nonlocal left
+        left -= 1
+        inside: Iterable[Any] = ()
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                raise ValueError("it has a tensor without contents")
+            left -= value.numel() * value.element_size()
+        elif isinstance(value, bytes | bytearray):
+            left -= len(value)
+        elif isinstance(value, Mapping):
+            inside = itertools.chain.from_iterable(value.items())
+        elif isinstance(value, list | tuple | set):
+            inside = value
+        if left < 0:
+            raise ValueError("it unfolds to more than its own size")
+        for item in inside:
+            visit(item)
+
+    visit(state)
 
 
 def _sync(file: Any) -> None:

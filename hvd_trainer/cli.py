@@ -34,6 +34,10 @@ TOOLS = {
         "hvd_trainer.tools.parity.tool",
         "do both engines train the same model, and if not, from which step and tensor on, and why",
     ),
+    "project": (
+        "hvd_trainer.tools.project.tool",
+        "how fast a job would be on hosts that are not here, on paper, and how sure that is",
+    ),
     "tune": (
         "hvd_trainer.tools.tune.tool",
         "search the fastest settings of each engine for a job of yours, and write them as YAML",

@@ -10,9 +10,11 @@ import inspect
 import io
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -35,6 +37,7 @@ EXCHANGE_OPTIONS = (
     *("adasum", "num_groups", "autotune", "cache_capacity"),
 )
 """Engine options about exchanging gradients that the engine does not exchange in reproducible mode."""
+MOST_YAML_BYTES = 100_000
 
 
 @dataclass(frozen=True)
@@ -353,12 +356,47 @@ def read_yaml(path: Path) -> dict[str, Any]:
         OptionError: there is no such file, or it holds something else.
     """
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        # Not only files: a shell's <(...) is a pipe.
+        with path.open("rb") as file:
+            text = file.read(MOST_YAML_BYTES + 1)
+        if len(text) > MOST_YAML_BYTES:
+            raise ValueError(f"it has more than {MOST_YAML_BYTES:,} bytes")
+        content = yaml.load(text, _OptionLoader) or {}
+    except RecursionError as error:
+        raise OptionError(f"--config {path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise OptionError(f"--config {path} cannot be read: {error}") from error
+    except (LookupError, AttributeError, TypeError) as error:  # from PyYAML: such as `!!bool maybe`
+        raise OptionError(f"--config {path} cannot be read: a value is not what its tag says ({error})") from error
     if not isinstance(content, dict):
         raise OptionError(f"--config {path} should hold lines such as `epochs: 3`.")
+    for key, value in content.items():
+        if not all(map(_is_plain, value if isinstance(value, list) else [value])):
+            raise OptionError(f"--config {path}: {key!r:.40} should be one value, or a list of values: [2, 3]")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() < 64
+    return value is None or isinstance(value, float | str | date)
+
+
+class _OptionLoader(yaml.SafeLoader):
+    """Plain values only. Aliases could make of a short file a text of any length, and the last of two values for
+    one option would win unseen."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias (*name): type the value itself")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value.replace("-", "_") for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.most_common(1):
+            if count > 1:
+                raise yaml.YAMLError(f"it has {name!r:.40} {count} times")
+        return super().construct_mapping(node, deep)
 
 
 def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:

@@ -6,7 +6,10 @@ mistakes another step that came to the same port, or whatever program listens th
 
     rank 0 of 7.0    listens at 20427
     rank 0 of 8.1    finds 20427 taken, listens at 23427
-    rank 1 of 8.1    at 20427 hears "7.0 40123", goes on; at 23427 hears "8.1 40777"
+    rank 1 of 8.1    at 20427 hears "7.0 40123 MUNGE:...", goes on; at 23427 hears "8.1 40777 MUNGE:..."
+
+The store's token is told in a letter by MUNGE, which Slurm itself trusts to tell its users apart: nobody but the
+same user, on a host with the cluster's key, can open it. Where that is not installed, it is told openly.
 """
 
 from __future__ import annotations
@@ -14,19 +17,23 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from hvd_trainer import munge
 from hvd_trainer.errors import LaunchError
+from hvd_trainer.network import listen
+from hvd_trainer.store.client import Ticket
 
 ANSWER_S = 2.0
-LONGEST_LINE = 200
-QUEUE = 4096
-"""Ranks that may come at the same moment; Linux takes as many as it is set to."""
+LONGEST_LINE = 4096
+LETTER_S = 60.0
+"""For which one letter is handed out. It is valid for five minutes by the clocks of both hosts."""
 
 
 class Door:
-    """The place where rank 0 of a step tells the port of its store.
+    """The place where rank 0 of a step tells where its store is.
 
     Args:
         name: the step's, in one line.
@@ -37,37 +44,49 @@ class Door:
     def __init__(self, name: str, ports: Sequence[int], hosts: Sequence[str] = ()) -> None:
         self._name, self._ports, self._hosts = f"hvd_trainer {name}", ports, hosts
 
-    def open(self, port: int) -> None:
-        """Rank 0 tells its port from now on, as long as it lives: who comes late, or again, is welcome.
+    def open(self, address: str, port: int, token: str) -> None:
+        """Rank 0 tells of its store from now on, as long as it lives: who comes late, or again, is welcome.
+
+        Args:
+            address: of this machine, where those who come have to knock; empty: at all that it has.
+            port: of the store.
+            token: to the store; empty where the others know it already.
 
         Raises:
             LaunchError: all the ports are taken.
         """
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
         for own in self._ports:
             with suppress(OSError):
-                listener = socket.create_server(("", own), family=family, dualstack_ipv6=both, backlog=QUEUE)
-                threading.Thread(target=self._tell, args=(listener, port), name="door", daemon=True).start()
+                listener = listen(address, own)
+                threading.Thread(target=self._tell, args=(listener, port, token), name="door", daemon=True).start()
                 return
         raise LaunchError(
             f"The ports {', '.join(map(str, self._ports))} of this machine are in use, and the other ranks look "
             f"for rank 0 nowhere else. Type before srun: export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500"
         )
 
-    def _tell(self, listener: socket.socket, port: int) -> None:
+    def _tell(self, listener: socket.socket, port: int, token: str) -> None:
+        letter, until = "", 0.0
         while True:
             with suppress(OSError), listener.accept()[0] as line:
-                line.sendall(f"{self._name} {port}\n".encode())
+                if token and time.monotonic() > until:
+                    letter, until = munge.seal(token), time.monotonic() + LETTER_S
+                # Nobody has to be waited for: so much fits into what the system keeps for a connection.
+                line.setblocking(False)
+                line.sendall(f"{self._name} {port} {letter}\n".encode())
 
-    def read(self) -> str | None:
-        """The address of rank 0's store; None if nobody of its step answers yet."""
+    def read(self) -> Ticket | None:
+        """The ticket to rank 0's store, without a token if none is told; None if nobody of its step answers yet.
+
+        Raises:
+            LaunchError: the token cannot be read here.
+        """
         for host in self._hosts:
             for port in self._ports:
                 with suppress(OSError), socket.create_connection((host, port), timeout=ANSWER_S) as line:
-                    match = re.fullmatch(rf"{re.escape(self._name)} ([0-9]{{1,5}})\n", _heard(line))
+                    match = re.fullmatch(rf"{re.escape(self._name)} ([0-9]{{1,5}}) (\S*)\n", _heard(line))
                     if match is not None:
-                        return f"{host}:{match[1]}"
+                        return Ticket(str(line.getpeername()[0]), int(match[1]), munge.open_letter(match[2]))
         return None
 
 

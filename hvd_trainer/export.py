@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
+
+from hvd_trainer.files import replacing
 
 NAME = "model.safetensors"
 
@@ -38,11 +39,8 @@ def export_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 def _replace(file: Path, write: Callable[[str], None]) -> None:
     from safetensors import SafetensorError
 
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(str(temporary))
-        os.replace(temporary, file)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(file) as temporary:
+        try:
+            write(str(temporary))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error

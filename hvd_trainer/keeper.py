@@ -145,7 +145,7 @@ class Keeper:
                     outcome = checkpoint.restore(self._log.folder, resume)
             except CheckpointError as error:
                 outcome = error
-        outcome = self._backend.broadcast_object(outcome)
+        outcome = self._backend.broadcast_object(outcome, kinds=(checkpoint.Found, CheckpointError))
         if isinstance(outcome, CheckpointError):
             raise outcome
         found: checkpoint.Found = outcome

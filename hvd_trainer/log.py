@@ -19,13 +19,18 @@ import yaml
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
+from hvd_trainer.files import no_place_to_write, open_plain, read_plain, replacing
 from hvd_trainer.launch import World
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks say, such as Lustre mounted without them."""
 HAND_OVER_S, POLL_S = 20.0, 0.1
 """How long a frozen rank 0 may still have the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
-METRICS, FACTS, LOCK, JOB = "metrics.jsonl", "run.json", ".lock", ".job"
+METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job", "config.yaml"
+WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", "failures", "profile", "steps", "trace")
+"""What a run writes into where it is, and does not put there as a whole."""
+MOST_LINE_BYTES, MOST_NAMES_BYTES = 2**20, 2**20
+"""Of a line of metrics.jsonl, and of the file with the names of the job."""
 SHOWN = ("train_", "test_", "lr", "samples_per_s")
 """TensorBoard shows what begins so."""
 
@@ -63,7 +68,7 @@ class RunLog:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return self._claim(self.folder / LOCK)
+            return no_place_to_write(self.folder, WRITTEN) or self._claim(self.folder / LOCK)
         except OSError as error:
             return str(error)
 
@@ -96,9 +101,10 @@ class RunLog:
         if self.folder is None:
             return False
         try:
-            return not set(names).isdisjoint((self.folder / JOB).read_text().splitlines())
-        except (OSError, UnicodeDecodeError):
+            known = read_plain(self.folder / JOB, MOST_NAMES_BYTES).decode()
+        except (OSError, ValueError):
             return False
+        return not set(names).isdisjoint(known.splitlines())
 
     def begin(
         self, step: int, epoch: int, *, goes_on: bool, finished: bool = False, names: Collection[str] = ()
@@ -142,7 +148,7 @@ class RunLog:
         """Keeps the options as YAML that `--config` reads."""
         if self.folder is not None:
             plain = {name: _plain(value) for name, value in options.items()}
-            (self.folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+            (self.folder / CONFIG).write_text(yaml.safe_dump(plain, sort_keys=False))
 
     def write_facts(self, facts: dict[str, Any]) -> None:
         """Keeps what the run found where it runs: data, model, engine, versions."""
@@ -182,7 +188,7 @@ class RunLog:
 
 def _set_aside(folder: Path) -> Path | None:
     """Moves an earlier run's files to `earlier-1`, `earlier-2`, ...; None where there is none."""
-    names = (METRICS, FACTS, "config.yaml", "model.safetensors", "checkpoints", "failures", "steps", "profile")
+    names = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", "failures", "steps", "profile")
     found = [folder / name for name in names if (folder / name).exists()]
     found += folder.glob("events.out.tfevents.*")
     if not found:
@@ -201,14 +207,17 @@ def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> bo
     """
     if not file.exists():
         return False
-    lines = file.read_bytes().splitlines()
-    kept = [line for line in lines if _is_before(line, step, epoch)]
-    end = [line for line in lines if finished and _event(line) == "end"][-1:]
-    kept += end
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-    temporary.replace(file)
-    return bool(end)
+    end = None
+    with replacing(file) as temporary, open_plain(file) as lines, temporary.open("wb") as kept:
+        # One that is longer than ours are comes in pieces, so that none fills the memory.
+        while line := lines.readline(MOST_LINE_BYTES):
+            if _is_before(line, step, epoch):
+                kept.write(line.rstrip(b"\n") + b"\n")
+            elif finished and _event(line) == "end":
+                end = line
+        if end is not None:
+            kept.write(end.rstrip(b"\n") + b"\n")
+    return end is not None
 
 
 def _event(line: bytes) -> str | None:

@@ -19,7 +19,8 @@ from hvd_trainer.errors import OptionError
 class MetricObject(Protocol):
     """What a metric object must offer; torchmetrics' do.
 
-    One of another kind also needs `merge_state(other)`, which adds what another rank's object has gathered.
+    One of another kind also needs `merge_state(other)`, which adds what another rank's object has gathered, and
+    gathers it in numbers, tensors and the like.
     """
 
     def update(self, outputs: Any, targets: Any) -> None: ...
@@ -83,7 +84,8 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
     """
     if not metrics:
         return {}
-    gathered = backend.all_gather_object({name: _exported(metric) for name, metric in metrics.items()})
+    exported = {name: _exported(metric) for name, metric in metrics.items()}
+    gathered = backend.all_gather_object(exported, kinds=[type(metric) for metric in metrics.values()])
     values = {}
     for name, metric in metrics.items():
         everyone = [rank[name] for rank in gathered]

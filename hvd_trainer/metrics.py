@@ -8,6 +8,7 @@ their shares.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.errors import OptionError
+from hvd_trainer.checkpoint import UNREADABLE
+from hvd_trainer.errors import CheckpointError, OptionError, first_line
 from hvd_trainer.merge import MetricObject, combined, kept, merged_values, refill, reset
 
 MetricFunction = Callable[[Any, Any], Tensor]
@@ -88,7 +90,19 @@ class Meter:
         """Goes on where `state_dict` was taken; returns the metrics that cannot, and start anew.
 
         Sums are exact in float64, so that the pass ends with the figures of an undisturbed one.
+
+        Raises:
+            CheckpointError: it is none.
         """
+        try:
+            return self._load(state)
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"The checkpoint's metrics are none ({type(error).__name__}: {first_line(error)}). Begin another "
+                f"run: --resume none, or another --log-dir"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> list[str]:
         names = ["loss", *self._functions]
         there = {name: place for place, name in enumerate(["loss", *state["names"]])}
         for place, name in enumerate(names):
@@ -111,6 +125,19 @@ class Meter:
         names = ("loss", *self._functions)
         means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
         return {**means, "samples": int(samples)}
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Looks at what should be a `Meter.state_dict` and comes from elsewhere.
+
+    Raises:
+        TypeError, ValueError, LookupError, AttributeError: it is none.
+    """
+    count = len(list(state["names"]))
+    lengths = [tuple(state[name].shape) for name in ("sums", "before")]
+    if lengths != [(1 + count,), (2 + count,)] or operator.index(state["samples"]) < 0:
+        raise ValueError("the metrics are not as many as their sums")
+    state["objects"].items()
 
 
 def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import psutil
 from hvd_trainer.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+QUEUE = 4096
+"""Ranks that may come at the same moment; Linux takes as many as it is set to."""
 ELSEWHERE = "203.0.113.1"
 """An address that no host has (RFC 5737): the way there is the one to most other hosts."""
 
@@ -42,6 +44,36 @@ def outward_address(host: str, port: int) -> str:
             if not is_loopback(address := address_towards(there, port)):
                 return address
     return next((one for _, one in sorted(_addresses()) if not is_loopback(one)), LOOPBACK)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listener at an address of this machine, or at all of them if that is empty.
+
+    Raises:
+        OSError: the port is in use, or the address is not of this machine.
+    """
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=QUEUE, dualstack_ipv6=both)
+
+
+def address_at(host: str) -> str | None:
+    """This machine's address for those who have been told to come to `host`; None if that is not this machine.
+
+    As in `outward_address`, its own name may lead to nothing but loopback here, and to a card elsewhere.
+    """
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return None
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    here = [one for one in found if one in own or is_loopback(one)]
+    if not here:
+        return None
+    reachable = [one for one in here if not is_loopback(one)]
+    if reachable or is_loopback(host):
+        return (reachable or here)[0]
+    return outward_address(host, 1)
 
 
 def address_of(interface: str) -> str:

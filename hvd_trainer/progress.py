@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from hvd_trainer.metrics import Meter
 
 REFRESH_S = 0.5
+MOST_COUNT = 2**53
 
 
 @dataclass
@@ -38,9 +40,22 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it holds something else; nothing has been changed then.
+        """
+        figures = state.get("figures", {})
+        if not isinstance(figures, Mapping) or not all(type(value) in (int, float) for value in figures.values()):
+            raise ValueError("its figures are not all numbers")
+        counts = {name: value for name, value in state.items() if name != "figures"}
+        for name, value in counts.items():
+            if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MOST_COUNT:
+                raise ValueError(f"its counter {name!r} is {value!r:.40}, and no number from 0 on")
+        for name, value in counts.items():
             setattr(self, name, value)
+        self.figures = dict(figures)
 
 
 class Bar:

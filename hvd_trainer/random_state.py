@@ -46,6 +46,20 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Tries a state from elsewhere, on generators of its own.
+
+    Raises:
+        TypeError, ValueError, LookupError, RuntimeError: it is none.
+    """
+    torch.Generator().set_state(state["cpu"])
+    random.Random().setstate(state["python"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.RandomState().set_state(state["numpy"])
+
+
 def seed_of(*numbers: int) -> int:
     """A seed of 63 bits: the same for the same numbers, unrelated for others."""
     text = ",".join(map(str, numbers)).encode()

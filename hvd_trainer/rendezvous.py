@@ -2,31 +2,38 @@
 
 Every launcher leads to the same thing, one `torch.distributed.Store` that all ranks share:
 
-    launcher      how rank 0's address reaches the others
+    launcher      how rank 0's ticket, an address and a token, reaches the others
     python        one process: the store lives in it
-    torchrun      MASTER_ADDR and MASTER_PORT: torchrun's own store, which outlives the ranks
-    hand          MASTER_ADDR and MASTER_PORT, or --init-method
     run           the parent process holds the store and tells each child
+    all others,   a file that only this user reads
+    on one node
+    torchrun      torchrun's own store, which outlives the ranks
     horovodrun    horovodrun's key-value server (HTTP)
-    mpirun, srun  one node: a private file, several: MASTER_ADDR and MASTER_PORT, or MPI itself (mpi4py),
-                  or a door on the step's first host, at a port made from the numbers of job and step
+    srun          a door on the step's first host, at a port made from the numbers of job and step
+    mpirun        MPI itself (mpi4py)
+    hand          by its own address: MASTER_ADDR and MASTER_PORT, or --init-method
 
-What the ranks then say to each other is in `peers.py`.
+The stores of torchrun and horovodrun, and an address, are open to all who come by. Where that is too open, ranks
+have a file with a secret of theirs (HVD_TRAINER_SECRET_FILE), and it is not the token that is told but what makes
+one of the secret. What the ranks then say to each other is in `peers.py`.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import re
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -34,17 +41,25 @@ import torch.distributed as dist
 from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch import World, slurm_job
-from hvd_trainer.network import ELSEWHERE, LOOPBACK, outward_address
+from hvd_trainer.launch import World, is_elastic, slurm_job
+from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_at, outward_address
 from hvd_trainer.slurm import SlurmStep, read_step
+from hvd_trainer.store import client
+from hvd_trainer.store.client import Ticket, derived_token
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
+LONGEST_TICKET = 512
+FREED_S = 2.0
+"""Until a port that was chosen is free: the server of a job that ran there just before ends a moment after it."""
+OPEN = "open"
+"""The token of ranks that share nothing but an address."""
 _SESSIONS = itertools.count()
 _MEETINGS: dict[str, Meeting] = {}
 """Stores at a fixed place serve all of a process's trainings: of two that follow each other at one port or file, a
 fast rank would find the first, which slower ranks are about to close."""
+T = TypeVar("T")
 RUN_STORE = "HVD_TRAINER_STORE"
-"""Where `hvd_trainer.run` tells its children the address of the store."""
+"""Where `hvd_trainer.run` tells its children the ticket to the store."""
 
 
 class Meeting(NamedTuple):
@@ -116,24 +131,47 @@ def _find_store(
     address: str | None,
     timeout: timedelta,
 ) -> Meeting:
-    if init_method is not None or world.launcher == "hand":
-        return _torch_store(world, environ, init_method or "env://", timeout)
-    if world.launcher == "torchrun":
-        shared, host = _torch_store(world, environ, "env://", timeout)
-        return _meet_at(StoreBoard(shared, host, _port(environ["MASTER_PORT"]), session), world, address, timeout)
+    secret = client.shared_secret(environ)
+    by_hand = init_method is not None or world.launcher == "hand"
+    if by_hand or (
+        world.launcher in ("mpirun", "mpiexec", "srun") and {"MASTER_ADDR", "MASTER_PORT"} <= {*environ}
+    ):
+        method = init_method or "env://"
+        if method.startswith("file://"):
+            return _meet_in_file(world, method, timeout)
+        host, port = _place(world, environ, method)
+        if world.num_nodes != 1:
+            return _meet_by_hand(world, host, port, secret, address, timeout)
+        here = FileBoard(job_file(world, environ, f"{host}-{port}-{session}"))
+        return _meet_at(here, world, secret, LOOPBACK, port, timeout)
     if world.launcher == "run":
-        return _join_store(_needed(environ, RUN_STORE, world), world, timeout)
+        return _join(Ticket.read(_needed(environ, RUN_STORE, world)), world, timeout)
+    board = _board(world, environ, session, timeout)
+    if board is not None:
+        own = LOOPBACK if world.num_nodes == 1 else address
+        return _meet_at(board, world, secret, own, 0, timeout)
+    if world.launcher == "srun":
+        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, secret, address, timeout)
+    return _mpi_store(world, address, timeout)
+
+
+def _board(world: World, environ: Mapping[str, str], session: str, timeout: timedelta) -> Board | None:
+    """Where rank 0 pins its ticket, if the launcher leaves a place for it."""
+    here = FileBoard(job_file(world, environ, session)) if world.num_nodes == 1 else None
     if world.launcher == "horovodrun":
         server = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", world)
         port = _needed(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", world)
-        return _meet_at(HttpBoard(server, _port(port), session), world, address, timeout)
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return _torch_store(world, environ, "env://", timeout)
-    if world.num_nodes == 1:
-        return _meet_at(FileBoard(job_file(world, environ, session)), world, None, timeout)
-    if world.launcher == "srun":
-        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, timeout)
-    return _mpi_store(world, address, timeout)
+        board = HttpBoard(server, _port(port), session)
+        if here is None or is_elastic(environ):
+            return board
+        board.read()  # for an error if horovodrun has ended
+    if world.launcher == "torchrun" and here is None:
+        place = f"{_needed(environ, 'MASTER_ADDR', world)}:{_port(_needed(environ, 'MASTER_PORT', world))}"
+        if place not in _MEETINGS:
+            _MEETINGS[place] = Meeting(_open_torch_store(world, "env://", place, timeout), environ["MASTER_ADDR"])
+        shared, host = _MEETINGS[place]
+        return StoreBoard(shared, host, _port(environ["MASTER_PORT"]), session)
+    return here
 
 
 def _needed(environ: Mapping[str, str], name: str, world: World) -> str:
@@ -152,32 +190,18 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def serve_store(address: str = LOOPBACK, timeout: timedelta = timedelta(seconds=300)) -> dist.TCPStore:
-    """Starts a store's server in this process, bound to `address` only, on a port that the system picks."""
-    listener = socket.create_server((address, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _join_store(address: str, world: World, timeout: timedelta) -> Meeting:
-    host, _, port = address.rpartition(":")
+def _join(ticket: Ticket, world: World, timeout: timedelta) -> Meeting:
     try:
-        return Meeting(dist.TCPStore(host, _port(port), is_master=False, timeout=timeout), host)
+        return Meeting(client.join(ticket, timeout), ticket.host)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
-            f"{world} could not reach rank 0 at {address}: {first_line(error)}. See what rank 0 printed: it may "
-            f"have ended; else a firewall may stand between the nodes."
+            f"{world} could not reach rank 0 at {ticket.place}: {first_line(error)}. See what rank 0 printed: it "
+            f"may have ended; else a firewall may stand between the nodes."
         ) from error
 
 
-def _torch_store(world: World, environ: Mapping[str, str], init_method: str, timeout: timedelta) -> Meeting:
+def _place(world: World, environ: Mapping[str, str], init_method: str) -> tuple[str, int]:
+    """The host and port where ranks that were started by hand meet."""
     if init_method == "env://":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
@@ -186,22 +210,69 @@ def _torch_store(world: World, environ: Mapping[str, str], init_method: str, tim
                 f"{' and '.join(missing)} not set. Type on every rank: export MASTER_ADDR=HOST_OF_RANK_0 "
                 f"MASTER_PORT=29500, or pass --init-method tcp://HOST_OF_RANK_0:29500"
             )
-        where = f"{environ['MASTER_ADDR']}:{_port(environ['MASTER_PORT'])}"
-    elif init_method.startswith("tcp://"):
-        where = init_method
-        if not re.match(r"tcp://.+:[0-9]+($|[/?])", where):
-            raise LaunchError(
-                f"--init-method {where} names no port. Type: --init-method {where.rstrip('/:')}:29500"
-            )
-    elif init_method.startswith("file://"):
-        where = init_method
-    else:
+        return environ["MASTER_ADDR"], _port(environ["MASTER_PORT"])
+    if not init_method.startswith("tcp://"):
         raise LaunchError(f"--init-method {init_method} is none of env://, tcp://HOST:PORT and file:///PATH.")
+    match = re.match(r"tcp://(.+):([0-9]+)($|[/?])", init_method)
+    if not match:
+        raise LaunchError(
+            f"--init-method {init_method} names no port. Type: --init-method {init_method.rstrip('/:')}:29500"
+        )
+    return match[1].strip("[]"), _port(match[2])
+
+
+def _meet_by_hand(
+    world: World, host: str, port: int, secret: str | None, address: str | None, timeout: timedelta
+) -> Meeting:
+    """At a place that all know beforehand; one store there serves all of a process's trainings."""
+    where = f"{host}:{port}"
     if where not in _MEETINGS:
-        host = LOOPBACK if where.startswith("file://") else urlsplit(f"//{where.removeprefix('tcp://')}").hostname
-        _MEETINGS[where] = Meeting(_open_torch_store(world, init_method, where, timeout), host or LOOPBACK)
-    _MEETINGS[where].store.set_timeout(timeout)  # a store on a file was not told
+        # On rank 0's host, its name may lead to an address that is not the one where the others find it.
+        here = address_at(host)
+        token = derived_token(secret, where) if secret else OPEN
+        if world.is_first:
+            ticket = _serve(world, address or here or "", port, token)
+            _MEETINGS[where] = _join(Ticket(address or here or LOOPBACK, port, ticket.token), world, timeout)
+        else:
+            _MEETINGS[where] = _join_by_hand(world, Ticket(here or host, port, token), where, timeout)
     return _MEETINGS[where]
+
+
+def _serve(world: World, address: str, port: int, token: str | None = None) -> Ticket:
+    """Rank 0 starts the server, at a port of the user's choice if it is not 0."""
+    end = time.monotonic() + FREED_S
+    while True:
+        try:
+            return client.serve(address, port, token=token)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"{world} cannot listen at {address or 'any address'}:{port}: {error.strerror}. If "
+                    f"the port is in use, choose another (torchrun: --master-port N, else MASTER_PORT or "
+                    f"--init-method)."
+                ) from error
+            time.sleep(POLL_S)
+
+
+def _join_by_hand(world: World, ticket: Ticket, where: str, timeout: timedelta) -> Meeting:
+    try:
+        return Meeting(client.join(ticket, timeout), ticket.host)
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"{world} could not meet the others at {where}: {first_line(error)}. If no rank 0 listens there, "
+            f"start all {world.size} ranks."
+        ) from error
+
+
+def _meet_in_file(world: World, init_method: str, timeout: timedelta) -> Meeting:
+    """In a file that all nodes see; its owner alone reads what the ranks say there."""
+    if init_method not in _MEETINGS:
+        path = urlsplit(init_method).path
+        with suppress(OSError):  # there already, or PyTorch will say it
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        _MEETINGS[init_method] = Meeting(_open_torch_store(world, init_method, init_method, timeout), LOOPBACK)
+    _MEETINGS[init_method].store.set_timeout(timeout)  # a store on a file was not told
+    return _MEETINGS[init_method]
 
 
 def _open_torch_store(world: World, init_method: str, where: str, timeout: timedelta) -> dist.Store:
@@ -224,43 +295,54 @@ def _open_torch_store(world: World, init_method: str, where: str, timeout: timed
     return store
 
 
-def _meet_at(board: Board, world: World, address: str | None, timeout: timedelta) -> Meeting:
-    """Rank 0 serves a store and pins its address to a board; the others read it there."""
+def _meet_at(
+    board: Board, world: World, secret: str | None, address: str | None, port: int, timeout: timedelta
+) -> Meeting:
+    """Rank 0 serves a store and pins the ticket to a board; the others read it there."""
     if world.is_first:
-        host = LOOPBACK if world.num_nodes == 1 else address or board.own_address()
-        store = serve_store(host, timeout)
-        board.post(f"{host}:{store.port}")
-        return Meeting(store, host)
-    return _join_store(_wait_for(board.read, world, timeout), world, timeout)
+        nonce = secrets.token_hex(16)
+        token = derived_token(secret, nonce) if secret else None
+        ticket = _serve(world, address or board.own_address(), port, token)
+        board.post(str(Ticket(ticket.host, ticket.port, nonce) if secret else ticket))
+        return _join(ticket, world, timeout)
+    ticket = Ticket.read(_wait_for(board.read, world, timeout))
+    if secret:
+        ticket = replace(ticket, token=derived_token(secret, ticket.token))
+    return _join(ticket, world, timeout)
 
 
-def _wait_for(read: Callable[[], str | None], world: World, timeout: timedelta) -> str:
+def _wait_for(read: Callable[[], T | None], world: World, timeout: timedelta) -> T:
     began, limit_s = time.monotonic(), timeout.total_seconds()
-    while (address := read()) is None:
+    while (found := read()) is None:
         waited_s = time.monotonic() - began
         if waited_s > limit_s:
             raise LaunchError(
                 f"{world} waited {limit_s:.0f} s for rank 0, which never said where it is. "
-                f"See what rank 0 printed: it may have ended."
+                f"See what rank 0 printed: it may have ended; or on one node, its TMPDIR is another one."
             )
         # A thousand ranks that ask fifty times a second would keep rank 0's machine from starting it.
         time.sleep(min(LONGEST_POLL_S, max(POLL_S, waited_s / 10)))
-    return address
+    return found
 
 
-def _meet_at_door(world: World, step: SlurmStep, restarts: int, timeout: timedelta) -> Meeting:
-    """Rank 0 serves a store, and tells its port to those of its step who ask at the door."""
+def _meet_at_door(
+    world: World, step: SlurmStep, restarts: int, secret: str | None, address: str | None, timeout: timedelta
+) -> Meeting:
+    """Rank 0 serves a store, and tells its ticket to those of its step who ask at the door."""
     name = f"{step.job}.{step.number} start {restarts}"
     if name not in _MEETINGS:
         if world.is_first:
-            host = _slurm_address(step.host)
-            store = dist.TCPStore(LOOPBACK, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-            Door(name, step.ports).open(store.port)
-            _MEETINGS[name] = Meeting(store, host)
+            here = address or address_at(_slurm_address(step.host)) or ""
+            token = derived_token(secret, name) if secret else None
+            ticket = _serve(world, here, 0, token)
+            Door(name, step.ports).open(here, ticket.port, "" if secret else ticket.token)
+            _MEETINGS[name] = _join(replace(ticket, host=here or LOOPBACK), world, timeout)
         else:
             hosts = [_slurm_address(host) for host in (step.hosts if step.scattered else step.hosts[:1])]
-            door = Door(name, step.ports, hosts)
-            _MEETINGS[name] = _join_store(_wait_for(door.read, world, timeout), world, timeout)
+            ticket = _wait_for(Door(name, step.ports, hosts).read, world, timeout)
+            if secret:
+                ticket = replace(ticket, token=derived_token(secret, name))
+            _MEETINGS[name] = _join(ticket, world, timeout)
     return _MEETINGS[name]
 
 
@@ -289,6 +371,7 @@ def _mpi_store(world: World, address: str | None, timeout: timedelta) -> Meeting
             f"{world.launcher} started ranks on several nodes and does not tell them where rank 0 is. Type: pip "
             f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
         ) from None
-    served = serve_store(address or outward_address(ELSEWHERE, 1), timeout) if world.is_first else None
-    where = MPI.COMM_WORLD.bcast(f"{served.host}:{served.port}" if served else None, root=0)
-    return Meeting(served, served.host) if served else _join_store(where, world, timeout)
+    served = _serve(world, address or outward_address(ELSEWHERE, 1), 0) if world.is_first else None
+    said = bytearray(str(served or "").encode().ljust(LONGEST_TICKET))
+    MPI.COMM_WORLD.Bcast(said, root=0)  # of bytes: its `bcast` is of pickles
+    return _join(Ticket.read(said.decode().rstrip()), world, timeout)

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.errors import CheckpointError
+from hvd_trainer.checkpoint import UNREADABLE
+from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.export import NAME as WEIGHTS
 from hvd_trainer.export import export_tensors, export_weights
-from hvd_trainer.metrics import Meter, combined_state
+from hvd_trainer.metrics import Meter, check_state, combined_state
 from hvd_trainer.progress import Progress
-from hvd_trainer.random_state import random_state, seed_all, seed_of, set_random_state
+from hvd_trainer.random_state import check_random_state, random_state, seed_all, seed_of, set_random_state
 
 MOST_LINES = 20
 
@@ -140,14 +141,22 @@ class RunState:
                 data.
 
         Raises:
-            CheckpointError: something is missing or does not fit; nothing has been changed then.
+            CheckpointError: something is missing or does not fit; nothing has been changed then, unless something
+                in it is of another kind than its name says.
         """
-        wrong = self._mistakes(state, partial)
+        try:
+            wrong = self._mistakes(state, partial)
+            said = [] if wrong else self._put_back(state, partial)
+        except UNREADABLE as error:
+            wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
         if wrong:
             raise CheckpointError(
                 f"The checkpoint does not fit: {'; '.join(wrong)}. Give the options of its run, or begin another: "
                 f"--resume none, or another --log-dir"
             )
+        return said
+
+    def _put_back(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
         restored, anew = ["model"], []
         # All names and shapes have been compared.
         self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
@@ -205,8 +214,13 @@ class RunState:
         missing = [name for name in ("model", "progress", "data", "kinds", "ranks") if name not in state]
         if missing:
             return [f"it has no {', '.join(missing)}, so it is not one of ours"]
+        Progress().load_state_dict(state["progress"])
+        for rank in state["ranks"]:
+            self._check_rank(rank)
         found = differences(self._model.state_dict(), state["model"])
         for name in self._others:
+            if self._fits(state, name):
+                found += [f"{key} of its {name} is no number" for key in self._not_numbers(state, name)]
             if name in partial or self._fits(state, name):
                 continue
             there = f"its {name} is {state['kinds'][name]}, not {type(self._others[name]).__name__}"
@@ -226,6 +240,27 @@ class RunState:
                 f"--resume-partial data)"
             )
         return found
+
+    def _check_rank(self, rank: Mapping[str, Any]) -> None:
+        """What a rank has of its own, checked by all, or all but that one would go on."""
+        if "random" in rank:
+            check_random_state(rank["random"])
+        if "metrics" in rank:
+            check_state(rank["metrics"])
+        for name, buffer in rank.get("buffers", {}).items():
+            if _form(buffer) != _form(self._model.get_buffer(name)):
+                raise ValueError(f"{name} of a rank is {_form(buffer)}")
+
+    def _not_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
+        """Settings that are numbers here and something else there: they would fail later, in a step."""
+        ours, theirs = self._others[name].state_dict(), state[name]
+        pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
+        return [
+            key
+            for mine, its in pairs
+            for key, value in mine.items()
+            if isinstance(value, int | float) and not isinstance(its.get(key, value), int | float | torch.Tensor)
+        ]
 
 
 def is_elsewhere(value: Any) -> bool:

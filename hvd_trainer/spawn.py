@@ -20,6 +20,7 @@ from hvd_trainer.ending import GRACE_S, stand_by
 from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.launch import LAUNCHERS
 from hvd_trainer.network import LOOPBACK
+from hvd_trainer.store import client
 
 
 def run(
@@ -43,11 +44,11 @@ def run(
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    store = rendezvous.serve_store()
+    ticket = client.serve(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
             _rank,
-            args=(num_processes, f"{LOOPBACK}:{store.port}", call, folder),
+            args=(num_processes, str(ticket), call, folder),
             nprocs=num_processes,
             join=False,
             start_method="spawn",
@@ -63,6 +64,8 @@ def run(
         except BaseException:
             _end_all(processes.processes)
             raise
+        finally:
+            client.retire(ticket)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
 
@@ -77,7 +80,7 @@ def _end_all(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def _rank(rank: int, size: int, address: str, call: bytes, folder: str) -> None:
+def _rank(rank: int, size: int, ticket: str, call: bytes, folder: str) -> None:
     """What each new process does: take its place in the environment, call, and leave the result in a file."""
     # A notebook that itself runs under some launcher must not make its children part of that job.
     for launcher in LAUNCHERS:
@@ -86,7 +89,7 @@ def _rank(rank: int, size: int, address: str, call: bytes, folder: str) -> None:
     row = LAUNCHERS[0]
     numbers = {row.rank: rank, row.size: size, row.local_rank: rank, row.local_size: size}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ[rendezvous.RUN_STORE] = address
+    os.environ[rendezvous.RUN_STORE] = ticket
     function, args, kwargs = pickle.loads(call)
     try:
         result = function(*args, **kwargs)

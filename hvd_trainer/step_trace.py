@@ -25,6 +25,7 @@ from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.callback import Observer
 from hvd_trainer.data import Batch
+from hvd_trainer.files import replacing
 from hvd_trainer.fingerprints import checksum, fingerprints, host_copies, sampled, stride
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ class StepTrace(Observer):
             for kind, its in kinds.items()
             for name, tensor in its.items()
         }
-        save_file(values, self._folder / f"{event}-{step}.safetensors")
+        with replacing(self._folder / f"{event}-{step}.safetensors") as temporary:
+            save_file(values, temporary)
         self._lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
 
 

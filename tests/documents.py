@@ -11,7 +11,10 @@ from functools import cache
 from launchers import REPOSITORY
 
 WITH_COMMANDS = ("README.md", "examples/mnist/README.md", "examples/slurm/README.md", "CONTRIBUTING.md")
-ALL = (*WITH_COMMANDS, "CHANGELOG.md", "benchmarks/README.md", "docker/README.md", "examples/kubernetes/README.md")
+ALL = (
+    *WITH_COMMANDS,
+    *("CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "docker/README.md", "examples/kubernetes/README.md"),
+)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

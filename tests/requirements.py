@@ -63,8 +63,16 @@ def _missing_mpirun() -> str | None:
     return None
 
 
+def _missing_hosts() -> str | None:
+    # Not above: what the ranks of tests import, they import from anywhere.
+    from benchmarks import hosts
+
+    return hosts.missing()
+
+
 def missing(name: str) -> str | None:
-    """Why a launcher, or "horovod" under any launcher, cannot be used here; None where it can.
+    """Why a launcher, or "horovod" under any launcher, or "hosts" of namespaces, cannot be used here; None where
+    it can.
 
     Raises:
         ValueError: no such name.
@@ -72,6 +80,7 @@ def missing(name: str) -> str | None:
     checks = {
         "horovod": _missing_horovod,
         "horovodrun": _missing_horovod,
+        "hosts": _missing_hosts,
         "mpirun": _missing_mpirun,
         "srun": slurm_cluster.missing,
         "torchrun": lambda: None,

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import digits_job
@@ -181,7 +182,7 @@ def test_a_port_in_use(launcher: str, taken_port: str) -> None:
     refused(
         launcher,
         digits_job.argv("ddp"),
-        f"rank 0 of 2 could not meet the others at 127.0.0.1:{taken_port}",
+        f"rank 0 of 2 cannot listen at 127.0.0.1:{taken_port}: ",
         "If the port is in use, choose another",
         options=options,
         env=env,
@@ -207,13 +208,13 @@ def test_an_init_method_without_a_port(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "words"),
-    [(0, "1/2 clients joined"), pytest.param(1, "could not meet the others", marks=pytest.mark.long)],
+    [(0, "and not all came"), pytest.param(1, "which never said where it is", marks=pytest.mark.long)],
 )
 def test_a_rank_that_never_comes(rank: int, words: str) -> None:
     """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
     env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
     argv = digits_job.argv("ddp", extra=["--startup-timeout-s", "2"])
-    result = refused("python", argv, words, "start all 2 ranks", env=env)
+    result = refused("python", argv, words, env=env)
     assert result.seconds < 25
 
 
@@ -223,7 +224,7 @@ def test_a_rank_that_ends_before_it_met_the_others(script) -> None:
     refused("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
 
 
-def test_two_ranks_with_one_local_rank() -> None:
+def test_two_ranks_with_one_local_rank(tmp_path: Path) -> None:
     port = digits_job.free_port()
     with ExitStack() as stack:
         jobs = [
@@ -236,6 +237,8 @@ def test_two_ranks_with_one_local_rank() -> None:
                         **digits_job.by_hand(rank, 2, local=(0, 2)),
                         "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": port,
+                        # Ranks of one node meet in a file there; each job of the tests has a folder of its own.
+                        "TMPDIR": tmp_path,
                     },
                 )
             )
@@ -278,8 +281,8 @@ def test_mpirun_on_several_nodes_without_mpi4py_asks_for_an_address(monkeypatch:
 
 def test_mpirun_on_several_nodes_takes_an_address() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
-    with pytest.raises(LaunchError, match="rank 0 of 4 could not meet the others at 127.0.0.1:"):
-        rendezvous.open_store(FAR, environ, timeout_s=0.5)
+    with pytest.raises(LaunchError, match="rank 1 of 4 could not meet the others at 127.0.0.1:"):
+        rendezvous.open_store(replace(FAR, rank=1, local_rank=1), environ, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,8 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     path = save(tmp_path / "c", 1, {"model": Code()})
-    with pytest.raises(CheckpointError):
+    # PyTorch's own words are that it will likely load if it is run.
+    with pytest.raises(CheckpointError, match=r"plain values: .*'pathlib\.Path'.*\. Nothing in it was run"):
         checkpoint.load(path)
     assert not (tmp_path / "ran").exists()
 

@@ -284,7 +284,7 @@ def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
     assert advised(result, "overhead").startswith("--batch-size 2")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_too_many_threads_are_found(tmp_path: Path) -> None:
     """Six on the one core that three ranks may use; on more cores, what they cost differs from hour to hour.
 

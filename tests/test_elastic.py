@@ -85,7 +85,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+@pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
@@ -151,7 +151,9 @@ def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
+@pytest.mark.parametrize(
+    ("backend", "frozen"), [("horovod", HERE), pytest.param("ddp", THERE, marks=pytest.mark.nightly)]
+)
 def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: Path) -> None:
     """Nobody there can end it. Once horovodrun waited for it without limit, and the other for horovodrun."""
     argv = [*JOB, "--backend", backend, "--epochs", "200", "--log-dir", str(tmp_path)]

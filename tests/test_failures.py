@@ -128,7 +128,10 @@ def undisturbed() -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), pytest.param("horovod", 4, marks=requires("horovod"))])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [pytest.param("ddp", 2, marks=pytest.mark.nightly), pytest.param("horovod", 4, marks=requires("horovod"))],
+)
 def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: Path) -> None:
     """Nothing is typed: they go on from the newest checkpoint, to the bits of 2 undisturbed ranks of DDP."""
     argv = digits_job.argv(backend, tmp_path, RESTARTED)

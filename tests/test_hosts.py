@@ -1,4 +1,4 @@
-"""Several hosts, each with its own address, processes and ssh server (hosts.py), and real launchers on them."""
+"""Several hosts, each with its own address, processes and ssh server, and real launchers on them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Cluster, Host, hosts, requires_hosts
 from launchers import HOROVODRUN, QUICKEST, launch, requires
+
+from benchmarks.hosts import Cluster, Host, hosts
 
 JOB = str(Path(__file__).with_name("hosts_job.py"))
 OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
 PORTS = itertools.count(29611)
 """Of torchrun's and mpirun's meetings, one for each."""
-pytestmark = requires_hosts
+pytestmark = requires("hosts")
 LAUNCHERS = [pytest.param(name, marks=requires(name)) for name in ("horovodrun", "torchrun", "mpirun")]
 
 
@@ -210,14 +211,24 @@ with socket.create_connection(("hostb", 5000)) as line:
 """
 
 
+def there_and_back_s(cluster: Cluster, size: int) -> float:
+    """From the first host to the second, and one byte from there."""
+    first, second, _ = cluster
+    words = second.command([sys.executable, "-c", SERVE])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=second.environ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        return float(first.run([sys.executable, "-c", SEND, str(size)]).stdout)
+
+
 @pytest.mark.parametrize(("size", "least_s"), [(1, 0.020), (2_500_000, 0.220)])
 def test_a_slow_cable_is_no_faster_than_it_says(size: int, least_s: float, cluster: Cluster) -> None:
     """There and back is twice 10 ms, and 2.5 MB at 100 Mbit/s are 200 ms."""
-    first, second, _ = cluster
-    with cluster.slow(second, mbit=100, delay_ms=10):
-        words = second.command([sys.executable, "-c", SERVE])
-        with subprocess.Popen(words, stdout=subprocess.PIPE, env=second.environ) as server:
-            assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n"
-            took_s = float(first.run([sys.executable, "-c", SEND, str(size)]).stdout)
-    assert took_s >= least_s
+    with cluster.slow(cluster.hosts[1], mbit=100, delay_ms=10):
+        assert there_and_back_s(cluster, size) >= least_s
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_between_slow_hosts_is_all_of_the_delay_whatever_their_number(number: int, cluster: Cluster) -> None:
+    with cluster.slow_between(cluster.hosts[:number], mbit=100, delay_ms=50):
+        assert there_and_back_s(cluster, 1) >= 0.1

@@ -164,7 +164,7 @@ def test_a_wheel_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_seen_before_the_build(small_disk: Path) -> None:
-    message = refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk))
+    message = refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk / "wheels"))
     assert "the disk is full" in message
     assert "--wheel-dir" in message
 

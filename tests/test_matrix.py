@@ -114,10 +114,12 @@ def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, refer
         "tcp://": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
         "file://": (["--init-method", f"file://{tmp_path}/meeting"], {}),
     }[meeting]
+    # Ranks of one node meet in a file there; each job of the tests has a folder of its own.
+    shared = {"TMPDIR": str(tmp_path.parent)}
     with ExitStack() as stack:
         argv = digits_job.argv(backend, tmp_path, options)
         jobs = [
-            stack.enter_context(start("python", 1, argv, env={**digits_job.by_hand(rank, 2), **env}))
+            stack.enter_context(start("python", 1, argv, env={**digits_job.by_hand(rank, 2), **env, **shared}))
             for rank in (0, 1)
         ]
         for job in jobs:

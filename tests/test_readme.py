@@ -109,6 +109,12 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         *("tests/test_benchmarks.py", '"benchmarks"'),
     ),
+    "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
+        *("tests/test_benchmarks.py", '"benchmarks.slow_link"'),
+    ),
+    "python -m hvd_trainer project --hosts 64 --gpus-per-host 8 --link-gbit 100": (
+        *("tests/test_project.py", '"project"'),
+    ),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("tests/test_benchmarks.py", '"benchmarks.to_target"'),
     ),
@@ -245,6 +251,9 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
         assert float(accuracy[1]) >= 97
 
 
+TESTED = 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not nightly and not image"'
+
+
 @pytest.mark.parametrize(
     ("command", "end"),
     [
@@ -253,11 +262,8 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
             'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2',
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
-        ("make test", 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not image"'),
-        (
-            'make test PYTEST_ARGS="-k launch"',
-            'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not image" -k launch',
-        ),
+        ("make test", TESTED),
+        ('make test PYTEST_ARGS="-k launch"', f"{TESTED} -k launch"),
     ],
 )
 def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:
@@ -329,7 +335,9 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer diagnose",
         "hvd_trainer parity",
         "hvd_trainer doctor",
+        "hvd_trainer project",
         "benchmarks",
+        "benchmarks.slow_link",
     ):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:

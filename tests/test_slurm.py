@@ -6,6 +6,7 @@ import itertools
 import socket
 import threading
 from dataclasses import replace
+from datetime import timedelta
 
 import environments
 import pytest
@@ -14,7 +15,10 @@ from hvd_trainer import door, rendezvous
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch import detect
+from hvd_trainer.network import LOOPBACK
 from hvd_trainer.slurm import SlurmStep, detect_slurm, expand_hosts, read_step, visible_gpus
+from hvd_trainer.store import client
+from hvd_trainer.store.client import Ticket
 
 UNEVEN = environments.CASES["srun_3_on_2_nodes"]
 ARRAY = environments.CASES["sbatch_array_srun"]
@@ -181,24 +185,24 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def asked(name: str, ports: list[int]) -> str | None:
+def asked(name: str, ports: list[int]) -> Ticket | None:
     return Door(name, ports, ["127.0.0.1"]).read()
 
 
 def test_two_steps_that_come_to_one_port_do_not_meet() -> None:
     ports = free_ports(3)
     assert asked("7.0", ports) is None
-    Door("7.0", ports).open(1111)
-    Door("8.1", ports).open(2222)
+    Door("7.0", ports).open(LOOPBACK, 1111, "a")
+    Door("8.1", ports).open(LOOPBACK, 2222, "b")
     for _ in range(2):  # by two ranks
-        assert asked("7.0", ports) == "127.0.0.1:1111"
-        assert asked("8.1", ports) == "127.0.0.1:2222"
+        assert asked("7.0", ports) == Ticket(LOOPBACK, 1111, "a")
+        assert asked("8.1", ports) == Ticket(LOOPBACK, 2222, "b")
     # A job that was requeued, and whose first start has not ended everywhere; and one whose name begins alike.
     assert asked("7.0 start 1", ports) is None
     assert asked("7", ports) is None
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"hvd_trainer 7.0 x\n", b"\xff" * 999])
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"hvd_trainer 7.0 x y\n", b"\xff" * 999])
 def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that says nothing, or something else."""
     monkeypatch.setattr(door, "ANSWER_S", 0.2)
@@ -214,33 +218,34 @@ def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.Monkey
 
         thread = threading.Thread(target=answer)
         thread.start()
-        Door("7.0", ports).open(1111)
-        assert asked("7.0", ports) == "127.0.0.1:1111"
+        Door("7.0", ports).open(LOOPBACK, 1111, "a")
+        assert asked("7.0", ports) == Ticket(LOOPBACK, 1111, "a")
         thread.join(5)
         assert not thread.is_alive()
 
 
 def test_a_door_outlives_visitors_that_hang_on_or_go() -> None:
     ports = free_ports(1)
-    Door("7.0", ports).open(1111)
+    Door("7.0", ports).open(LOOPBACK, 1111, "a")
     with socket.create_connection(("127.0.0.1", ports[0])):
         socket.create_connection(("127.0.0.1", ports[0])).close()
-        assert asked("7.0", ports) == "127.0.0.1:1111"
+        assert asked("7.0", ports) == Ticket(LOOPBACK, 1111, "a")
 
 
 def test_rank_0_is_looked_for_wherever_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first node of the list is not its node, if tasks were placed by another list."""
     environ = environments.CASES["srun_3_scattered"][1]
-    store = rendezvous.serve_store()
-    Door("968510.0 start 0", read_step(environ).ports).open(store.port)
+    ticket = client.serve(LOOPBACK)
+    Door("968510.0 start 0", read_step(environ).ports).open(LOOPBACK, ticket.port, ticket.token)
     addresses = {"node1": "nowhere.invalid", "node2": "127.0.0.1"}
     monkeypatch.setattr(rendezvous, "_slurm_address", addresses.__getitem__)
     monkeypatch.setattr(rendezvous, "_MEETINGS", {})
     monkeypatch.setattr(rendezvous, "_SESSIONS", itertools.count())  # other tests of this process have begun some
     meeting = rendezvous.open_store(detect(environ), environ, timeout_s=10)
     assert meeting.host == "127.0.0.1"
-    store.set("hvd_trainer.0/word", "heard")
+    client.join(ticket, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
     assert meeting.store.get("word") == b"heard"
+    client.retire(ticket)
 
 
 def test_a_machine_without_a_port_left_says_what_to_type() -> None:
@@ -249,4 +254,4 @@ def test_a_machine_without_a_port_left_says_what_to_type() -> None:
         with pytest.raises(
             LaunchError, match=rf"The ports {port} of this machine are in use.* export MASTER_ADDR="
         ):
-            Door("7.0", [port]).open(1111)
+            Door("7.0", [port]).open(LOOPBACK, 1111, "a")

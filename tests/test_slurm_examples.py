@@ -132,7 +132,13 @@ TEXTS = [
         ("pipeline.sh", ["--nodes=2", "--ntasks-per-node=2"], "4 ranks on 2 nodes", 2),
         # Each rank has a copy of its own.
         ("hybrid_2_gpus_per_rank_3x4.sh", ["--ntasks-per-node=1"], "3 ranks on 3 nodes", 1),
-        ("hybrid_2_gpus_per_rank_2x8.sh", ["--ntasks-per-node=1"], "2 ranks on 2 nodes", 1),
+        pytest.param(
+            "hybrid_2_gpus_per_rank_2x8.sh",
+            ["--ntasks-per-node=1"],
+            "2 ranks on 2 nodes",
+            1,
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_model_in_parts(

@@ -26,10 +26,11 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 
 # Lowest first. A module may import what stands in a lower line; a folder's modules may import each other.
 LAYERS = (
-    ("errors", "ending"),
+    ("errors", "ending", "files"),
     ("network",),
     ("launch", "option_checks"),
-    ("slurm", "target"),
+    ("slurm", "target", "munge"),
+    ("store",),
     ("boards", "door", "elastic", "peers"),
     ("rendezvous", "watch"),
     ("spawn",),

@@ -23,7 +23,8 @@ from hvd_trainer.watch.page import Page
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("backend", "seed", "kills"), [("ddp", 0, 2), pytest.param("horovod", 1, 4, marks=requires("horovod"))]
+    ("backend", "seed", "kills"),
+    [("ddp", 0, 2), pytest.param("horovod", 1, 4, marks=[requires("horovod"), pytest.mark.nightly])],
 )
 def test_some_kills(backend: str, seed: int, kills: int) -> None:
     options = ["--kills", str(kills), "--backend", backend, "--seed", str(seed)]

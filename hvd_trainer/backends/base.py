@@ -10,6 +10,7 @@ parallelism is another thing and not in this folder.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from abc import abstractmethod
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices
 from hvd_trainer.backends.same_model import parameters_of
+from hvd_trainer.errors import BackendError, first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -282,28 +284,37 @@ class Backend(Member):
         """
         self._held.append([tensor.view_as(tensor) for tensor in tensors])
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """Collects one picklable value from each rank: a list in rank order, on all ranks."""
+    def all_gather_object(self, value: T, kinds: Sequence[Any] = ()) -> list[T]:
+        """Collects one value from each rank: a list in rank order, on all ranks; tensors on the host.
+
+        Args:
+            value: of numbers, texts, bytes, tensors, and lists, tuples, sets and dicts of them; nothing else is
+                made of what comes from the network.
+            kinds: classes and functions of which it may consist, too.
+
+        Raises:
+            BackendError: it consists of others.
+        """
         if self.world.size == 1:
             return [value]
-        mine = pickle.dumps(value)
+        mine = _packed(value)
         with self.activity.waiting():
             lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
             # Tensors of one shape: the shorter ones are filled up.
             payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
             parts = self._all_gather(payload)
-        return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
+        return [_unpacked(part[:length], kinds) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Gives one rank's picklable value to all ranks."""
+    def broadcast_object(self, value: T, source: int = 0, kinds: Sequence[Any] = ()) -> T:
+        """Gives one rank's value to all ranks; value, kinds and errors as in `all_gather_object`."""
         if self.world.size == 1:
             return value
-        payload = pickle.dumps(value) if self.world.rank == source else b""
+        payload = _packed(value) if self.world.rank == source else b""
         with self.activity.waiting():
             length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
             tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
             self._broadcast(tensor, source)
-        received: T = pickle.loads(_bytes(tensor))
+        received: T = _unpacked(tensor, kinds)
         return received
 
     @abstractmethod
@@ -383,5 +394,20 @@ def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(tensor: Tensor, kinds: Sequence[Any]) -> Any:
+    """What `_packed` has packed: a pickle would run whatever its sender chose, and anybody may have sent it."""
+    data = io.BytesIO(tensor.cpu().numpy().tobytes())
+    try:
+        with torch.serialization.safe_globals(list(kinds)):
+            return torch.load(data, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise BackendError(
+            f"A rank has sent something that is not made of numbers, texts, tensors and the like: "
+            f"{first_line(error)}"
+        ) from error

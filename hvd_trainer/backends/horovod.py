@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import io
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -35,7 +34,9 @@ from hvd_trainer.backends.same_model import refuse_unused, start_equal
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.network import interface_of
-from hvd_trainer.peers import Peer, check_world
+from hvd_trainer.peers import check_world
+from hvd_trainer.store import client
+from hvd_trainer.store.client import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +75,6 @@ class HorovodBackend(Backend):
     def __enter__(self) -> Self:
         self._hvd = _import_horovod()
         self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
-        self._server: Any = None
         self._exchange: Exchange | None = None
         self._set: Any = None
         return super().__enter__()
@@ -130,7 +130,7 @@ class HorovodBackend(Backend):
             return variables  # but a rank that is the last of many has their numbers in its environment
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
-        host, port = self._rendezvous_server()
+        address, port = self._rendezvous()
         interface = interface_of(self.address)
         if "HOROVOD_GLOO_IFACE" in self.environ and self.options.network_interface is None:
             interface = None  # it has been chosen
@@ -144,7 +144,7 @@ class HorovodBackend(Backend):
             "HOROVOD_LOCAL_SIZE": str(world.local_size),
             "HOROVOD_CROSS_RANK": str(across.index(me)),
             "HOROVOD_CROSS_SIZE": str(len(across)),
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
         }
@@ -170,21 +170,17 @@ class HorovodBackend(Backend):
             wanted["HOROVOD_CACHE_CAPACITY"] = str(options.cache_capacity)
         return {name: value for name, value in wanted.items() if name not in self.environ}
 
-    def _rendezvous_server(self) -> tuple[str, int]:
-        """Rank 0 runs Horovod's rendezvous server, on its own address only; the store tells where.
+    def _rendezvous(self) -> tuple[str, int]:
+        """Where Horovod's ranks meet, as an address and a port: at a server of rank 0, by a ticket of the store's.
 
-        Also under horovodrun, which runs one: a second start in one process would meet there what is left of the
+        Also under horovodrun, which has one: a second start in one process would meet there what is left of the
         first, and hang if a rank is quick.
         """
         if self.world.is_first:
-            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-            self._server = RendezvousHTTPServer((self.address, 0), RendezvousHandler, False)
-            self._server.init(_slots(self.peers))
-            threading.Thread(target=self._server.serve_forever, daemon=True).start()
-            self.store.set("horovod", f"{self.address}:{self._server.server_address[1]}")
-        host, _, port = self.store.get("horovod").decode().rpartition(":")
-        return host, int(port)
+            self.store.set("horovod", str(client.serve(self.address)))
+        ticket = Ticket.read(self.store.get("horovod").decode())
+        # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
+        return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 
     def _stop(self, failed: bool) -> None:
         if self._hvd.is_initialized():
@@ -195,10 +191,6 @@ class HorovodBackend(Backend):
             self._exchange.close()
             self._exchange = None
         torch_group.stop()
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
 
     # Training.
 
@@ -401,25 +393,3 @@ def _import_horovod() -> ModuleType:
             f"{torch.__version__}. Type: {INSTALL}, or train without it: --backend ddp"
         )
     return hvd
-
-
-def _slots(peers: list[Peer]) -> list[Any]:
-    """Horovod's own description of the ranks, from which its server knows how many come to each meeting."""
-    from horovod.runner.common.util.hosts import SlotInfo
-
-    slots = []
-    for rank, peer in enumerate(peers):
-        across = [other for other in peers if other.local_rank == peer.local_rank]
-        local_size = sum(other.node == peer.node for other in peers)
-        slots.append(
-            SlotInfo(
-                hostname=peer.node,
-                rank=rank,
-                local_rank=peer.local_rank,
-                cross_rank=across.index(peer),
-                size=len(peers),
-                local_size=local_size,
-                cross_size=len(across),
-            )
-        )
-    return slots

@@ -117,7 +117,7 @@ def load_texts(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
             f"the same {ARCHIVE}, and the same version of the package tokenizers."
         )
-    return _as_texts(made[0] if made else imdb_tokens.load(Path(kept[node]["file"])))
+    return _as_texts(made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length))
 
 
 def fetch(place: Path, patience_s: float) -> str | None:
@@ -149,7 +149,7 @@ def prepare_tokens(
     file = imdb_tokens.cache_file(default_data_dir(), digest, vocabulary, sequence_length)
     if file.exists():
         try:
-            return file, imdb_tokens.load(file)
+            return file, imdb_tokens.load(file, vocabulary, sequence_length)
         except DataError as error:
             say(f"imdb: {error}, and is made anew")
     say(f"imdb: makes tokens of {source}, which takes a minute, and keeps them in {file}")

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
 
 from hvd_trainer.errors import DataError
 
@@ -30,7 +31,17 @@ MARKUP = re.compile(r"(<br\s*/?>\s*)+")
 """The only markup in the reviews: ends of lines."""
 MOST_BYTES = 2**20
 """Of one review; the longest has 14 kB."""
+MOST_TEXT_BYTES = 2**29
+"""Of all reviews; the official ones have 66 MB."""
+MOST_FILES = 250_000
+"""In the archive, or the folders of reviews; officially 100,026."""
+MOST_UNPACKED_BYTES, MOST_AT_ONCE_BYTES = 2**30, 2**27
+"""Of the archive, and of one file in it with its headers, which are read into memory; officially 300 and 42 MB."""
 BLOCK_BYTES = 2**20
+
+
+Files = Iterator[tuple[str, bytes | None]]
+"""Names from the split on (`train/pos/0_9.txt`) and contents; None for a file that is not read."""
 
 
 @dataclass
@@ -98,8 +109,9 @@ def read(source: Path) -> Reviews:
     """
     reviews, seen = Reviews(), Counter[tuple[str, str]]()
     try:
-        # The last one counts where a name comes twice, as if it were unpacked.
-        files = dict(_in_folder(source) if source.is_dir() else _in_archive(source))
+        files = _limited(_in_folder(source) if source.is_dir() else _in_archive(source))
+    except TooMuchError as error:
+        raise DataError(f"{source} {error}, and is not read. Delete it and download it again.") from error
     except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{source} is damaged or cut short: {error}. Delete it and download it again.") from error
     except OSError as error:
@@ -119,6 +131,42 @@ def read(source: Path) -> Reviews:
     return reviews
 
 
+class TooMuchError(Exception):
+    """There is far more than in the official archive: it may be made to fill the memory."""
+
+
+class Unpacking:
+    """What is unpacked of an archive, up to a limit: a few megabytes may unpack to terabytes."""
+
+    def __init__(self, unzipped: gzip.GzipFile) -> None:
+        self._unzipped = unzipped
+        self._left = MOST_UNPACKED_BYTES
+        self.next_file()
+
+    def next_file(self) -> None:
+        self._left_at_once = MOST_AT_ONCE_BYTES
+
+    def read(self, size: int) -> bytes:
+        piece = self._unzipped.read(size)
+        self._left -= len(piece)
+        self._left_at_once -= len(piece)
+        if min(self._left, self._left_at_once) < 0:
+            raise TooMuchError("unpacks to far more than the reviews")
+        return piece
+
+
+def _limited(files: Files) -> dict[str, bytes | None]:
+    """All of them; the last one counts where a name comes twice, as if it were unpacked."""
+    found: dict[str, bytes | None] = {}
+    size = 0
+    for name, raw in files:
+        found[name] = raw
+        size += len(raw or b"")
+        if size > MOST_TEXT_BYTES or len(found) > MOST_FILES:
+            raise TooMuchError(f"has more than {MOST_TEXT_BYTES >> 20} MB of reviews, or {MOST_FILES:,} of them")
+    return found
+
+
 def _add(reviews: Reviews, split: str, label: str, raw: bytes) -> int:
     """Adds one review; returns how many were added."""
     try:
@@ -133,10 +181,6 @@ def _add(reviews: Reviews, split: str, label: str, raw: bytes) -> int:
     chosen.texts.append(text)
     chosen.labels.append(LABELS.index(label))
     return 1
-
-
-Files = Iterator[tuple[str, bytes | None]]
-"""Names from the split on (`train/pos/0_9.txt`) and contents; None for a file that is not read."""
 
 
 def _in_folder(folder: Path) -> Files:
@@ -154,10 +198,14 @@ def _beginning(file: Path) -> bytes:
 
 
 def _in_archive(archive: Path) -> Files:
-    with gzip.open(archive) as unzipped:
+    with gzip.open(archive) as opened_archive:
+        unzipped = Unpacking(opened_archive)
         # One after the other, as they come: going back would mean to decompress from the beginning again.
-        with tarfile.open(fileobj=unzipped, mode="r|") as tar:
-            for member in tar:
+        with tarfile.open(fileobj=cast(BinaryIO, unzipped), mode="r|") as tar:
+            for number, member in enumerate(tar):
+                if number > MOST_FILES:
+                    raise TooMuchError(f"has more than {MOST_FILES:,} files")
+                unzipped.next_file()
                 name = _from_split(member.name)
                 if name is None or member.isdir():
                     continue
@@ -165,7 +213,7 @@ def _in_archive(archive: Path) -> Files:
                 yield name, None if opened is None else opened.read(MOST_BYTES)
         # The tar's own end is silent about what is cut off behind it; gzip's has a length and a sum.
         while unzipped.read(BLOCK_BYTES):
-            pass
+            unzipped.next_file()
 
 
 def _from_split(name: str) -> str | None:

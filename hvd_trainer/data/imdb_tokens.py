@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_trainer.data.imdb_archive import MARKUP, SPLITS, Reviews
+from hvd_trainer.data.imdb_archive import LABELS, MARKUP, SPLITS, Reviews
 from hvd_trainer.errors import DataError
+from hvd_trainer.files import open_plain, replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +35,13 @@ PAD = "[PAD]"
 LEAST_VOCABULARY = 1 + 256
 """That, and all bytes."""
 ENCODED_AT_ONCE = 1000
+COUNTED = ("not_utf8", "empty", "strange")
+"""Of what was odd about the reviews."""
+DAMAGED = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError, RecursionError, NotImplementedError),
+    *(ValueError, KeyError, TypeError),
+)
+"""What reading a file that is no cache raises."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
             row[: len(parts)] = parts
         ids[split] = rows
     labels = {split: torch.tensor(getattr(reviews, split).labels, dtype=torch.uint8) for split in SPLITS}
-    counts = {name: getattr(reviews, name) for name in ("not_utf8", "empty", "strange")} | {"cut": cut}
+    counts = {name: getattr(reviews, name) for name in COUNTED} | {"cut": cut}
     return Tokens(ids, labels, counts, tokenizer.to_str())
 
 
@@ -138,38 +146,58 @@ def save(tokens: Tokens, file: Path) -> None:
     arrays: dict[str, Any] = {"about": np.frombuffer(about, np.uint8)}
     for split in SPLITS:
         arrays |= {f"{split}_ids": tokens.ids[split].numpy(), f"{split}_labels": tokens.labels[split].numpy()}
-    temporary = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Nodes that share the folder may write at the same time.
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as opened:
-            temporary = Path(opened.name)
+        with replacing(file) as temporary, temporary.open("wb") as opened:
             np.savez(opened, **arrays)
             opened.flush()
             os.fsync(opened.fileno())
-        temporary.replace(file)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise DataError(
             f"The tokens cannot be kept in {file.parent}: {error}. Name a folder with space for them: "
             f"export XDG_CACHE_HOME=/path"
         ) from error
 
 
-def load(file: Path) -> Tokens:
+def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
     """Reads the cache. Each of its arrays has a checksum.
 
+    Args:
+        vocabulary, sequence_length: as for `encode`.
+
     Raises:
-        DataError: it is not there, or damaged.
+        DataError: it is not there, damaged, or no such cache.
     """
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            about = json.loads(arrays["about"].tobytes())
-            ids = {split: torch.from_numpy(arrays[f"{split}_ids"]) for split in SPLITS}
-            labels = {split: torch.from_numpy(arrays[f"{split}_labels"]) for split in SPLITS}
-        return Tokens(ids, labels, about["counts"], about["tokenizer"])
+        with open_plain(file) as opened:
+            tokens = _read(opened)
+        for split in SPLITS:
+            _check(tokens.ids[split], tokens.labels[split], vocabulary, sequence_length)
+        return tokens
     except FileNotFoundError as error:
         raise DataError(f"there is no {file}") from error
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{file} is damaged: {error}") from error
+
+
+def _read(file: BinaryIO) -> Tokens:
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is packed, and would unpack to more than its own size")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        about = json.loads(arrays["about"].tobytes())
+        ids = {split: torch.from_numpy(arrays[f"{split}_ids"]) for split in SPLITS}
+        labels = {split: torch.from_numpy(arrays[f"{split}_labels"]) for split in SPLITS}
+    counts = {name: operator.index(about["counts"][name]) for name in (*COUNTED, "cut")}
+    return Tokens(ids, labels, counts, str(about["tokenizer"]))
+
+
+def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
+    """What is out of its range would end a training by an error that speaks of something else."""
+    forms = (ids.dtype, ids.shape, labels.dtype)
+    if forms != (ids_type(vocabulary), (len(labels), sequence_length), torch.uint8) or not labels.numel():
+        raise ValueError("its arrays have other forms")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or int(labels.max()) >= len(LABELS):
+        raise ValueError("it has ids or labels that there are not")

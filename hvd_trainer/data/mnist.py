@@ -29,12 +29,14 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.once import SharedDataError, everywhere, once_per_node
 from hvd_trainer.errors import DataError
+from hvd_trainer.files import open_plain
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", 60_000),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte", 10_000),
 }
 MEAN, STD = 0.1307, 0.3081
+CLASSES = 10
 PROBE_S, QUICK_S, PATIENT_S = 5.0, 15.0, 240.0
 """Time limits: to reach the server at all; to download where digits will do; to download where they will not."""
 SERVER = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -110,6 +112,11 @@ def load_mnist(folder: Path) -> Images:
     for split, (images_name, labels_name, count) in FILES.items():
         images = read_idx(_find(folder, images_name), (count, 28, 28))
         labels = read_idx(_find(folder, labels_name), (count,))
+        if (largest := int(labels.max())) >= CLASSES:
+            raise DataError(
+                f"{_find(folder, labels_name)} is not MNIST: it has the label {largest}, and there are 0 to "
+                f"{CLASSES - 1}. Delete it and download it again."
+            )
         sets[split] = TensorData(images.unsqueeze(1), labels.long(), Normalise(MEAN, STD), "MNIST")
     return Images(sets["train"], sets["test"])
 
@@ -120,16 +127,19 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
     Raises:
         DataError: the file is not of that format, or not of that shape.
     """
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete it and download it again.") from error
     header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
     expected = len(header) + torch.Size(shape).numel()
+    try:
+        with open_plain(path) as file:
+            # No more than shows that it is too long: a few bytes may unpack to any number.
+            raw = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(expected + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}. Delete it and download it again.") from error
     if not raw.startswith(header) or len(raw) != expected:
         raise DataError(
-            f"{path} is not MNIST: expected {expected} bytes that begin with {header.hex()}, found {len(raw)} "
-            f"that begin with {raw[: len(header)].hex()}. Delete it and download it again."
+            f"{path} is not MNIST: expected {expected} bytes that begin with {header.hex()}, found "
+            f"{'more' if len(raw) > expected else len(raw)} that begin with {raw[: len(header)].hex()}. Delete it "
+            f"and download it again."
         )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=len(header)).view(shape)
 

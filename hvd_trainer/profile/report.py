@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.banner import plural
@@ -15,7 +18,7 @@ from hvd_trainer.log import RunLog
 from hvd_trainer.profile.breakdown import Figures, breakdown, steps_of
 from hvd_trainer.profile.clocks import Ahead, compare_clocks
 from hvd_trainer.profile.merge import MERGED, Written, bring, merge
-from hvd_trainer.profile.operators import operators
+from hvd_trainer.profile.operators import Operator, operators
 from hvd_trainer.profile.recorder import Recorder
 from hvd_trainer.profile.trace import file_of, write_rank
 
@@ -57,10 +60,16 @@ class Report:
         except Exception as error:  # whatever it is, the others wait for this rank
             trace = first_line(error)
         clocks = compare_clocks(backend)
-        ranks = backend.all_gather_object(self._figures(recorder, trace, unprofiled_s))
+        mine = self._figures(recorder, trace, unprofiled_s)
+        # Arrays travel as tensors.
+        sent = replace(mine, seconds=torch.from_numpy(mine.seconds))
+        ranks = [
+            replace(its, seconds=its.seconds.numpy())
+            for its in backend.all_gather_object(sent, kinds=(Figures, Operator))
+        ]
         origin_ns = min(its.window[0] - clock.by_ns for its, clock in zip(ranks, clocks, strict=True)) - HEAD_NS
         shift_ns = origin_ns + clocks[backend.world.rank].by_ns
-        files = backend.all_gather_object(self._write(recorder, trace, shift_ns))
+        files = backend.all_gather_object(self._write(recorder, trace, shift_ns), kinds=(Written,))
         bring(backend, self._folder, files)
         if backend.world.is_first:
             lines = [*breakdown(ranks, whole=False), *self._publish(ranks, clocks, files, origin_ns)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.backends.base import Span
+from hvd_trainer.files import replacing
 from hvd_trainer.profile.operators import OPERATOR
 
 Event = dict[str, Any]
@@ -134,11 +135,9 @@ def read_events(content: bytes) -> bytes:
 def write_events(file: Path, facts: Mapping[str, Any], parts: Iterable[bytes]) -> None:
     """Writes a whole trace, or nothing."""
     facts = {"displayTimeUnit": "ms", **facts}
-    temporary = file.with_name(f".{file.name}")
-    with gzip.open(temporary, "wb", COMPRESSION) as stream:
+    with replacing(file) as temporary, gzip.open(temporary, "wb", COMPRESSION) as stream:
         stream.write(json.dumps(facts)[:-1].encode() + b', "traceEvents": [\n')
         for number, part in enumerate(parts):
             stream.write(b",\n" if number else b"")
             stream.write(part)
         stream.write(END)
-    temporary.replace(file)

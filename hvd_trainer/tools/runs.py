@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from typing import Any, Literal
 import psutil
 
 from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.files import no_place_to_write, open_plain
 from hvd_trainer.launch import LAUNCHERS
 
 MARK = "HVD_TRAINER_RUN"
@@ -33,6 +35,8 @@ MARK = "HVD_TRAINER_RUN"
 their own, which a signal to a process group does not reach."""
 END_S = 20.0
 RUNS = "runs.jsonl"
+MOST_LINE_BYTES = 2**26
+"""Of it. The learning rate of each of a million steps has 30 MB."""
 SAID = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
     r"^\S+: error: (.*)",  # argparse's
@@ -88,6 +92,10 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # What is in other folders goes with them, when the next run begins.
+        files = [path.name for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
+        if strange := no_place_to_write(folder, [*files, "failed"]):
+            raise OptionError(f"--out {folder} cannot be written to: {strange}")
         lock = (folder / ".lock").open("w")
     except OSError as error:
         raise OptionError(f"--out {folder} cannot be written to: {error}") from error
@@ -108,22 +116,47 @@ def claimed(folder: Path) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """All runs that have ended, in their order; a line that a kill has torn is none."""
+def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[Run]:
+    """All runs that have ended, in their order; a line that a kill has torn is none.
+
+    Args:
+        are_figures: whether these can be a run's that is done. The folder may come from elsewhere, and a line in
+            which they are something else is none either.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
     runs = []
-    with suppress(FileNotFoundError):
-        for line in (folder / RUNS).read_text(errors="replace").splitlines():
-            with suppress(ValueError, TypeError):
-                runs.append(Run(**json.loads(line)))
+    try:
+        with suppress(FileNotFoundError), open_plain(folder / RUNS) as lines:
+            while line := lines.readline(MOST_LINE_BYTES):
+                with suppress(ValueError, TypeError, RecursionError):
+                    run = Run(**json.loads(line))
+                    if _is_run(run) and (run.state != "done" or are_figures(run.figures)):
+                        runs.append(run)
+    except OSError as error:
+        raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
     return runs
+
+
+def _is_run(run: Run) -> bool:
+    return (
+        isinstance(run.identity, dict)
+        and type(run.round) is int
+        and run.state in ("done", "failed", "killed")
+        and all(isinstance(value, int | float) and math.isfinite(value) for value in (run.seconds, run.began_at))
+        and isinstance(run.note, str)
+        and isinstance(run.output, str)
+        and isinstance(run.figures, dict)
+    )
 
 
 def append_run(folder: Path, run: Run) -> None:
     """Writes down how a run ended, safe from whatever ends this process next."""
     file = folder / RUNS
-    torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
-    with file.open("a") as lines:
-        lines.write(("\n" if torn else "") + json.dumps(asdict(run)) + "\n")
+    with file.open("ab+") as lines:
+        torn = lines.tell() > 0 and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n"
+        lines.write((("\n" if torn else "") + json.dumps(asdict(run)) + "\n").encode())
         lines.flush()
         os.fsync(lines.fileno())
 

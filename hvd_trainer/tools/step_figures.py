@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +29,12 @@ from hvd_trainer.step_times import FOLDER, PARTS
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """What a step's time is made of, over all ranks."""
+SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s")
+LISTS = ("computing_s", "cpu_s", "percentiles_s")
 POINTS = 200
 """Of a curve that is kept."""
+MOST_STEPS = 10_000_000
+"""Of a measured run."""
 RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "base_memory_mb")
 
 Steps = Mapping[str, Any]
@@ -87,6 +93,34 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
             figures.pop(name, None)
         return {"work": work} | _started(everyone) | figures
     return None
+
+
+def are_figures(figures: Mapping[str, Any]) -> bool:
+    """Whether these are as `read_figures` and `read_probed` give them; those in a file may be anything."""
+    try:
+        work, parts = figures["work"], [figures[name] for name in ("parts",) if name in figures]
+        steps = work["steps"]
+        numbers = [figures["first_step_at"], *(figures[name] for name in RESULTS if name in figures)]
+        numbers += [its[name] for its in parts for name in STEP_PARTS]
+        numbers += [number for name in LISTS for number in figures.get(name, [])]
+        numbers += [number for point in figures.get("curve", []) for number in _pair(point)]
+        numbers += [rate for rate, _ in map(_pair, work["rates"])]
+        speeds = [figures[name] for name in SPEEDS if name in figures]
+        speeds += [work[name] for name in ("global_batch_size",) if name in work]
+        return (
+            all(isinstance(number, int | float) and math.isfinite(number) for number in [*numbers, *speeds])
+            and all(speed > 0 for speed in speeds)
+            and 0 <= steps <= MOST_STEPS
+            and sum(operator.index(count) for _, count in work["rates"]) == steps
+            and isinstance(figures.get("weights"), str | None)
+        )
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return False
+
+
+def _pair(value: Sequence[Any]) -> Sequence[Any]:
+    first, second = value
+    return first, second
 
 
 def _started(ranks: Sequence[Steps]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -96,7 +97,9 @@ def keep(folder: Path, name: str, text: str) -> None:
 def folder_for(log_folder: str | None, token: str) -> Path:
     """Where a report is kept: in the log folder, else in a temporary one that has the same name on all ranks."""
     if log_folder is None:
-        return Path(tempfile.gettempdir()) / f"hvd_trainer-{token[:12]}"
+        # The name is seen by others, and tells them nothing of the token.
+        name = hashlib.sha256(token.encode()).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"hvd_trainer-{name}"
     return Path(log_folder).expanduser() / "failures"
 
 

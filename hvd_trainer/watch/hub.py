@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck, is_certain
-from hvd_trainer.watch.line import Line
+from hvd_trainer.watch.line import LONGEST_GREETING, LONGEST_MESSAGE, Line
 from hvd_trainer.watch.station import BEAT_S, GONE, GRACE_S, SETTLE_S, STACKS_S, Station, Verdict
 
 LEAVING_S = {"left": 3.0, "interrupted": 2.0}
 """Within which all ranks leave if all were meant to."""
 MOST_OTHERS = 16
+MOST_STRANGERS = 256
+"""Connections that have not said yet whose they are, beyond as many as there are ranks. The oldest goes first."""
 FAREWELL_S = 0.3
 """Rank 0 ends so much later than the others, to whom the end of their line would be its failure."""
 
@@ -32,6 +34,8 @@ class Hub(Station):
         self._listener = socket.create_server((address, 0))
         store.set("watch", json.dumps([address, self._listener.getsockname()[1], self._token]))
         self._lines: dict[int, Line] = {}
+        self._strangers: dict[Line, None] = {}
+        self._awaited = set(range(1, self.world.size))
         self._signs: dict[int, Sign] = {}
         self._heard: dict[int, float] = {}
         self._done: set[int] = set()
@@ -50,23 +54,48 @@ class Hub(Station):
         except OSError:
             return  # too many open files, or it is gone again
         connection.settimeout(BEAT_S)
-        line = Line(connection)
+        line = Line(connection, most_bytes=LONGEST_GREETING)
+        self._strangers[line] = None
         self.selector.register(line, selectors.EVENT_READ, lambda: self._greet(line))
+        if len(self._strangers) > MOST_STRANGERS + self.world.size:
+            self._dismiss(next(iter(self._strangers)))
+
+    def _dismiss(self, line: Line) -> None:
+        del self._strangers[line]
+        self.selector.unregister(line)
+        line.close()
 
     def _greet(self, line: Line) -> None:
         """The first message says whose line it is; who does not know the token is no rank of ours."""
+        if line not in self._strangers:
+            return  # dismissed by what came just before
         messages = line.receive()
         if messages == []:
             return  # half of it
-        self.selector.unregister(line)
         match messages:
-            case [{"token": self._token, "rank": int(rank)}, *rest]:
+            case [{"token": str(token), "rank": int(rank)}, *rest] if (
+                secrets.compare_digest(token.encode(), self._token.encode()) and rank in self._awaited
+            ):
+                del self._strangers[line]
+                self.selector.unregister(line)
+                line.most_bytes = LONGEST_MESSAGE
+                self._awaited.discard(rank)
                 self._lines[rank], self._signs[rank], self._heard[rank] = line, Sign(), time.monotonic()
                 self.selector.register(line, selectors.EVENT_READ, lambda: self._hear(rank))
                 for message in rest:
                     self._handle(rank, message)
             case _:
-                line.close()
+                self._dismiss(line)
+        if not self._awaited:
+            self._close_listener()
+
+    def _close_listener(self) -> None:
+        """All ranks have come, and none comes twice."""
+        if self._listener.fileno() >= 0:
+            self.selector.unregister(self._listener)
+            self._listener.close()
+        for line in list(self._strangers):
+            self._dismiss(line)
 
     def _hear(self, rank: int) -> None:
         messages = self._lines[rank].receive()
@@ -226,7 +255,7 @@ class Hub(Station):
         for line in self._lines.values():
             line.send({"kind": "bye"})
             line.close()
-        self._listener.close()
+        self._close_listener()
 
 
 def described(sign: Sign) -> str:

@@ -13,11 +13,21 @@ from typing import Any
 _open: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
-class Line:
-    """One end of a connection."""
+LONGEST_GREETING, LONGEST_MESSAGE = 1 << 12, 1 << 24
+"""In bytes: of those who have yet to say the token, and of ranks, which send their stacks."""
 
-    def __init__(self, connection: socket.socket) -> None:
+
+class Line:
+    """One end of a connection.
+
+    Args:
+        connection: the socket.
+        most_bytes: the longest message that is read.
+    """
+
+    def __init__(self, connection: socket.socket, most_bytes: int = LONGEST_MESSAGE) -> None:
         self._socket = connection
+        self.most_bytes = most_bytes
         self._unread = b""
         _open.add(self)
 
@@ -40,7 +50,9 @@ class Line:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             return None
-        sound = data and len(self._unread) < 1 << 24 and all(isinstance(message, dict) for message in messages)
+        sound = (
+            data and len(self._unread) < self.most_bytes and all(isinstance(message, dict) for message in messages)
+        )
         return messages if sound else None
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from hvd_trainer.tools.formats import check_installed, number
 from hvd_trainer.tools.job import command_for, read_job
 from hvd_trainer.tools.machine import busy, describe_machine, num_gpus
 from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, log_dir, read_runs, split
-from hvd_trainer.tools.step_figures import read_figures, read_probed
+from hvd_trainer.tools.step_figures import are_figures, read_figures, read_probed
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
             measure(plan, folder, options, strong=strong)
         except KeyboardInterrupt:
             interrupted = True
-        comparison = Comparison.of(plan, read_runs(folder), job=job, strong=strong, machine=machine)
+        comparison = Comparison.of(plan, read_runs(folder, are_figures), job=job, strong=strong, machine=machine)
         comparison.check_work()
         if any(one.runs for one in comparison.measured):
             show(comparison, folder)
@@ -133,7 +133,7 @@ def measure(plan: Sequence[Point], folder: Path, options: Options, *, strong: bo
     Raises:
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
-    ended = read_runs(folder)
+    ended = read_runs(folder, are_figures)
     done = {(run.key, run.round): run for run in ended if run.state == "done"}
     order = list(in_rounds(plan, options.rounds))
     to_do = [(number, point) for number, point in order if (point.key, number) not in done]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,6 +15,14 @@ from hvd_trainer.log import METRICS
 
 OF_EPOCH = ("samples_per_s", "train_loss", "bubble", "global_batch_size")
 OF_END = ("peak_memory_mb", "base_memory_mb")
+
+
+def are_figures(figures: Mapping[str, Any]) -> bool:
+    """Whether these are as `read_figures` gives them; those in a file may be anything."""
+    finite = all(isinstance(figure, int | float) and math.isfinite(figure) for figure in figures.values())
+    return finite and (
+        not figures or min(figures.get(name, 0) for name in ("samples_per_s", "global_batch_size")) > 0
+    )
 
 
 def read_figures(log: Path) -> dict[str, float] | None:

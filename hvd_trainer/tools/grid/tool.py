@@ -22,7 +22,7 @@ from hvd_trainer.option_checks import at_least, flag, more_than, refuse
 from hvd_trainer.tools import formats
 from hvd_trainer.tools.formats import check_installed
 from hvd_trainer.tools.grid import picture, report
-from hvd_trainer.tools.grid.figures import read_figures
+from hvd_trainer.tools.grid.figures import are_figures, read_figures
 from hvd_trainer.tools.grid.job import Job, find_job
 from hvd_trainer.tools.grid.plan import Axis, Configuration, configurations, in_rounds, label, read_axis
 from hvd_trainer.tools.grid.rows import Row, make_rows
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
             measure(grid, options)
         except KeyboardInterrupt:
             interrupted = True
-        rows = make_rows(grid.configurations, read_runs(folder), job.samples)
+        rows = make_rows(grid.configurations, read_runs(folder, are_figures), job.samples)
         show(grid, rows)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
@@ -154,7 +154,7 @@ def read_axes(options: Axes) -> list[Axis]:
 
 def measure(grid: Grid, options: Options) -> None:
     """Runs what has not been run yet, and writes down each run as it ends."""
-    ends = {(run.key, run.round): run.state for run in read_runs(grid.folder)}
+    ends = {(run.key, run.round): run.state for run in read_runs(grid.folder, are_figures)}
     done = {place for place, state in ends.items() if state == "done"}
     # What failed will fail again, and take as long to do so.
     given_up = set() if options.retry_failed else {key for (key, _), state in ends.items() if state == "failed"}

@@ -14,10 +14,11 @@ from hvd_trainer.tools.horovod.interfaces import INTERFACE_CHANGES
 from hvd_trainer.tools.horovod.security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod.source import Replacement
 from hvd_trainer.tools.horovod.timeline import TIMELINE_CHANGES
+from hvd_trainer.tools.horovod.tokens import TOKEN_CHANGES
 from hvd_trainer.tools.horovod.waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 10
+PATCH_SET = 11
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -62,6 +63,7 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *SECURITY_CHANGES,
         *WAKING_CHANGES,
         *INTERFACE_CHANGES,
+        *TOKEN_CHANGES,
         *ELASTIC_CHANGES,
         *ENDING_CHANGES,
         *TIMELINE_CHANGES,

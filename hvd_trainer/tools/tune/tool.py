@@ -38,7 +38,7 @@ from hvd_trainer.tools.job import (
 )
 from hvd_trainer.tools.machine import busy, describe_machine
 from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, key_of, log_dir, read_runs, split
-from hvd_trainer.tools.step_figures import read_figures
+from hvd_trainer.tools.step_figures import are_figures, read_figures
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.knobs import settling_steps, words
 from hvd_trainer.tools.tune.search import Found, Measure, Search
@@ -48,6 +48,13 @@ WARM_UP = 5
 FEWEST, MOST = 20, 2000
 """Counted steps of a run."""
 ENDLESS = ("--epochs", "1000000", "--until", "None")
+
+
+FACTS: Mapping[str, type] = {
+    **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
+    **{"device": str, "compression": str, "in_memory": bool},
+}
+"""What the search asks of the job's run.json, beside --bucket-mb."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Bench:
         self._backend, self._job, self._options, self._folder = backend, job, options, folder
         self._setting = setting
         self._known: dict[str, list[Run]] = {}
-        for run in read_runs(folder):
+        for run in read_runs(folder, _are_figures):
             if run.state == "done":  # what failed may have been mended
                 self._known.setdefault(run.key, []).append(run)
         self._used: Counter[str] = Counter()
@@ -204,6 +211,15 @@ class Bench:
         )
         append_run(self._folder, run)
         return run
+
+
+def _are_figures(figures: Mapping[str, Any]) -> bool:
+    if not are_figures(figures):
+        return False
+    work = figures["work"]
+    return all(isinstance(work.get(name), kind) for name, kind in FACTS.items()) and isinstance(
+        work.get("bucket_mb"), int | float
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Hosts for tests: each has a name, an address, processes, /dev/shm, /tmp and an ssh server of its own.
+"""Hosts on one machine: each has a name, an address, processes, /dev/shm, /tmp and an ssh server of its own.
 
     with hosts("hosta", "hostb") as (a, b):
         a.run(["ssh", "hostb", "hostname"])
@@ -11,7 +11,7 @@ They are namespaces of Linux (network, names, processes, mounts, shared memory),
 and, for who asks for two networks, the same once more with eth1 and 10.78.0.1, over a bridge of its own.
 
 Files but those under /tmp and /dev/shm are the machine's, as in a cluster whose home folders are shared. root may
-enter every host from every host by a key made for the test.
+enter every host from every host by a key made for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
-import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NETWORKS = ("10.77.0", "10.78.0")
@@ -54,9 +53,6 @@ def missing() -> str | None:
         ["unshare", *ISOLATED, "ip", "link", "add", "name", "bridge", "type", "bridge"], check=False
     )
     return "this kernel has no namespaces, or no bridge" if tried.returncode != 0 else None
-
-
-requires_hosts = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 @dataclass
@@ -168,6 +164,18 @@ class Cluster:
                 self.at_switch("ip", "link", "delete", end)
                 self.mend(host)
 
+    @contextmanager
+    def slow_between(self, hosts: Sequence[Host], *, mbit: float, delay_ms: float) -> Iterator[None]:
+        """Between any two of these hosts it is as slow as that, each way, as long as the block lasts.
+
+        Between two of them it is one cable. Of more, every one has its own, with half of the delay.
+        """
+        cables, share = (hosts[1:], 1.0) if len(hosts) == 2 else (hosts, 0.5)
+        with ExitStack() as stack:
+            for host in cables:
+                stack.enter_context(self.slow(host, mbit=mbit, delay_ms=share * delay_ms))
+            yield
+
 
 @contextmanager
 def hosts(*names: str, networks: int = 1) -> Iterator[Cluster]:
@@ -195,7 +203,7 @@ def hosts(*names: str, networks: int = 1) -> Iterator[Cluster]:
             for network in range(networks):
                 _plug_in(cluster, host, network)
         for host in cluster.hosts:
-            _wait(lambda host=host: _answers(host), f"the ssh server of {host.name}")
+            _wait(partial(_answers, host), f"the ssh server of {host.name}")
         yield cluster
 
 

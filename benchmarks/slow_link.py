@@ -1,0 +1,257 @@
+"""What does a slow link between hosts cost, and what helps? Time per step, and the loss after the same samples.
+
+    python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link
+
+Both engines, each compression that they have, one and four passes per step, on hosts made of namespaces (hosts.py)
+that are joined by a fast link and by slow ones (slow_cable.py). Needs root. With --output the same command goes on
+where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.hosts import Cluster, Host, hosts, missing
+from benchmarks.results import describe_machine
+from benchmarks.run import REPOSITORY
+from benchmarks.slow_link_cases import BACKENDS, COMPRESSIONS, Case, Link, Plan
+from benchmarks.slow_link_results import Measured, as_points, markdown
+from hvd_trainer.errors import OptionError
+from hvd_trainer.log import METRICS
+from hvd_trainer.option_checks import at_least, more_than
+from hvd_trainer.tools.job import NOT_SAVED
+from hvd_trainer.tools.runs import MARK, Run, append_run, claimed, key_of, read_runs, why_it_failed
+from hvd_trainer.tools.step_figures import read_steps
+
+JOB = ("-m", "benchmarks.ours.wide")
+PORTS = itertools.count(29501)
+"""Of the ranks' meetings, one for each."""
+
+
+def carry_out(cluster: Cluster, case: Case, number: int, data: Sequence[str], folder: Path, limit_s: float) -> Run:
+    """One training, from its start to its end.
+
+    Args:
+        cluster: of at least as many hosts as it takes.
+        number: of the round, which is the seed, too.
+        data: the job's options that name its images.
+        folder: that is claimed.
+        limit_s: after which it is killed, in seconds.
+    """
+    place = cluster.new_folder()
+    began_at, began = time.time(), time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, place)
+        taken = cluster.hosts[: case.hosts]
+        if case.mbit is not None:
+            stack.enter_context(cluster.slow_between(taken, mbit=case.mbit, delay_ms=case.delay_ms))
+        for host in taken:
+            # What the kernel remembers of another link between these addresses would open TCP's windows wrongly.
+            host.run(["ip", "tcp_metrics", "flush"])
+        kept = ["--log-dir", str(place / "log"), "--record-steps", "--quiet", *NOT_SAVED]
+        words = [*JOB, *case.arguments(number), *data, *kept]
+        code = _exit_code(taken, case.ranks_per_host, words, place / "output", folder, limit_s)
+        figures = read(place / "log", case) if code == 0 else None
+        note = ""
+        if code is None:
+            note = f"had not ended after {limit_s:g} s (--limit-s)"
+        elif figures is None:
+            few = f"no step behind the first {case.warm_up}: raise --samples, or lower --batch-size"
+            note = few if code == 0 else why_it_failed(place, code)
+        if note:
+            print((place / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
+    return Run(
+        case._asdict(),
+        number,
+        "done" if figures is not None else "killed" if code is None else "failed",
+        round(time.monotonic() - began, 2),
+        note,
+        figures or {},
+        began_at=began_at,
+    )
+
+
+def read(log: Path, case: Case) -> dict[str, Any] | None:
+    """The figures of a training; None if it has not come to its end, or has no step that counts."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        ranks = read_steps(log)
+        seconds = np.stack([rank["seconds"] for rank in ranks]).sum(axis=2).mean(axis=0)[case.warm_up :]
+        end = json.loads((log / METRICS).read_text().splitlines()[-1])
+        if end["event"] == "end" and len(ranks) == case.ranks and len(seconds) > 0:
+            kept = {name: end[name] for name in ("samples", "train_loss", "test_loss")}
+            return {"step_ms": 1000 * float(np.median(seconds)), "steps": end["step"], **kept}
+    return None
+
+
+def _exit_code(
+    taken: Sequence[Host], ranks_per_host: int, words: Sequence[str], output: Path, folder: Path, limit_s: float
+) -> int | None:
+    """The worst of its ranks' exit codes; None if they were killed for being late. No process of it is left.
+
+    No launcher starts them: torchrun on each host would import PyTorch once more before it does.
+    """
+    size, meeting = len(taken) * ranks_per_host, f"tcp://{taken[0].address}:{next(PORTS)}"
+    command = [sys.executable, *words, "--init-method", meeting]
+    deadline = time.monotonic() + limit_s
+    with ExitStack() as stack:
+        lines = stack.enter_context(output.open("ab"))
+        running = []
+        for rank in range(size):
+            place, local = divmod(rank, ranks_per_host)
+            stack.callback(taken[place].end_all)
+            environ = {
+                **taken[place].environ,
+                **{"RANK": str(rank), "WORLD_SIZE": str(size)},
+                **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks_per_host)},
+                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), MARK: str(folder)},
+            }
+            popen = subprocess.Popen(
+                taken[place].command(command), stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=environ
+            )
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
+            running.append(popen)
+        try:
+            return max((popen.wait(max(0.0, deadline - time.monotonic())) for popen in running), key=abs)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def measure(plan: Sequence[Case], rounds: int, data: Sequence[str], folder: Path, limit_s: float) -> None:
+    """Runs what has not been run yet, forwards in one round and backwards in the next.
+
+    Raises:
+        OptionError: no such hosts can be made here.
+    """
+    done = {(run.key, run.round) for run in read_runs(folder) if run.state == "done"}
+    order = [(n, case) for n in range(1, rounds + 1) for case in plan[:: 1 if n % 2 else -1]]
+    to_do = [(n, case) for n, case in order if (key_of(case._asdict()), n) not in done]
+    if not to_do:
+        return
+    if (reason := missing()) is not None:
+        raise OptionError(f"Hosts of namespaces cannot be made here: {reason}")
+    failed = set()
+    with hosts(*(f"host{place}" for place in range(max(case.hosts for case in plan)))) as cluster:
+        for count, (n, case) in enumerate(to_do, 1):
+            if case in failed:
+                continue
+            run = carry_out(cluster, case, n, data, folder, limit_s)
+            append_run(folder, run)
+            if run.state != "done":
+                failed.add(case)
+            said = run.note or f"{run.figures['step_ms']:.1f} ms a step, test loss {run.figures['test_loss']:.4f}"
+            print(f"{count}/{len(to_do)}, round {n}, {case}: {said} ({run.seconds:.0f} s)", file=sys.stderr)
+
+
+@contextmanager
+def folder_of(output: Path | None) -> Iterator[Path]:
+    """Where runs are written down; for who keeps nothing, one that is gone afterwards."""
+    with ExitStack() as stack:
+        if output is None:
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd-slow-link-")))
+        stack.enter_context(claimed(output))
+        yield output
+
+
+def data_options(data_dir: Path | None) -> list[str]:
+    """How the job is told where its images are.
+
+    Raises:
+        OptionError: the hosts would not see them.
+    """
+    if data_dir is None:
+        return []
+    folder = data_dir.expanduser().resolve()
+    if folder.is_relative_to("/tmp"):
+        raise OptionError(f"--data-dir {data_dir}: each host has a /tmp of its own. Name a folder elsewhere")
+    return ["--data-dir", str(folder)]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.slow_link",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data-dir", type=Path, help="MNIST's folder; without it: the small set of digits, to try this out")
+    add("--output", type=Path, help="write DIR.md and DIR.json, and go on from what DIR/ has", metavar="DIR")
+    add("--hosts", nargs="+", type=int, default=[2], metavar="N")
+    add("--ranks-per-host", type=int, default=1, metavar="N")
+    slow = [Link(100.0, 20.0)]
+    add("--links", nargs="+", type=Link.parse, default=slow, metavar="MBIT/MS", help="rate and delay, each way")
+    add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    add("--compressions", nargs="+", choices=COMPRESSIONS, default=COMPRESSIONS)
+    add("--accumulations", nargs="+", type=int, default=[1, 4], metavar="N", help="passes per step")
+    add("--width", type=int, default=768, help="of the model: 768 has gradients of 4.6 MB")
+    add("--batch-size", type=int, default=128, help="images per rank and pass")
+    add("--samples", type=int, default=60_000, help="images of the epoch after which the loss is taken")
+    add("--steps", type=int, default=12, help="that count, on slow links")
+    add("--rounds", type=int, default=3, help="each with a seed of its own")
+    add("--limit-s", type=float, default=300.0, help="for one run")
+    add("--fit-points", action="store_true", help="measure more links, sizes and hosts, for a model of costs")
+    args = parser.parse_args(argv)
+    numbers = ("ranks_per_host", "width", "batch_size", "samples", "steps", "rounds")
+    mistakes = [
+        *at_least(2, hosts=min(args.hosts)),
+        *at_least(1, accumulations=min(args.accumulations), **{name: getattr(args, name) for name in numbers}),
+        *more_than(0, limit_s=args.limit_s),
+    ]
+    if mistakes:
+        parser.error("; ".join(mistakes))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 if all was measured, else 1; 2 after a mistake; 130 after Ctrl-C."""
+    args = parse(argv)
+    plan = Plan(
+        tuple(args.hosts),
+        args.ranks_per_host,
+        tuple(args.links),
+        tuple(args.backends),
+        tuple(args.compressions),
+        tuple(args.accumulations),
+        *(args.width, args.batch_size, args.samples, args.steps),
+        "digits" if args.data_dir is None else "mnist",
+    )
+    cases, interrupted = plan.cases(fit=args.fit_points), False
+    output = None if args.output is None else args.output.expanduser().resolve()
+    try:
+        machine = ", ".join(f"{key} {value}" for key, value in describe_machine().items())
+        data = data_options(args.data_dir)
+        with folder_of(output) as folder:
+            try:
+                measure(cases, args.rounds, data, folder, args.limit_s)
+            except KeyboardInterrupt:
+                interrupted = True
+            measured = Measured(read_runs(folder), args.rounds, args.steps)
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = markdown(measured, plan, cases, machine)
+    print(text, end="")
+    if output is not None:
+        Path(f"{output}.md").write_text(text)
+        Path(f"{output}.json").write_text(json.dumps(as_points(measured, cases, machine), indent=1) + "\n")
+    if interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    return int(any(len(measured.of(case, "step_ms")) < args.rounds for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""A job's sockets, as others on the machine see them: by another user's process, in real jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attacks
+import psutil
+import pytest
+import torch.distributed as dist
+from launchers import REPOSITORY, Job, launch, requires, start
+
+from hvd_trainer.boards import FileBoard
+from hvd_trainer.errors import LaunchError
+from hvd_trainer.network import LOOPBACK
+from hvd_trainer.store import client
+from hvd_trainer.store.client import Ticket
+
+JOB = str(REPOSITORY / "tests/attacked_job.py")
+REQUESTS = 10_000
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+@pytest.fixture
+def ticket() -> Iterator[Ticket]:
+    served = client.serve(LOOPBACK)
+    yield served
+    client.retire(served)
+
+
+def join(ticket: Ticket, timeout_s: float = 10) -> dist.Store:
+    return client.join(ticket, timedelta(seconds=timeout_s))
+
+
+def test_a_store_does_all_that_pytorch_s_own_does(ticket: Ticket) -> None:
+    store, other = join(ticket), join(ticket)
+    store.set("a", "1")
+    assert other.get("a") == b"1"
+    assert [store.add("n", 3), other.add("n", -5), store.get("n")] == [3, -2, b"-2"]
+    assert [store.check(["a", "n"]), store.check(["a", "b"])] == [True, False]
+    assert [
+        store.compare_set("c", "", "x"),
+        store.compare_set("c", "x", "y"),
+        store.compare_set("c", "q", "z"),
+    ] == [
+        *(b"x", b"y", b"y"),
+    ]
+    store.append("a", "2")
+    store.multi_set(["k", "l"], [b"3", b""])
+    assert other.multi_get(["a", "k", "l"]) == [b"12", b"3", b""]
+    assert [store.delete_key("k"), store.delete_key("k"), other.check(["k"])] == [True, False, False]
+    large = os.urandom(20 << 20)
+    store.set("large", large)
+    assert other.get("large") == large
+    # The wait is given up, and the connection goes on.
+    with pytest.raises(dist.DistStoreError, match="timeout after 100ms"):
+        store.wait(["never"], timedelta(seconds=0.1))
+    other.set("never", "late")
+    store.wait(["never"])
+    assert store.clone().get("never") == b"late"
+
+
+def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Ticket) -> None:
+    waiting, setting = join(ticket), join(ticket)
+    thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))
+    thread.start()
+    waiting.wait(["x", "y"])
+    thread.join()
+
+
+def test_a_wrong_token_opens_nothing(ticket: Ticket) -> None:
+    join(ticket).set("a", "mine")
+    for attempt in (
+        lambda store: store.get("a"),
+        lambda store: store.add("a", 1),
+        lambda store: store.num_keys(),
+        lambda store: store.list_keys(),
+    ):
+        with pytest.raises(dist.DistNetworkError):
+            attempt(join(Ticket(LOOPBACK, ticket.port, "0" * 32), 2))
+    join(Ticket(LOOPBACK, ticket.port, "0" * 32)).set("a", "evil")
+    assert join(ticket).get("a") == b"mine"
+
+
+def test_a_retired_ticket_ends_the_server(ticket: Ticket) -> None:
+    second = client.serve(LOOPBACK)
+    assert second.port == ticket.port
+    assert second.token != ticket.token
+    client.retire(second)
+    join(ticket).set("a", "1")
+    third = client.serve("127.0.0.2")
+    client.retire(third)
+    with pytest.raises(dist.DistNetworkError):
+        join(third, 1)
+
+
+@as_root
+def test_garbage_does_not_disturb_a_store(ticket: Ticket) -> None:
+    store = join(ticket)
+    store.set("a", "1")
+    assert attacks.by_another_user(attacks.flood, [ticket.port], REQUESTS) > 0.9 * REQUESTS
+    assert store.get("a") == b"1"
+    assert join(ticket).get("a") == b"1"
+
+
+def test_too_many_that_say_nothing_make_room_for_those_that_do(ticket: Ticket) -> None:
+    silent = [socket.create_connection((LOOPBACK, ticket.port)) for _ in range(900)]
+    try:
+        join(ticket).set("a", "1")
+        assert join(ticket).get("a") == b"1"
+    finally:
+        for line in silent:
+            line.close()
+
+
+def test_a_secret_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(LaunchError, match="cannot be read"):
+        client.shared_secret({client.SECRET_FILE: str(file)})
+    file.write_text("a" * 32)
+    file.chmod(0o644)
+    with pytest.raises(LaunchError, match="may be read by others. Type: chmod 600"):
+        client.shared_secret({client.SECRET_FILE: str(file)})
+    file.chmod(0o600)
+    assert client.shared_secret({client.SECRET_FILE: str(file)}) == "a" * 32
+    file.write_text("short")
+    with pytest.raises(LaunchError, match="should hold 16 characters or more, and holds 5"):
+        client.shared_secret({client.SECRET_FILE: str(file)})
+    assert client.shared_secret({}) is None
+    tokens = {client.derived_token(secret, name) for secret in ("a" * 16, "b" * 16) for name in ("x", "y")}
+    assert len(tokens) == 4
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["theirs", "writable", "link"])
+def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hvd_trainer"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "writable" else 0o700)
+        os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
+    # Whom a planted pipe would keep waiting.
+    os.mkfifo(folder / "job")
+    board = FileBoard(folder / "job")
+    for attempt in (lambda: board.post("127.0.0.1:1/a"), board.read):
+        with pytest.raises(LaunchError, match="is not a folder for you alone"):
+            attempt()
+
+
+# Real jobs.
+
+
+def listening(job: Job) -> dict[int, tuple[str, psutil.Process]]:
+    """The ports of a job's ranks and of what they have started, with the address; not those of its launcher."""
+    found = {}
+    for process in job.processes():
+        words = process.cmdline()
+        if JOB in words[1:3] or "store.server" in " ".join(words):
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    found[one.laddr.port] = (one.laddr.ip, process)
+    return found
+
+
+def steps_of(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sum(json.loads(line)["event"] == "step" for line in lines)
+
+
+def files_under(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.long
+@as_root
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        pytest.param("torchrun", "ddp", marks=requires("torchrun")),
+        pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
+    ],
+)
+def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
+    launcher: str, backend: str, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def options(folder: Path) -> list[Any]:
+        return [JOB, "--backend", backend, "--epochs", "12", "--log-every", "1", "--log-dir", folder]
+
+    log = tmp_path / "log"
+    with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
+        end = time.monotonic() + 90
+        while steps_of(log) < 3:
+            assert time.monotonic() < end, job.report("no steps")
+            time.sleep(0.1)
+        [note] = temporary.glob("hvd_trainer-0/*")
+        token = Ticket.read(json.loads(note.read_text())["ticket"]).token
+        doors = listening(job)
+        assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
+        assert any("store.server" in " ".join(process.cmdline()) for _, process in doors.values()), doors
+        # The token is in no command line, and in nothing that another user reads.
+        lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        assert not [words for words in lines if token in " ".join(words)]
+        secret = [note, *(f"/proc/{process.pid}/environ" for process in job.processes())]
+        assert attacks.by_another_user(attacks.readable, [str(path) for path in secret]) == []
+        assert attacks.by_another_user(attacks.answers, list(doors), f"/{'0' * 32}/peers") == {}
+        before = steps_of(log)
+        assert attacks.by_another_user(attacks.flood, list(doors), REQUESTS) > 0.9 * REQUESTS
+        assert steps_of(log) > before
+        (log / "attacked").touch()
+        ended = job.wait(90)
+        assert ended.returncode == 0, job.report("failed")
+    assert token not in ended.stdout + ended.stderr
+    assert not [file for file in files_under(log) if token.encode() in file.read_bytes()]
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    (calm / "attacked").touch()
+    launch(launcher, 2, options(calm))
+    assert (log / "model.safetensors").read_bytes() == (calm / "model.safetensors").read_bytes()

@@ -1,0 +1,108 @@
+"""What is written: with the rights that the user's umask leaves, and never through somebody else's link."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import digits_job
+import fake_imdb
+import pytest
+import torch
+from launchers import launch
+
+from hvd_trainer import boards, checkpoint
+from hvd_trainer.data import imdb_archive, imdb_tokens
+from hvd_trainer.export import export_tensors
+from hvd_trainer.files import replacing
+
+UMASKS = (0o077, 0o022, 0o002)
+
+
+@pytest.fixture(params=UMASKS, ids=[f"{mask:03o}" for mask in UMASKS])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def rights(folder: Path) -> dict[str, str]:
+    """Of all that is in a folder; folders can be entered by whom they can be read by."""
+    return {
+        str(path.relative_to(folder)): f"{stat.S_IMODE(path.stat().st_mode):03o}" for path in folder.rglob("*")
+    }
+
+
+def wanted(folder: Path, umask: int) -> dict[str, str]:
+    modes = {path: 0o777 if path.is_dir() else 0o666 for path in folder.rglob("*")}
+    return {str(path.relative_to(folder)): f"{mode & ~umask:03o}" for path, mode in modes.items()}
+
+
+def test_all_that_a_run_writes_follows_the_umask(umask: int, tmp_path: Path) -> None:
+    """The weights were for their owner alone, whatever the umask: safetensors makes its files so."""
+    out = tmp_path / "out"
+    extra = ["--record-steps", "--trace-steps", "1", "--profile", "steps=1,skip=0", "--save-every-steps", "1"]
+    launch("python", 1, [*digits_job.argv("single", out / "log", extra), "--max-steps", "3"])
+    launch("python", 1, ["-m", "hvd_trainer", "export", str(out / "log"), str(out / "weights.safetensors")])
+    names = {path.name for path in out.rglob("*")}
+    assert names >= {
+        *("metrics.jsonl", "config.yaml", "run.json", "model.safetensors", "state.pt", "manifest.json", ".lock"),
+        *("rank-0.npz", "rank-0.jsonl", "start-0.safetensors", "trace.json.gz", "breakdown.txt"),
+        "weights.safetensors",
+    }
+    assert rights(out) == wanted(out, umask)
+
+
+def test_the_cache_of_tokens_follows_the_umask(umask: int, tmp_path: Path) -> None:
+    """Colleagues who share the folder could not read it, and each made their own."""
+    source = fake_imdb.write_archive(tmp_path / imdb_archive.ARCHIVE, fake_imdb.reviews())
+    tokens = imdb_tokens.encode(imdb_archive.read(source), 300, 16)
+    imdb_tokens.save(tokens, tmp_path / "cache/tokens.npz")
+    assert rights(tmp_path / "cache") == wanted(tmp_path / "cache", umask)
+
+
+def test_where_ranks_meet_is_for_their_user_alone(umask: int, tmp_path: Path) -> None:
+    """Whatever the umask: who reads it could take part in the job."""
+    boards.FileBoard(tmp_path / "met/job").post("ticket")
+    assert rights(tmp_path) == {"met": "700", "met/job": "600"}
+
+
+def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp another user may have put links where a name can be guessed: that of the file and of the process."""
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    mine.write_text("precious")
+    shared.mkdir()
+    file = shared / "weights.safetensors"
+    for name in (file.name, f".{file.name}", f".{file.name}.{os.getpid()}"):
+        (shared / name).symlink_to(mine)
+    (shared / f".step-000000001.{os.getpid()}").symlink_to(tmp_path, target_is_directory=True)
+    export_tensors({"a": torch.zeros(2)}, file)
+    path = checkpoint.save(shared, {"a": 1}, step=1, epoch=0)
+    assert mine.read_text() == "precious"
+    assert not file.is_symlink()
+    assert not path.is_symlink()
+    assert checkpoint.load(path) == {"a": 1}
+    assert not (tmp_path / checkpoint.STATE).exists()
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (shared / f".{file.name}.guessed").symlink_to(mine)
+    with pytest.raises(FileExistsError):
+        export_tensors({"a": torch.zeros(2)}, file)
+    assert mine.read_text() == "precious"
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with replacing(file) as temporary:
+        temporary.write_text("first")
+
+    def fail() -> None:
+        with replacing(file) as temporary:
+            temporary.write_text("second")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        fail()
+    assert file.read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,487 @@
+"""`python -m hvd_trainer project`: the formula, fits that find planted costs, and what it says it cannot know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, log, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_trainer import cli
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.compare import plan as compare_plan
+from hvd_trainer.tools.compare import report as compare_report
+from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.project.fit import CPU, GPU, fit, interval
+from hvd_trainer.tools.project.held_out import Errors, Guess, by_series, furthest, large, tables
+from hvd_trainer.tools.project.model import BACKWARD, INNER, Costs, Setup, exchange, largest_of, step
+from hvd_trainer.tools.project.points import SHIPPED, Point, pieces_of, read_points
+from hvd_trainer.tools.project.projection import elsewhere, near
+from hvd_trainer.tools.project.published import SERIES, published
+from hvd_trainer.tools.project.scope import Scope
+from hvd_trainer.tools.project.tool import Options, main, project
+from hvd_trainer.tools.runs import Run
+
+NOTHING = Costs(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+"""No cost but the link's own."""
+COSTS = Costs(1e-3, 1e-4, 1.2, 1e-9, 0.8, 1.0, 0.03)
+SETUP = Setup(4, 2, 10.0, 0.1, 1e8, 4)
+EXAMPLE = ["--hosts", "64", "--gpus-per-host", "8", "--link-gbit", "100"]
+
+
+# The formula.
+
+
+def test_one_rank_loses_nothing() -> None:
+    assert step(replace(SETUP, hosts=1, ranks_per_host=1), COSTS).efficiency == 1
+
+
+def test_a_link_without_latency_and_limit_loses_nothing() -> None:
+    assert step(replace(SETUP, link_gbit=inf), NOTHING).efficiency == 1
+
+
+def test_a_ring_by_hand() -> None:
+    """4 hosts, 8 ranks: 14 messages one after the other, 6 of them over the link; 14/8 of the bytes."""
+    latency, bandwidth = exchange(replace(SETUP, delay_s=0.001), COSTS)
+    assert latency == pytest.approx((4 + 1) * (6 * 1.1e-3 + 8 * INNER * 1e-4))
+    assert bandwidth == pytest.approx(14 / 8 * 1e8 * (1e-9 + 1.2 * 8 / 10e9))
+
+
+def test_a_tree_is_taken_where_it_is_faster() -> None:
+    few, many = replace(SETUP, sent_bytes=4e5, trees=True), replace(SETUP, hosts=2, trees=True)
+    assert exchange(few, COSTS)[0] == pytest.approx(5 * 2 * (2 * 1e-4 + INNER * 1e-4))
+    assert exchange(many, COSTS) == exchange(replace(many, trees=False), COSTS)
+
+
+def test_no_more_is_hidden_than_backward_takes_and_pieces_allow() -> None:
+    quick = replace(SETUP, link_gbit=100.0, sent_bytes=1e7)
+    all_hidden = COSTS._replace(overlap=1.0)
+    its = step(quick, all_hidden)
+    assert its.latency_s + its.bandwidth_s == pytest.approx(sum(exchange(quick, COSTS)) / 4)
+    slow = replace(SETUP, link_gbit=1.0)
+    its = step(slow, all_hidden)
+    assert its.latency_s + its.bandwidth_s == pytest.approx(sum(exchange(slow, COSTS)) - BACKWARD * 0.1)
+    last_pass = step(replace(slow, passes=4), all_hidden)
+    assert last_pass.bandwidth_s > its.bandwidth_s
+
+
+def test_efficiency_falls_with_ranks_and_rises_with_the_link() -> None:
+    for trees in (False, True):
+        by_hosts = [step(replace(SETUP, hosts=hosts, trees=trees), COSTS).efficiency for hosts in range(1, 200)]
+        assert by_hosts == sorted(by_hosts, reverse=True)
+    by_link = [step(replace(SETUP, link_gbit=gbit), COSTS).efficiency for gbit in (0.1, 1.0, 10.0, 100.0, inf)]
+    assert by_link == sorted(by_link)
+
+
+def test_the_slowest_of_many() -> None:
+    """Below the asymptote sqrt(2 ln n), which it tends to."""
+    assert largest_of(1) == pytest.approx(0.0)
+    drawn = np.random.default_rng(0).normal(size=(20_000, 8)).max(axis=1).mean()
+    assert largest_of(8) == pytest.approx(drawn, rel=0.02)
+    assert [largest_of(n) / sqrt(2 * log(n)) for n in (8, 10**3, 10**6)] == pytest.approx(
+        [0.70, 0.87, 0.92], abs=0.01
+    )
+
+
+# Fitting.
+
+
+def planted(noise: float, costs: Costs = COSTS) -> list[Point]:
+    """Steps of Gloo on 2 to 4 hosts over four links, by the formula, and some noise."""
+    generator = np.random.default_rng(3)
+    points = []
+    for hosts in (2, 3, 4):
+        for link, delay_s in ((inf, 0.0), (1.0, 1e-3), (0.2, 5e-3), (0.1, 0.0)):
+            for sent in (1e6, 5e6):
+                setup = Setup(hosts, 1, link, 0.03, sent, 1, delay_s=delay_s)
+                seconds = step(setup, costs).total_s * float(np.exp(generator.normal(0, noise)))
+                label = f"{hosts} hosts, {link} Gbit/s, {sent:.0f} bytes"
+                points.append(Point("ddp", setup, seconds, label, label))
+    return points
+
+
+def test_planted_costs_are_found() -> None:
+    wanted = Costs(2e-3, 5e-4, 1.4, 4e-9, 0.5, 2.0, 0.05)
+    found = fit(planted(0.02, wanted), CPU)
+    for name in ("latency_s", "link_factor", "byte_s", "rounds"):
+        assert getattr(found.costs, name) == pytest.approx(getattr(wanted, name), rel=0.35), name
+    assert found.costs.link_factor == pytest.approx(1.4, rel=0.05)
+    assert found.noise < 0.03
+    assert all(cost >= 0 for cost in found.costs)
+
+
+def test_what_no_point_tells_stays_as_uncertain_as_it_was() -> None:
+    """With one piece nothing can be hidden, so nobody sees how much would be."""
+    overlap = Costs._fields.index("overlap")
+    assert fit(planted(0.02), CPU).covariance[overlap, overlap] == pytest.approx(1.0, rel=0.05)
+    link = Costs._fields.index("link_factor")
+    assert fit(planted(0.02), CPU).covariance[link, link] < 0.05
+    assert fit([], GPU).costs.link_factor == pytest.approx(GPU.link_factor.typical)
+
+
+def test_more_doubt_is_a_wider_interval() -> None:
+    fitted = fit(planted(0.02), CPU)
+    setup = replace(SETUP, hosts=2)
+    narrow, wide = interval(setup, fitted, 0.01), interval(setup, fitted, 0.1)
+    assert wide[0] < narrow[0] < step(setup, fitted.costs).efficiency < narrow[1] < wide[1] <= 1
+    known = fitted.knowing("spread", 0.2, 0.25)
+    assert known.costs.spread == 0.2
+    assert {round(costs.overlap, 9) for costs in known.draws} != {round(known.costs.overlap, 9)}
+
+
+def test_held_out_errors_are_as_large_as_the_noise() -> None:
+    errors = Errors.of(by_series(planted(0.03), CPU))
+    assert errors.number == 24
+    assert errors.median < 0.04
+    assert errors.is_better
+    assert errors.inside >= 18
+    edges = furthest(planted(0.0), CPU)
+    assert set(edges) == {"the most hosts", "the slowest link"}
+    assert all(Errors.of(guesses).largest < 0.15 for guesses in edges.values())
+
+
+def test_errors_are_of_the_speed() -> None:
+    point = planted(0.0)[0]
+    guess = Guess(point, 0.9 * point.efficiency, 0.0, 1.0, from_host=point.efficiency)
+    assert guess.error == pytest.approx(-0.1)
+    assert guess.linear_error == pytest.approx(1 / point.efficiency - 1)
+    assert guess.from_host_error == 0
+
+
+# Published tables.
+
+
+def test_published_figures_are_what_the_sources_say() -> None:
+    """The speed-ups that DLPerf prints beside its tables, and Horovod's three percentages."""
+    printed = {
+        ("pytorch/examples", 32): 30.00,
+        ("TensorFlow 1", 32): 26.25,
+        ("MXNet", 32): 26.74,
+        ("MXNet", 16): 14.59,
+        ("NVIDIA", 32): 29.72,
+        ("NVIDIA AMP", 32): 28.09,
+        ("NVIDIA, batch 32", 32): 24.13,
+        ("NVIDIA, batch 48", 16): 12.99,
+    }
+    found = {(s.code, p.setup.ranks): p.efficiency * p.setup.ranks for s in SERIES for p in s.points}
+    for name, speed_up in printed.items():
+        assert found[name] == pytest.approx(speed_up, abs=0.006), name
+    assert [p.efficiency for p in published("horovod") if p.setup.ranks == 512] == pytest.approx([0.9, 0.9, 0.68])
+
+
+def test_the_model_beside_the_linear_guess_on_published_tables() -> None:
+    """It is better on DLPerf's 16 and 32 GPUs, and worse on two of Horovod's three: said so, not hidden."""
+    for engine, within in (("ddp", 0.03), ("horovod", 0.08)):
+        errors = Errors.of(tables(engine))
+        assert errors.median < within
+        assert errors.is_better
+        harder = [abs(guess.from_host_error or 0) for guess in tables(engine)]
+        assert errors.median < sorted(harder)[len(harder) // 2]
+    assert not Errors.of(large("horovod")).is_better
+    assert large("ddp") == []
+    assert elsewhere() > 1
+
+
+def test_a_published_figure_stands_beside_what_is_near() -> None:
+    setup = Setup(4, 8, 100.0, 0.36, 1.02e8, 4, trees=True)
+    assert near("ddp", setup) == ["94% pytorch/examples", "93% NVIDIA", "88% NVIDIA AMP"]
+    assert near("ddp", replace(setup, sent_bytes=1e10)) == []
+    assert near("horovod", replace(setup, hosts=64))[0] == "90% Horovod, Inception V3 at 25 Gbit/s"
+
+
+# Points.
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    return {
+        "backend": "ddp",
+        "hosts": 2,
+        "ranks_per_host": 1,
+        "link_mbit": 100.0,
+        "delay_ms": 5.0,
+        "compression": "none",
+        "accumulation": 1,
+        "batch_size": 64,
+        "gradient_mb": 4.0,
+        "num_tensors": 6,
+        "step_ms": [400.0, 420.0, 410.0],
+        "compute_ms": 30.0,
+        "loss": 1.0,
+        "samples": 640,
+    } | changed
+
+
+def write(file: Path, *entries: Any, **others: Any) -> str:
+    file.write_text(json.dumps({"format": 1, "machine": "a test", "points": list(entries)} | others))
+    return str(file)
+
+
+def test_points_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "points.json"
+    write(
+        *(file, entry(), entry(link_mbit=None, delay_ms=0.0, compression="bf16", accumulation=4)),
+        *(entry(compression="powersgd"), entry(compute_ms=None), entry(hosts=1)),
+    )
+    its = read_points(file)
+    one, other = its.points
+    assert one.setup == Setup(2, 1, 0.1, 0.03, 4 * 2**20, 1, delay_s=0.005)
+    assert (one.step_s, one.label) == (0.41, "2 x 1 ranks, 100 Mbit/s, 5 ms, 4 MB")
+    assert other.setup == Setup(2, 1, inf, 0.03, 2 * 2**20, 1, passes=4)
+    assert other.label == "2 x 1 ranks, no limit, bf16, 4 passes, 4 MB"
+    assert (its.left_out, its.device, its.batch_size) == (2, "cpu", 64)
+    assert (pieces_of(97.5), pieces_of(97.5, 2), pieces_of(0.1)) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read .No such file"),
+        ("{}", "is no file of points"),
+        ('{"format": 2}', "has format 2, and 1 is known here"),
+        ('{"format": 1, "machine": "m", "points": []}', "has no point with two ranks"),
+        (json.dumps({"format": 1, "machine": "m", "points": [entry(compute_ms=0.0)]}), "compute_ms is 0.0"),
+        (json.dumps({"format": 1, "machine": "m", "points": [entry(step_ms=[])]}), "is no file of points"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, content: str | None, says: str) -> None:
+    file = tmp_path / "points.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(OptionError, match=says) as caught:
+        read_points(file)
+    assert "benchmarks.slow_link" in str(caught.value)
+
+
+def test_the_file_in_the_package_has_both_engines_on_several_links() -> None:
+    its = read_points(SHIPPED)
+    for engine in ("horovod", "ddp"):
+        scope = Scope.of(engine, its.of(engine), "them", 1.0)
+        assert scope.ranks >= 3
+        assert scope.slowest_gbit < scope.fastest_gbit
+        errors = Errors.of(by_series(its.of(engine), CPU))
+        assert errors.is_better
+
+
+# What is typed.
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """What `python -m hvd_trainer project ...` does, in this process: its exit code, output and errors."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = cli.main(["project", *words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_example(typed: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = typed(*EXAMPLE)
+    assert code == 0
+    assert "ResNet-50 as published (DLPerf: 354.4 images/s on one V100), batch 128: 361 ms per pass" in out
+    assert "beside it, published" in out
+    assert "94% pytorch/examples" in out
+    assert "horovod on 512 ranks: 8" in out
+    assert "ddp on 512 ranks: cannot know: 512 ranks are 16 times the 32 where the published tables for ddp" in out
+    assert "The model is WORSE than the linear guess there." in out
+    assert "each set-up from all others" in out
+    assert "Measured: " in out
+
+
+def test_one_json_document(typed: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = typed(*EXAMPLE, "--json", "--engine", "ddp", "--hosts", "8")
+    assert code == 0
+    document = json.loads(out)
+    *_, last = document["rows"]
+    assert [row["hosts"] for row in document["rows"]] == [1, 2, 4, 8]
+    assert (last["ranks"], last["linear"], last["cannot_know"]) == (64, 1.0, [])
+    assert 0.6 < last["low"] < last["efficiency"] < last["high"] <= 1
+    # Nobody has published as many: less is sure.
+    widths = [row["high"] - row["low"] for row in document["rows"]]
+    assert widths == sorted(widths)
+    assert last["samples_per_s"] == pytest.approx(64 * 354.4 * last["efficiency"])
+    assert {trial["title"].partition(",")[0] for trial in document["held_out"]} == {"ddp"}
+
+
+def test_less_is_sent_less_is_lost(typed: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("--hosts", "4", "--gpus-per-host", "8", "--link-gbit", "25", "--engine", "horovod", "--json")
+
+    def efficiency(*more: str) -> float:
+        return float(json.loads(typed(*words, *more)[1])["rows"][-1]["efficiency"])
+
+    plain = efficiency()
+    assert efficiency("--compression", "fp16") > plain
+    assert efficiency("--accumulation", "4") > plain
+    assert efficiency("--latency-us", "5000") < plain
+
+
+def test_a_job_of_ones_own(typed: Callable[..., tuple[int, str, str]]) -> None:
+    own = (
+        "--step-ms",
+        "100",
+        "--parameters-mb",
+        "50",
+        "--hosts",
+        "2",
+        "--gpus-per-host",
+        "8",
+        "--link-gbit",
+        "50",
+    )
+    code, out, _ = typed(*own, "--engine", "ddp")
+    assert code == 0
+    assert "a job of your own: 100 ms per pass of one rank alone, 50 MB of gradients" in out
+    assert "samples/s" not in out.partition("Held out")[0]
+    assert "samples/s" in typed(*own, "--engine", "ddp", "--batch-size", "32")[1]
+
+
+SMALL = ("--hosts", "2", "--gpus-per-host", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (SMALL, "how fast 2 hosts reach each other: type --link-gbit"),
+        (
+            (*SMALL, "--link-gbit", "100", "--batch-size", "32"),
+            "it is known at 128: type --step-ms or --images-per-s",
+        ),
+        (
+            (*SMALL, "--link-gbit", "100", "--images-per-s", "9"),
+            "how long a pass takes at 9 images/s: type --batch-size",
+        ),
+        ((*SMALL, "--link-gbit", "100", "--parameters-mb", "9"), "how long a rank alone takes for such a batch"),
+        ((*SMALL, "--link-gbit", "100", "--step-ms", "9"), "how many bytes are exchanged: type --parameters-mb"),
+        (
+            (*SMALL, "--link-gbit", "100", "--compression", "powersgd"),
+            "and the loss that it gives on so many ranks",
+        ),
+        (
+            (*SMALL, "--link-gbit", "1"),
+            "a link of 1 Gbit/s is 100 times slower than the 100 of the published tables",
+        ),
+        ((*SMALL, "--link-gbit", "1600"), "a link of 1600 Gbit/s is 16 times faster than the 100"),
+        (
+            ("--hosts", "256", "--gpus-per-host", "8", "--link-gbit", "100"),
+            "2048 ranks are 4 times the 512 where the published tables for horovod end, and how Horovod's ranks",
+        ),
+        (
+            (*SMALL, "--link-gbit", "100", "--step-ms", "5", "--parameters-mb", "1000"),
+            "gradients are on this link for 3145.7% of the time that computing takes",
+        ),
+        (
+            ("--hosts", "64", "--gpus-per-host", "1", "--link-gbit", "0.1", "--device", "cpu"),
+            " where the measured points for ddp end, and nothing here tests the formula more than",
+        ),
+    ],
+)
+def test_what_it_cannot_know(typed: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str) -> None:
+    code, out, _ = typed(*words)
+    assert code == 1
+    assert "cannot know" in out
+    assert says in out
+
+
+def test_a_file_without_points_of_an_engine(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
+    file = write(tmp_path / "points.json", entry(), entry(link_mbit=1000.0), entry(hosts=3))
+    words = ("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "0.1", "--device", "cpu", "--fit", file)
+    code, out, _ = typed(*words, "--engine", "horovod")
+    assert (code, "has no points of horovod on several hosts" in out) == (1, True)
+    code, out, _ = typed(*words)
+    assert (code, "horovod on" in out) == (0, False)
+    assert "ddp on 2 ranks: " in out
+    gpu = write(tmp_path / "gpu.json", entry(), entry(hosts=3), device="gpu")
+    assert "was measured on a gpu, the job computes on a cpu" in typed(*words[:-1], gpu)[1]
+    code, out, _ = typed("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "0.1", "--fit", gpu)
+    assert "Costs: fitted to steps that were timed." in out
+    assert "Measured: 2 points, on a test." in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--hosts", "0", "--gpus-per-host", "8"), "--hosts must be 1 or more, not 0"),
+        ((*SMALL, "--link-gbit", "0"), "--link-gbit must be more than 0"),
+        ((*SMALL, "--step-ms", "1", "--images-per-s", "2"), "say the same: type one of them"),
+        (
+            (*SMALL, "--from", "x.json", "--batch-size", "2"),
+            "has the job's figures already: leave out --batch-size",
+        ),
+        ((*SMALL, "--from", "x.json"), "--from x.json cannot be read"),
+        ((*SMALL, "--fit", "x.json"), "--fit x.json cannot be read"),
+    ],
+)
+def test_mistakes(typed: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str) -> None:
+    code, _, said = typed(*words)
+    assert code == 2
+    assert says in said
+
+
+# From a comparison.
+
+
+def comparison(file: Path, ranks: Sequence[int] = (1, 2), device: str = "cuda") -> str:
+    """As `compare` writes it, as far as it is read."""
+    work = {"batch_size": 64, "passes": 2, "parameters": 25_000_000, "device": device}
+    runs = [
+        {
+            "identity": {"engine": engine, "ranks": number},
+            "state": "done",
+            "figures": {"work": work, "step_p50_s": seconds, "step_p95_s": 1.0329 * seconds},
+        }
+        for engine, seconds in (("horovod", 0.4), ("ddp", 0.44))
+        for number in ranks
+    ]
+    file.write_text(json.dumps({"job": ["-m", "my_job"], "runs": runs}))
+    return str(file)
+
+
+def test_the_job_of_a_comparison(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("--hosts", "2", "--gpus-per-host", "8", "--link-gbit", "100", "--from")
+    code, out, _ = typed(*words, comparison(tmp_path / "c.json"))
+    assert code == 0
+    assert "-m my_job, batch 64: 200 and 220 ms per pass of one rank alone, which vary by 2.0%" in out
+    document = json.loads(typed(*words, comparison(tmp_path / "c.json"), "--json")[1])
+    assert {row["engine"]: row["formula"]["compute_s"] for row in document["rows"]} == {
+        "horovod": 0.2,
+        "ddp": 0.22,
+    }
+    assert document["costs"]["ddp"]["spread"] == pytest.approx(0.02)
+    for file, says in (
+        (comparison(tmp_path / "two.json", ranks=[2]), "has no run on one rank"),
+        (write(tmp_path / "points.json", entry()), "is no comparison"),
+    ):
+        code, _, said = typed(*words, file)
+        assert (code, says in said) == (2, True)
+    cpu = comparison(tmp_path / "cpu.json", device="cpu")
+    assert "was measured on a cpu, whose steps say" in typed(*words, cpu, "--device", "gpu")[2]
+    # On CPUs it follows from what was measured here, which nobody has at such a speed of computing.
+    assert "fitted to" in typed("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "1", "--from", cpu)[1]
+
+
+def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
+    """The names are those of `compare`'s own figures."""
+    place = compare_plan.Point(compare_plan.Contestant("ddp", "ddp", ("-m", "hvd_trainer.mnist")), 1, 1, {})
+    work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
+    figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
+    run = Run(place.identity, 1, "done", 1.0, figures=figures)
+    its = Comparison.of([place], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
+    file = tmp_path / "comparison.json"
+    file.write_text(json.dumps(compare_report.as_json(its)))
+    report = project(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
+    assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
+
+
+def test_the_tool_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "on hosts that are not here" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "--link-gbit" in capsys.readouterr().out
