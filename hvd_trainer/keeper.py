@@ -149,10 +149,41 @@ class Keeper:
         if isinstance(outcome, CheckpointError):
             raise outcome
         found: checkpoint.Found = outcome
+        self._refuse_newer_elsewhere(-1 if found.state is None else found.state["progress"]["step"])
         if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
             # Only there is what the metrics of a running epoch have gathered.
             self._memory.state = on_host(found.state)
         return found
+
+    def _refuse_newer_elsewhere(self, step: int) -> None:
+        """Checkpoints are rank 0's; on nodes that share no folder, an earlier rank 0 may have left newer ones.
+
+        Args:
+            step: what this run would go on from; -1: from nothing.
+
+        Raises:
+            CheckpointError: there are such; on all ranks.
+        """
+        backend, place = self._backend, self._log.place
+        if backend.world.num_nodes == 1 or place is None:
+            return
+        newest = -1
+        if backend.world.local_rank == 0 and not backend.world.is_first:
+            again = self._log.holds(self._in_this_fit(backend.job.earlier))
+            found, _ = (
+                checkpoint.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
+            )
+            newest = max((manifest.step for manifest, _ in found), default=-1)
+        everyone = backend.all_gather_object(newest)
+        if max(everyone) > step:
+            theirs, ours = backend.peers[everyone.index(max(everyone))].host, backend.peers[0].host
+            here = f"after {step:,} steps" if step >= 0 else "none"
+            raise CheckpointError(
+                f"{place} on {theirs} has a checkpoint after {max(everyone):,} steps, and on {ours}, where rank "
+                f"0 is, the newest is {here}: the hosts do not share that folder. Name one that they share, or "
+                f"start rank 0 on {theirs}, or copy: scp -r {theirs}:{place.absolute()} "
+                f"{place.absolute().parent}; to leave it: --resume none"
+            )
 
     def _in_this_fit(self, names: Collection[str]) -> set[str]:
         """The names of this training among those of one process."""

@@ -52,7 +52,9 @@ class RunLog:
         # Where ranks come and go, horovodrun ends a frozen rank 0 while the others meet in their next world.
         self._patience_s = HAND_OVER_S if any(peer.worlds for peer in backend.peers) else 0.0
         self.prints = first and not quiet
-        self.folder = Path(folder).expanduser() if folder and first else None
+        self.place = Path(folder).expanduser() if folder else None
+        """Where the folder is, or would be, on this rank's node."""
+        self.folder = self.place if first else None
         self._board: Any = None
         self._lines: Any = None
         self._lock: Any = None
@@ -97,11 +99,11 @@ class RunLog:
         return None
 
     def holds(self, names: Collection[str]) -> bool:
-        """Whether the run in the folder was begun by the job of one of these names."""
-        if self.folder is None:
+        """Whether the run in the folder, as this node sees it, was begun by the job of one of these names."""
+        if self.place is None:
             return False
         try:
-            known = read_plain(self.folder / JOB, MOST_NAMES_BYTES).decode()
+            known = read_plain(self.place / JOB, MOST_NAMES_BYTES).decode()
         except (OSError, ValueError):
             return False
         return not set(names).isdisjoint(known.splitlines())

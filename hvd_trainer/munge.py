@@ -17,7 +17,7 @@ WAIT_S = 10.0
 
 
 @cache
-def _socket() -> list[str]:
+def option() -> list[str]:
     """The option for the service's socket, where Slurm is set to another one than MUNGE's own."""
     try:
         shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=WAIT_S)
@@ -29,7 +29,7 @@ def _socket() -> list[str]:
 
 def seal(text: str) -> str:
     """A letter that this user's processes can open for five minutes; the open text where there is no MUNGE."""
-    command = ["munge", *_socket(), "--restrict-uid", str(os.getuid())]
+    command = ["munge", *option(), "--restrict-uid", str(os.getuid())]
     try:
         sealed = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=WAIT_S)
     except (OSError, subprocess.SubprocessError):
@@ -45,7 +45,7 @@ def open_letter(letter: str) -> str:
     """
     if not letter.startswith(MARK):
         return letter
-    command = ["unmunge", *_socket(), "--metadata", os.devnull, "--output", "-"]
+    command = ["unmunge", *option(), "--metadata", os.devnull, "--output", "-"]
     try:
         opened = subprocess.run(command, input=letter, capture_output=True, text=True, timeout=WAIT_S)
     except (OSError, subprocess.SubprocessError) as error:

@@ -70,14 +70,20 @@ def _missing_hosts() -> str | None:
     return hosts.missing()
 
 
+def _missing_ch_run() -> str | None:
+    return None if shutil.which("ch-run") else "no ch-run on this machine: apt-get install charliecloud"
+
+
 def missing(name: str) -> str | None:
-    """Why a launcher, or "horovod" under any launcher, or "hosts" of namespaces, cannot be used here; None where
-    it can.
+    """Why a launcher cannot be used here; None where it can.
+
+    Also "horovod" under any launcher, "hosts" of namespaces, and "ch-run" for containers.
 
     Raises:
         ValueError: no such name.
     """
     checks = {
+        "ch-run": _missing_ch_run,
         "horovod": _missing_horovod,
         "horovodrun": _missing_horovod,
         "hosts": _missing_hosts,

@@ -119,6 +119,46 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
+    """What passes from host to host is the batch and its gradient; the weights are those of one host."""
+    stages = ["--stages", "4", "--chunks", "4", "--balance", "1,1,1,1", "--backend", backend]
+    argv = [JOB, *OPTIONS, *stages, "--log-dir", str(shared / "log")]
+    with started("torchrun", cluster.hosts[:2], argv, shared) as running:
+        assert finish(running, shared) == [0, 0], said(shared)
+    alone = shared / "alone"
+    launch(QUICKEST, 4, [JOB, *OPTIONS, *stages, "--log-dir", str(alone)])
+    assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+def test_three_hosts(cluster: Cluster, shared: Path) -> None:
+    argv = [JOB, *OPTIONS, "--backend", "horovod", "--log-dir", str(shared / "log")]
+    with started("horovodrun", cluster.hosts, argv, shared) as running:
+        assert finish(running, shared) == [0], said(shared)
+    places = [(one["hostname"], one["node_rank"], one["local_rank"], one["num_nodes"]) for one in worlds(shared)]
+    assert places == [(f"host{'abc'[rank // 2]}", rank // 2, rank % 2, 3) for rank in range(6)]
+
+
+@pytest.mark.long
+def test_checkpoints_on_hosts_that_share_no_folder(cluster: Cluster, shared: Path) -> None:
+    """Rank 0's host has them. Where it is another host's, the job stops, and does not begin anew."""
+    first, second, _ = cluster
+    argv = [JOB, *OPTIONS, "--no-quiet", "--log-dir", "/tmp/log", "--resume", "auto"]
+    (shared / "log").mkdir()  # for what the job says of its ranks
+    for pair, epochs, code in (((first, second), 1, 0), ((second, first), 2, 2), ((first, second), 2, 0)):
+        with started(
+            "torchrun", pair, [*argv, "--epochs", str(epochs), "--save-every-epochs", "1"], shared
+        ) as run:
+            codes = finish(run, shared)
+            assert (max(codes) == 0) == (code == 0), said(shared)
+        if code:
+            newest = "on hosta has a checkpoint after 4 steps, and on hostb, where rank 0 is, the newest is none"
+            assert f"/tmp/log {newest}" in said(shared)
+    assert "at epoch 2, after 4 steps" in said(shared)
+
+
 def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 60) -> None:
     end = time.monotonic() + timeout_s
     while not happened():

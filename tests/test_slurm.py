@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import threading
 from dataclasses import replace
 from datetime import timedelta
 
+import attacks
 import environments
 import pytest
+from requirements import requires
+from slurm_cluster import SlurmCluster
 
-from hvd_trainer import door, rendezvous
+from hvd_trainer import door, munge, rendezvous
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch import detect
@@ -246,6 +250,48 @@ def test_rank_0_is_looked_for_wherever_it_may_be(monkeypatch: pytest.MonkeyPatch
     client.join(ticket, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
     assert meeting.store.get("word") == b"heard"
     client.retire(ticket)
+
+
+@requires("srun")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_letter_is_for_this_user(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the MUNGE of a real Slurm: what is told at the door is of no use to others who knock."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm.folder / "slurm.conf"))
+    munge.option.cache_clear()
+    letter = munge.seal("a token")
+    assert letter.startswith(munge.MARK)
+    assert "a token" not in letter
+    assert [munge.open_letter(letter) for _ in range(2)] == ["a token"] * 2  # by two ranks of a host
+    assert "Unauthorized" in attacks.by_another_user(refusal, letter)
+    ports = free_ports(1)
+    Door("7.0", ports).open(LOOPBACK, 1111, "a token")
+    assert asked("7.0", ports) == Ticket(LOOPBACK, 1111, "a token")
+    assert "Unauthorized" in attacks.by_another_user(refused_at_the_door, ports)
+    munge.option.cache_clear()
+
+
+def refusal(letter: str) -> str:
+    try:
+        return munge.open_letter(letter)
+    except LaunchError as error:
+        return str(error)
+
+
+def refused_at_the_door(ports: list[int]) -> str:
+    try:
+        return str(asked("7.0", ports))
+    except LaunchError as error:
+        return str(error)
+
+
+def test_without_munge_the_token_is_told_openly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster that authenticates by other means; a letter from elsewhere says what to install."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    munge.option.cache_clear()
+    assert munge.open_letter(munge.seal("a token")) == "a token"
+    with pytest.raises(LaunchError, match=r"apt-get install munge .*HVD_TRAINER_SECRET_FILE=FILE"):
+        munge.open_letter(f"{munge.MARK}AwQ:")
+    munge.option.cache_clear()
 
 
 def test_a_machine_without_a_port_left_says_what_to_type() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from test_slurm import HOSTS
 
 FOLDER = REPOSITORY / "examples/slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
+MOUNTED = sorted({"/tmp", "/usr", str(REPOSITORY), sys.prefix, sys.base_prefix})
 ENV = {"VENV": sys.prefix, "PYTHONPATH": str(REPOSITORY)}
 DIGITS = ["--dataset", "digits", "--device", "cpu"]
 ON_CPUS = ["--cpus-per-task=1", "--open-mode=append"]
@@ -54,6 +57,43 @@ def test_data_parallel_twice_at_once_on_the_same_nodes(slurm: slurm_cluster.Slur
     assert result.output.count("2 ranks on 2 nodes, started by srun") == 2, result.output
     first, second = re.findall(r"epoch 1/1 .*? loss ([\d.]+)", result.output)
     assert first == second
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A root folder of Debian's shape: what the image would hold is this machine's, mounted there."""
+    folder = tmp_path / "image"
+    for name in ("dev", "etc", "proc", "root", "sys", "tmp", "usr", *(path.strip("/") for path in MOUNTED)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "lib", "lib64", "sbin"):
+        (folder / name).symlink_to(f"usr/{name}")
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        shutil.copy(f"/etc/{name}", folder / "etc")
+    return folder
+
+
+@pytest.mark.long
+@requires("srun", "ch-run")
+def test_each_rank_in_a_container(image: Path, slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+    """By Charliecloud, which Debian has; Apptainer's options are other ones, and what is in the image, too."""
+    mounts = [f"--bind={path}" for path in MOUNTED]
+    inside = ["ch-run", *mounts, f"--cd={tmp_path}", str(image), "--"]
+    result = slurm_batch.sbatch(
+        slurm,
+        (FOLDER / "container.sh").read_text(),
+        *ON_CPUS,
+        "--ntasks-per-node=1",
+        arguments=[*DIGITS, "--epochs", "1", "--batch-size", "256"],
+        env={
+            **ENV,
+            "CONTAINER": " ".join(inside),
+            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+            "USER": "root",
+        },
+        cwd=tmp_path,
+    )
+    assert (result.state, result.returncode) == ("COMPLETED", 0), result.output
+    assert "2 ranks on 2 nodes, started by srun" in result.output
 
 
 PLACED = """#!/bin/bash

@@ -160,6 +160,8 @@ class Member(ABC):
         self.job = peers.job_of(self.peers, self.slurm_job)
         self.world = peers.locate(self.world, self.peers)
         self.address = me.address if self.world.num_nodes > 1 else network.LOOPBACK
+        # Groups are made later, too, and Gloo would look up each time what a host's own name leads to.
+        self._guard.enter_context(environment(self._gloo_interface()))
         if self.uses_nccl:
             self._refuse_shared_gpu()
         if self.device.type == "cpu":
@@ -171,6 +173,13 @@ class Member(ABC):
         if threads is not None:
             torch.set_num_threads(threads)
         self._begin_watch()
+
+    def _gloo_interface(self) -> dict[str, str]:
+        """The network card for Gloo: that of the address that this rank goes by, unless the user has named one."""
+        if "GLOO_SOCKET_IFNAME" in self.environ and self.options.network_interface is None:
+            return {}
+        interface = network.interface_of(self.address)
+        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
     def _introduction(self, memory: int | None, page: int | None, address: str) -> Peer:
         """What this rank tells the others about itself; the arguments as in `Peer`."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hvd_trainer.errors import BackendError
-from hvd_trainer.network import interface_of
 from hvd_trainer.peers import check_world
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ def start(member: Member, transport: str) -> None:
         BackendError: it is already initialised in this process.
         LaunchError: its world is not the launcher's.
     """
-    from hvd_trainer.backends.member import environment
-
     if dist.is_initialized():
         check_world(
             member.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
@@ -42,24 +39,15 @@ def start(member: Member, transport: str) -> None:
     # abort 3 to 13 % of runs ("terminate called without an active exception").
     import torch.distributed.nn.functional  # noqa: F401
 
-    with environment(_interface(member)):
-        dist.init_process_group(
-            transport,
-            store=dist.PrefixStore("ddp", member.store),
-            rank=member.world.rank,
-            world_size=member.world.size,
-            timeout=timedelta(seconds=member.options.startup_timeout_s),
-            device_id=member.device if transport == "nccl" else None,
-        )
+    dist.init_process_group(
+        transport,
+        store=dist.PrefixStore("ddp", member.store),
+        rank=member.world.rank,
+        world_size=member.world.size,
+        timeout=timedelta(seconds=member.options.startup_timeout_s),
+        device_id=member.device if transport == "nccl" else None,
+    )
     check_world(member.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
-
-
-def _interface(member: Member) -> dict[str, str]:
-    """The network card for Gloo: that with the address that this rank goes by, unless the environment has one."""
-    if "GLOO_SOCKET_IFNAME" in member.environ and member.options.network_interface is None:
-        return {}
-    interface = interface_of(member.address)
-    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def make(member: Member, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
