@@ -1,11 +1,12 @@
 """Boards: where rank 0 pins the ticket to the store, and the other ranks read it.
 
 One per way that a launcher leaves open: a file where all ranks are on one node, which nobody else reads, or else
-horovodrun's key-value server, or torchrun's store, which answer everybody who comes by.
+horovodrun's key-value server, torchrun's store, or one at an agreed address, which answer everybody who comes by.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -23,9 +24,8 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.files import read_plain
-from hvd_trainer.launch import World
+from hvd_trainer.launch import World, started
 from hvd_trainer.network import LOOPBACK, outward_address
-from hvd_trainer.store.client import Ticket
 
 CONNECT_S = 5.0
 LONGEST_NOTE = 1 << 12
@@ -94,19 +94,26 @@ class FileBoard:
         return LOOPBACK
 
     def post(self, ticket: str) -> None:
-        note = {"ticket": ticket, "pid": os.getpid(), "started": psutil.Process().create_time()}
+        note = {"ticket": ticket, "pid": os.getpid(), "started": started(os.getpid())}
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._refuse_others()
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
         with os.fdopen(handle, "w") as file:
             json.dump(note, file)
         os.replace(temporary, self._path)
+        atexit.register(self._remove)
+
+    def _remove(self) -> None:
+        """Takes the note away, if it is still that of this process."""
+        with suppress(OSError, ValueError):
+            if json.loads(read_plain(self._path, LONGEST_NOTE))["pid"] == os.getpid():
+                self._path.unlink()
 
     def read(self) -> str | None:
-        with suppress(FileNotFoundError, psutil.NoSuchProcess):
+        with suppress(FileNotFoundError):  # the note, or its process
             self._refuse_others()
             note = json.loads(read_plain(self._path, LONGEST_NOTE))
-            if psutil.Process(note["pid"]).create_time() == note["started"]:
+            if started(note["pid"]) == note["started"]:
                 return str(note["ticket"])
         return None
 
@@ -122,7 +129,9 @@ class FileBoard:
 
 
 class StoreBoard:
-    """torchrun's own store, which outlives the ranks: when they are started again, the old ones' notes are there.
+    """A store that all find by themselves.
+
+    torchrun's outlives the ranks: when they are started again, the old ones' notes are there.
 
     So an address is believed only if somebody listens there. Whether torchrun makes a new store for the new ranks
     depends on its version and on how many nodes there were.
@@ -141,8 +150,8 @@ class StoreBoard:
         if not self._store.check([self._key]):
             return None
         ticket = self._store.get(self._key).decode()
-        found = Ticket.read(ticket)
-        with suppress(OSError), socket.create_connection((found.host, found.port), timeout=CONNECT_S):
+        host, _, port = ticket.partition("/")[0].rpartition(":")
+        with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
             return ticket
         return None
 
@@ -150,18 +159,23 @@ class StoreBoard:
 def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:
     """The path that all ranks of one job on this node come to by themselves, and those of no other job."""
     key = _hydra_key() if world.launcher == "mpiexec" else _key(world, environ)
-    safe = "".join(c if c.isalnum() else "_" for c in f"{world.launcher}-{key}-{session}")
+    return private_file(f"{world.launcher}-{key}-{session}")
+
+
+def private_file(name: str) -> Path:
+    """The path of that name in this user's own folder on this node."""
+    safe = "".join(c if c.isalnum() else "_" for c in name)
     return Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}" / safe
 
 
 def _key(world: World, environ: Mapping[str, str]) -> str:
-    """What the launcher calls the job; nothing for ranks by hand, whose agreed place is in the session's name."""
+    """What the launcher calls the job."""
     names = {
         "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
-    }.get(world.launcher, ())
+    }[world.launcher]
     return "-".join(environ[name] for name in names if name in environ)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """A mistake in the set-up or the options; shown without a traceback by the jobs (exit code 2)."""
@@ -39,6 +41,11 @@ class PeerError(UserError):
     """This rank stopped only because another one failed or ended, which has the real reason to tell."""
 
 
+TOKEN = re.compile(r"/[0-9a-f]{32}(?=/)")
+"""At the begin of a key in the job's store, which PyTorch's errors name."""
+
+
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line without a full stop; its type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """What an error says, in one line without a full stop and a job's token; its type where it says nothing."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return TOKEN.sub("", said)

@@ -58,22 +58,20 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def address_at(host: str) -> str | None:
-    """This machine's address for those who have been told to come to `host`; None if that is not this machine.
+    """The one address of this machine by which all others come who have been told to come to `host`.
 
-    As in `outward_address`, its own name may lead to nothing but loopback here, and to a card elsewhere.
+    None where that cannot be said: the name is not this machine's (there may be a translation of addresses before
+    it), has several addresses, or leads to nothing but this machine here (Debian's own name) and elsewhere here.
     """
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return None
+    if is_loopback(host):
+        return LOOPBACK if LOOPBACK in found else min(found)
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    here = [one for one in found if one in own or is_loopback(one)]
-    if not here:
-        return None
-    reachable = [one for one in here if not is_loopback(one)]
-    if reachable or is_loopback(host):
-        return (reachable or here)[0]
-    return outward_address(host, 1)
+    (first, *others) = sorted(found)
+    return first if not others and first in own and not is_loopback(first) else None
 
 
 def address_of(interface: str) -> str:

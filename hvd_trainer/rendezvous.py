@@ -8,14 +8,14 @@ Every launcher leads to the same thing, one `torch.distributed.Store` that all r
     all others,   a file that only this user reads
     on one node
     torchrun      torchrun's own store, which outlives the ranks
-    horovodrun    horovodrun's key-value server (HTTP)
+    horovodrun    horovodrun's key-value server (HTTP); elastic, on one node too
     srun          a door on the step's first host, at a port made from the numbers of job and step
     mpirun        MPI itself (mpi4py)
-    hand          by its own address: MASTER_ADDR and MASTER_PORT, or --init-method
+    hand          a store at an agreed address: MASTER_ADDR and MASTER_PORT, or --init-method
 
-The stores of torchrun and horovodrun, and an address, are open to all who come by. Where that is too open, ranks
-have a file with a secret of theirs (HVD_TRAINER_SECRET_FILE), and it is not the token that is told but what makes
-one of the secret. What the ranks then say to each other is in `peers.py`.
+What torchrun, horovodrun and a store at an agreed address are told, they tell all who come by. Where that is too
+open, ranks have a file with a secret of theirs (HVD_TRAINER_SECRET_FILE): see `store/ticket.py`. What the ranks then
+say to each other is in `peers.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import atexit
 import itertools
 import os
 import re
-import secrets
 import socket
 import subprocess
 import time
@@ -38,21 +37,21 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
+from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file, private_file
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World, is_elastic, slurm_job
 from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_at, outward_address
 from hvd_trainer.slurm import SlurmStep, read_step
 from hvd_trainer.store import client
-from hvd_trainer.store.client import Ticket, derived_token
+from hvd_trainer.store.ticket import Ticket, believed, new_token, read_ticket, shared_secret, told
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
 LONGEST_TICKET = 512
 FREED_S = 2.0
 """Until a port that was chosen is free: the server of a job that ran there just before ends a moment after it."""
-OPEN = "open"
-"""The token of ranks that share nothing but an address."""
+OPEN = "0" * 32
+"""The token of the store at an address that is all that ranks by hand share."""
 _SESSIONS = itertools.count()
 _MEETINGS: dict[str, Meeting] = {}
 """Stores at a fixed place serve all of a process's trainings: of two that follow each other at one port or file, a
@@ -131,7 +130,7 @@ def _find_store(
     address: str | None,
     timeout: timedelta,
 ) -> Meeting:
-    secret = client.shared_secret(environ)
+    secret = shared_secret(environ)
     by_hand = init_method is not None or world.launcher == "hand"
     if by_hand or (
         world.launcher in ("mpirun", "mpiexec", "srun") and {"MASTER_ADDR", "MASTER_PORT"} <= {*environ}
@@ -140,18 +139,18 @@ def _find_store(
         if method.startswith("file://"):
             return _meet_in_file(world, method, timeout)
         host, port = _place(world, environ, method)
-        if world.num_nodes != 1:
-            return _meet_by_hand(world, host, port, secret, address, timeout)
-        here = FileBoard(job_file(world, environ, f"{host}-{port}-{session}"))
-        return _meet_at(here, world, secret, LOOPBACK, port, timeout)
+        if world.num_nodes == 1:
+            here = FileBoard(private_file(f"by-hand-{port}-{session}"))
+            return _meet_at(here, world, secret, LOOPBACK, timeout, port)
+        there = _meet_by_hand(world, host, port, timeout)
+        return _meet_at(StoreBoard(there, host, port, session), world, secret, address, timeout)
     if world.launcher == "run":
-        return _join(Ticket.read(_needed(environ, RUN_STORE, world)), world, timeout)
+        return _join(read_ticket(_needed(environ, RUN_STORE, world)), world, timeout)
     board = _board(world, environ, session, timeout)
     if board is not None:
-        own = LOOPBACK if world.num_nodes == 1 else address
-        return _meet_at(board, world, secret, own, 0, timeout)
+        return _meet_at(board, world, secret, LOOPBACK if world.num_nodes == 1 else address, timeout)
     if world.launcher == "srun":
-        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, secret, address, timeout)
+        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, secret, timeout)
     return _mpi_store(world, address, timeout)
 
 
@@ -221,21 +220,22 @@ def _place(world: World, environ: Mapping[str, str], init_method: str) -> tuple[
     return match[1].strip("[]"), _port(match[2])
 
 
-def _meet_by_hand(
-    world: World, host: str, port: int, secret: str | None, address: str | None, timeout: timedelta
-) -> Meeting:
-    """At a place that all know beforehand; one store there serves all of a process's trainings."""
+def _meet_by_hand(world: World, host: str, port: int, timeout: timedelta) -> dist.Store:
+    """A store at a place that all know beforehand, open to all who come there: for one ticket of each training."""
     where = f"{host}:{port}"
     if where not in _MEETINGS:
-        # On rank 0's host, its name may lead to an address that is not the one where the others find it.
-        here = address_at(host)
-        token = derived_token(secret, where) if secret else OPEN
+        here = (address_at(host) or "") if world.is_first else host
         if world.is_first:
-            ticket = _serve(world, address or here or "", port, token)
-            _MEETINGS[where] = _join(Ticket(address or here or LOOPBACK, port, ticket.token), world, timeout)
-        else:
-            _MEETINGS[where] = _join_by_hand(world, Ticket(here or host, port, token), where, timeout)
-    return _MEETINGS[where]
+            _serve(world, here, port, OPEN)
+        try:
+            store = client.join(Ticket(here or LOOPBACK, port, OPEN), timeout)
+        except (dist.DistError, RuntimeError) as error:
+            raise LaunchError(
+                f"{world} could not meet the others at {where}: {first_line(error)}. If no rank 0 listens there, "
+                f"start all {world.size} ranks."
+            ) from error
+        _MEETINGS[where] = Meeting(store, host)
+    return _MEETINGS[where].store
 
 
 def _serve(world: World, address: str, port: int, token: str | None = None) -> Ticket:
@@ -252,16 +252,6 @@ def _serve(world: World, address: str, port: int, token: str | None = None) -> T
                     f"--init-method)."
                 ) from error
             time.sleep(POLL_S)
-
-
-def _join_by_hand(world: World, ticket: Ticket, where: str, timeout: timedelta) -> Meeting:
-    try:
-        return Meeting(client.join(ticket, timeout), ticket.host)
-    except (dist.DistError, RuntimeError) as error:
-        raise LaunchError(
-            f"{world} could not meet the others at {where}: {first_line(error)}. If no rank 0 listens there, "
-            f"start all {world.size} ranks."
-        ) from error
 
 
 def _meet_in_file(world: World, init_method: str, timeout: timedelta) -> Meeting:
@@ -296,19 +286,21 @@ def _open_torch_store(world: World, init_method: str, where: str, timeout: timed
 
 
 def _meet_at(
-    board: Board, world: World, secret: str | None, address: str | None, port: int, timeout: timedelta
+    board: Board, world: World, secret: str | None, address: str | None, timeout: timedelta, port: int = 0
 ) -> Meeting:
     """Rank 0 serves a store and pins the ticket to a board; the others read it there."""
     if world.is_first:
-        nonce = secrets.token_hex(16)
-        token = derived_token(secret, nonce) if secret else None
+        token, nonce = new_token(secret)
         ticket = _serve(world, address or board.own_address(), port, token)
-        board.post(str(Ticket(ticket.host, ticket.port, nonce) if secret else ticket))
-        return _join(ticket, world, timeout)
-    ticket = Ticket.read(_wait_for(board.read, world, timeout))
-    if secret:
-        ticket = replace(ticket, token=derived_token(secret, ticket.token))
+        board.post(told(ticket, nonce, secret))
+    else:
+        ticket = _wait_for(lambda: _on(board, secret), world, timeout)
     return _join(ticket, world, timeout)
+
+
+def _on(board: Board, secret: str | None) -> Ticket | None:
+    text = board.read()
+    return None if text is None else believed(text, secret)
 
 
 def _wait_for(read: Callable[[], T | None], world: World, timeout: timedelta) -> T:
@@ -318,32 +310,39 @@ def _wait_for(read: Callable[[], T | None], world: World, timeout: timedelta) ->
         if waited_s > limit_s:
             raise LaunchError(
                 f"{world} waited {limit_s:.0f} s for rank 0, which never said where it is. "
-                f"See what rank 0 printed: it may have ended; or on one node, its TMPDIR is another one."
+                f"See what rank 0 printed: it may have ended; or it has another TMPDIR on this node, or another "
+                f"HVD_TRAINER_SECRET_FILE."
             )
         # A thousand ranks that ask fifty times a second would keep rank 0's machine from starting it.
         time.sleep(min(LONGEST_POLL_S, max(POLL_S, waited_s / 10)))
     return found
 
 
-def _meet_at_door(
-    world: World, step: SlurmStep, restarts: int, secret: str | None, address: str | None, timeout: timedelta
-) -> Meeting:
+def _meet_at_door(world: World, step: SlurmStep, restarts: int, secret: str | None, timeout: timedelta) -> Meeting:
     """Rank 0 serves a store, and tells its ticket to those of its step who ask at the door."""
     name = f"{step.job}.{step.number} start {restarts}"
     if name not in _MEETINGS:
         if world.is_first:
-            here = address or address_at(_slurm_address(step.host)) or ""
-            token = derived_token(secret, name) if secret else None
+            host = _slurm_address(step.host)
+            here = address_at(host) or ""
+            token, nonce = new_token(secret)
             ticket = _serve(world, here, 0, token)
-            Door(name, step.ports).open(here, ticket.port, "" if secret else ticket.token)
-            _MEETINGS[name] = _join(replace(ticket, host=here or LOOPBACK), world, timeout)
+            Door(name, step.ports).open(here, told(replace(ticket, host=step.host), nonce, secret))
+            _MEETINGS[name] = Meeting(_join(replace(ticket, host=here or LOOPBACK), world, timeout).store, host)
         else:
-            hosts = [_slurm_address(host) for host in (step.hosts if step.scattered else step.hosts[:1])]
-            ticket = _wait_for(Door(name, step.ports, hosts).read, world, timeout)
-            if secret:
-                ticket = replace(ticket, token=derived_token(secret, name))
-            _MEETINGS[name] = _join(ticket, world, timeout)
+            nodes = step.hosts if step.scattered else step.hosts[:1]
+            door = Door(name, step.ports, {node: _slurm_address(node) for node in nodes})
+            _MEETINGS[name] = _join(_wait_for(lambda: _at(door, secret), world, timeout), world, timeout)
     return _MEETINGS[name]
+
+
+def _at(door: Door, secret: str | None) -> Ticket | None:
+    """The ticket told at the door of the node that it is for: on another one somebody has only repeated it."""
+    for node, address, word in door.answers():
+        ticket = believed(word, secret)
+        if ticket is not None and ticket.host == node:
+            return replace(ticket, host=address)
+    return None
 
 
 def _slurm_address(node: str) -> str:
@@ -374,4 +373,4 @@ def _mpi_store(world: World, address: str | None, timeout: timedelta) -> Meeting
     served = _serve(world, address or outward_address(ELSEWHERE, 1), 0) if world.is_first else None
     said = bytearray(str(served or "").encode().ljust(LONGEST_TICKET))
     MPI.COMM_WORLD.Bcast(said, root=0)  # of bytes: its `bcast` is of pickles
-    return _join(Ticket.read(said.decode().rstrip()), world, timeout)
+    return _join(read_ticket(said.decode().rstrip()), world, timeout)

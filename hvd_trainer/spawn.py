@@ -6,8 +6,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.launch import LAUNCHERS
 from hvd_trainer.network import LOOPBACK
 from hvd_trainer.store import client
+from hvd_trainer.store.ticket import Ticket
 
 
 def run(
@@ -44,8 +45,7 @@ def run(
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    ticket = client.serve(LOOPBACK)
-    with tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
+    with _store() as ticket, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
             _rank,
             args=(num_processes, str(ticket), call, folder),
@@ -64,9 +64,16 @@ def run(
         except BaseException:
             _end_all(processes.processes)
             raise
-        finally:
-            client.retire(ticket)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
+
+
+@contextmanager
+def _store() -> Iterator[Ticket]:
+    ticket = client.serve(LOOPBACK)
+    try:
+        yield ticket
+    finally:
+        client.retire(ticket)
 
 
 def _end_all(processes: Sequence[BaseProcess]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,13 @@ import torch.distributed as dist
 from launchers import REPOSITORY, Job, launch, requires, start
 
 from hvd_trainer.boards import FileBoard
-from hvd_trainer.errors import LaunchError
+from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.network import LOOPBACK
-from hvd_trainer.store import client
-from hvd_trainer.store.client import Ticket
+from hvd_trainer.store import client, connection, server
+from hvd_trainer.store import ticket as tickets
+from hvd_trainer.store.ticket import Ticket, believed, new_token, read_ticket, told
+from hvd_trainer.watch import Hub
+from hvd_trainer.watch.line import Line
 
 JOB = str(REPOSITORY / "tests/attacked_job.py")
 REQUESTS = 10_000
@@ -40,7 +46,7 @@ def join(ticket: Ticket, timeout_s: float = 10) -> dist.Store:
     return client.join(ticket, timedelta(seconds=timeout_s))
 
 
-def test_a_store_does_all_that_pytorch_s_own_does(ticket: Ticket) -> None:
+def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Ticket) -> None:
     store, other = join(ticket), join(ticket)
     store.set("a", "1")
     assert other.get("a") == b"1"
@@ -78,16 +84,55 @@ def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Ticket) -> None:
 
 def test_a_wrong_token_opens_nothing(ticket: Ticket) -> None:
     join(ticket).set("a", "mine")
-    for attempt in (
+    with pytest.raises(dist.DistNetworkError):
+        join(Ticket(LOOPBACK, ticket.port, "0" * 32))
+    attempts: list[Callable[[dist.Store], object]] = [
+        lambda store: store.set(f"{'0' * 32}/a", "evil") or store.num_keys(),
         lambda store: store.get("a"),
-        lambda store: store.add("a", 1),
+        lambda store: store.add(ticket.token, 1),
         lambda store: store.num_keys(),
-        lambda store: store.list_keys(),
-    ):
+        lambda store: store.delete_key("a"),
+    ]
+    for attempt in attempts:
+        stranger = dist.TCPStore(LOOPBACK, ticket.port, is_master=False, timeout=timedelta(seconds=2))
         with pytest.raises(dist.DistNetworkError):
-            attempt(join(Ticket(LOOPBACK, ticket.port, "0" * 32), 2))
-    join(Ticket(LOOPBACK, ticket.port, "0" * 32)).set("a", "evil")
+            attempt(stranger)
     assert join(ticket).get("a") == b"mine"
+
+
+def test_what_a_rank_sends_does_not_end_the_server(ticket: Ticket) -> None:
+    store = join(ticket)
+    store.add("n", 2**62)
+    with pytest.raises(dist.DistNetworkError):
+        store.add("n", 2**62)
+    assert join(ticket).check(["n"])
+
+
+def test_a_server_that_was_killed_is_replaced(ticket: Ticket) -> None:
+    (server,) = [child for child in psutil.Process().children() if "store.server" in " ".join(child.cmdline())]
+    server.kill()
+    psutil.wait_procs([server], timeout=5)
+    second = client.serve(LOOPBACK)
+    join(second).set("a", "1")
+    client.retire(second)
+
+
+def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -> None:
+    token, nonce = new_token("our secret")
+    ticket = Ticket("10.0.0.1", 4000, token)
+    text = told(ticket, nonce, "our secret")
+    assert token not in text
+    assert believed(text, "our secret") == ticket
+    assert believed(text, "another secret") is None
+    for changed in (text.replace("4000", "4001"), text.replace("10.0", "10.1"), text[:-1], "evil", ""):
+        assert believed(changed, "our secret") is None
+    with pytest.raises(LaunchError, match="rank 0 has HVD_TRAINER_SECRET_FILE, and this rank has not"):
+        believed(text, None)
+    with pytest.raises(LaunchError, match="this rank has HVD_TRAINER_SECRET_FILE, and rank 0 has not"):
+        believed(str(ticket), "our secret")
+    assert believed(str(ticket), None) == ticket
+    with pytest.raises(LaunchError, match="should be the ticket to a job's store"):
+        read_ticket("127.0.0.1:29500")
 
 
 def test_a_retired_ticket_ends_the_server(ticket: Ticket) -> None:
@@ -111,32 +156,96 @@ def test_garbage_does_not_disturb_a_store(ticket: Ticket) -> None:
     assert join(ticket).get("a") == b"1"
 
 
-def test_too_many_that_say_nothing_make_room_for_those_that_do(ticket: Ticket) -> None:
-    silent = [socket.create_connection((LOOPBACK, ticket.port)) for _ in range(900)]
-    try:
-        join(ticket).set("a", "1")
-        assert join(ticket).get("a") == b"1"
-    finally:
-        for line in silent:
-            line.close()
+def test_too_many_that_say_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is closed; who has named a key stays."""
+    monkeypatch.setattr(server, "MOST_STRANGERS", 3)
+    with server_here() as port, ExitStack() as stack:
+        known = join(Ticket(LOOPBACK, port, TOKEN))
+        first, *others = [
+            stack.enter_context(socket.create_connection((LOOPBACK, port), timeout=5)) for _ in range(4)
+        ]
+        assert first.recv(1) == b""
+        assert known.check(["joined"]) is False
+        for line in others:
+            line.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                line.recv(1)
+
+
+def test_a_stranger_is_read_no_further_than_a_key_may_be_long() -> None:
+    with server_here() as port, socket.create_connection((LOOPBACK, port), timeout=5) as line:
+        pings = attacks.MAGIC + struct.pack("=BI", 13, 7) * 40_000
+        answered = 0
+        with suppress(OSError):
+            line.sendall(pings)
+            while data := line.recv(1 << 16):
+                answered += len(data) // 4
+        assert answered <= connection.STRANGERS_BYTES // 5
+
+
+TOKEN = "a" * 32
+
+
+@contextmanager
+def server_here() -> Iterator[int]:
+    """A server in a thread of this process, with one token; its port."""
+    reading, writing = os.pipe()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=server.Server(listener, reading).serve)
+        os.write(writing, f"{TOKEN}\n".encode())
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            os.close(writing)
+            thread.join()
+            os.close(reading)
+
+
+def test_no_line_of_a_stranger_ends_the_watch() -> None:
+    """What cannot be encoded once ended it: whoever came before all ranks had could take its eyes from a job."""
+    hub = Hub.__new__(Hub)
+    ours, theirs = socket.socketpair()
+    hub.selector, hub._token, hub._awaited = selectors.DefaultSelector(), "token", {1}
+    for said in (
+        b'{"token": "\\ud800", "rank": 1}',
+        b'{"token": 1, "rank": 1}',
+        b"[1]",
+        b'{"rank": true}',
+        b"\xff",
+    ):
+        ours, theirs = socket.socketpair()
+        line = Line(ours)
+        hub._strangers = {line: None}
+        hub.selector.register(line, selectors.EVENT_READ)
+        theirs.sendall(said + b"\n")
+        hub._greet(line)
+        assert hub._strangers == {}
+        assert theirs.recv(1) == b""
+
+
+def test_an_error_says_nothing_of_the_token(ticket: Ticket) -> None:
+    store = join(ticket)
+    with pytest.raises(dist.DistStoreError) as caught:
+        store.wait(["peer/1"], timedelta(seconds=0.1))
+    assert ticket.token in str(caught.value)
+    assert first_line(caught.value) == "wait timeout after 100ms, keys: /peer/1"
 
 
 def test_a_secret_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(LaunchError, match="cannot be read"):
-        client.shared_secret({client.SECRET_FILE: str(file)})
+        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
     file.write_text("a" * 32)
     file.chmod(0o644)
     with pytest.raises(LaunchError, match="may be read by others. Type: chmod 600"):
-        client.shared_secret({client.SECRET_FILE: str(file)})
+        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
     file.chmod(0o600)
-    assert client.shared_secret({client.SECRET_FILE: str(file)}) == "a" * 32
+    assert tickets.shared_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
     file.write_text("short")
     with pytest.raises(LaunchError, match="should hold 16 characters or more, and holds 5"):
-        client.shared_secret({client.SECRET_FILE: str(file)})
-    assert client.shared_secret({}) is None
-    tokens = {client.derived_token(secret, name) for secret in ("a" * 16, "b" * 16) for name in ("x", "y")}
-    assert len(tokens) == 4
+        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
+    assert tickets.shared_secret({}) is None
 
 
 @as_root
@@ -208,7 +317,7 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
         [note] = temporary.glob("hvd_trainer-0/*")
-        token = Ticket.read(json.loads(note.read_text())["ticket"]).token
+        token = read_ticket(json.loads(note.read_text())["ticket"]).token
         doors = listening(job)
         assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
         assert any("store.server" in " ".join(process.cmdline()) for _, process in doors.values()), doors

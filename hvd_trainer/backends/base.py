@@ -16,10 +16,11 @@ import pickle
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices
 from hvd_trainer.backends.same_model import parameters_of
-from hvd_trainer.errors import BackendError, first_line
+from hvd_trainer.errors import BackendError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -396,8 +397,19 @@ def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _packed(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(_plain(value), buffer)
     return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """The same with Python's numbers for NumPy's, which a learning rate may be that a function has made."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _unpacked(tensor: Tensor, kinds: Sequence[Any]) -> Any:
@@ -407,7 +419,11 @@ def _unpacked(tensor: Tensor, kinds: Sequence[Any]) -> Any:
         with torch.serialization.safe_globals(list(kinds)):
             return torch.load(data, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        data.seek(0)
+        found = "what cannot be read"
+        with suppress(Exception):  # it may be no archive at all
+            found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data)) or found
         raise BackendError(
-            f"A rank has sent something that is not made of numbers, texts, tensors and the like: "
-            f"{first_line(error)}"
+            f"A rank has sent values of {found}, and ranks exchange numbers, texts, tensors, and lists and dicts of "
+            f"them only. If the optimizer's settings or a metric hold such values, make numbers of them."
         ) from error

@@ -36,7 +36,7 @@ from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.network import interface_of
 from hvd_trainer.peers import check_world
 from hvd_trainer.store import client
-from hvd_trainer.store.client import Ticket
+from hvd_trainer.store.ticket import read_ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -178,7 +178,7 @@ class HorovodBackend(Backend):
         """
         if self.world.is_first:
             self.store.set("horovod", str(client.serve(self.address)))
-        ticket = Ticket.read(self.store.get("horovod").decode())
+        ticket = read_ticket(self.store.get("horovod").decode())
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
         return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 

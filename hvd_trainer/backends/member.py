@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from hvd_trainer import network, peers, preemption, rendezvous
 from hvd_trainer.backends.allocator import keep_freed_memory
@@ -128,6 +129,12 @@ class Member(ABC):
         try:
             self._meet()
             self._start()
+        except dist.DistError as error:
+            # PyTorch's own text names keys of the store, which begin with the token.
+            self._fail(error)
+            raise LaunchError(
+                f"{self.world} lost the others while they were meeting: {first_line(error)}"
+            ) from None
         except BaseException as error:
             self._fail(error)
             raise

@@ -77,7 +77,7 @@ class Connection:
             RefusedError: nobody of ours sends that.
             OSError: the connection is broken, or over.
         """
-        data = self.line.recv(READ_BYTES)
+        data = self.line.recv(STRANGERS_BYTES - self._came + 1 if self.stranger else READ_BYTES)
         if not data:
             raise ConnectionResetError
         self._in += data

@@ -17,7 +17,9 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import sys
+from contextlib import suppress
 
 from hvd_trainer.store.connection import Connection, RefusedError, Store
 from hvd_trainer.store.protocol import steps
@@ -90,7 +92,7 @@ class Server:
                 connection.receive()
             if events & selectors.EVENT_WRITE:
                 self._store.answered.add(connection)
-        except (RefusedError, OSError, ValueError):
+        except (RefusedError, OSError, ValueError, struct.error):
             self._close(connection)
         if not connection.stranger:
             self._strangers.pop(connection, None)
@@ -124,5 +126,6 @@ def main(listener: int) -> None:
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(OSError, ValueError):  # more than this system gives a process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Server(socket.socket(fileno=listener), sys.stdin.fileno()).serve()

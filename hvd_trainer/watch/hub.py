@@ -74,7 +74,7 @@ class Hub(Station):
             return  # half of it
         match messages:
             case [{"token": str(token), "rank": int(rank)}, *rest] if (
-                secrets.compare_digest(token.encode(), self._token.encode()) and rank in self._awaited
+                secrets.compare_digest(ascii(token), ascii(self._token)) and rank in self._awaited
             ):
                 del self._strangers[line]
                 self.selector.unregister(line)
