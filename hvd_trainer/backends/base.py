@@ -424,6 +424,6 @@ def _unpacked(tensor: Tensor, kinds: Sequence[Any]) -> Any:
         with suppress(Exception):  # it may be no archive at all
             found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data)) or found
         raise BackendError(
-            f"A rank has sent values of {found}, and ranks exchange numbers, texts, tensors, and lists and dicts of "
-            f"them only. If the optimizer's settings or a metric hold such values, make numbers of them."
+            f"A rank has sent values of {found}, and ranks exchange numbers, texts, tensors, and lists and dicts "
+            f"of them only. If the optimizer's settings or a metric hold such values, make numbers of them."
         ) from error
