@@ -14,8 +14,8 @@ Every launcher leads to the same thing, one `torch.distributed.Store` that all r
     hand          a store at an agreed address: MASTER_ADDR and MASTER_PORT, or --init-method
 
 What torchrun, horovodrun and a store at an agreed address are told, they tell all who come by. Where that is too
-open, ranks have a file with a secret of theirs (HVD_TRAINER_SECRET_FILE): see `store/ticket.py`. What the ranks then
-say to each other is in `peers.py`.
+open, ranks have a file with a secret of theirs (HVD_TRAINER_SECRET_FILE): see `store/ticket.py`. What the ranks
+then say to each other is in `peers.py`.
 """
 
 from __future__ import annotations
