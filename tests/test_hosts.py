@@ -132,6 +132,57 @@ def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@contextmanager
+def by_hand(
+    pair: Sequence[Host], argv: Sequence[str], folder: Path, secrets: Sequence[str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A rank on each host, which all know one name and port, and a secret."""
+    where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(len(pair))}
+    with ExitStack() as stack:
+        running = []
+        for rank, (host, secret) in enumerate(zip(pair, secrets, strict=True)):
+            file = folder / f"secret-{host.name}"
+            file.write_text(secret)
+            file.chmod(0o600)
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "HVD_TRAINER_SECRET_FILE": str(file),
+            }
+            output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
+            words = host.command([sys.executable, *argv])
+            popen = subprocess.Popen(words, stdout=output, stderr=output, env={**host.environ, **where, **own})
+            running.append(popen)
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
+        try:
+            yield running
+        finally:
+            for host in pair:
+                host.end_all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_ranks_by_hand_with_a_secret_and_on_another_card(backend: str, cluster: Cluster, shared: Path) -> None:
+    """The name leads to one card, where the ranks meet, and what they then exchange passes over the other one."""
+    log = ["--log-dir", str(shared / "log"), "--network-interface", "eth1"]
+    pair = cluster.hosts[:2]
+    with by_hand(pair, [JOB, *ENDLESS, "--backend", backend, *log], shared, ["ours" * 8] * 2):
+        wait_for(lambda: steps(shared) > 3, shared)
+        pids = {str(one["pid"]) for one in worlds(shared)}
+        assert "10.78.0.1" in {line[0] for line in sockets(pair[0], "", pids)}
+        assert "ours" not in said(shared)
+
+
+def test_ranks_with_another_secret_do_not_meet(cluster: Cluster, shared: Path) -> None:
+    argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--backend", "ddp", "--startup-timeout-s", "5"]
+    with by_hand(cluster.hosts[:2], argv, shared, ["ours" * 8, "theirs" * 8]) as running:
+        assert finish(running, shared) == [2, 2], said(shared)
+    assert "or another HVD_TRAINER_SECRET_FILE" in said(shared)
+
+
 @pytest.mark.long
 def test_three_hosts(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", "horovod", "--log-dir", str(shared / "log")]
