@@ -196,7 +196,7 @@ def test_images_that_the_hosts_would_not_see(capsys: pytest.CaptureFixture[str])
     assert "each host has a /tmp of its own" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("hosts")
 def test_trainings_over_a_slow_link_are_measured(tmp_path: Path) -> None:
     words = ["-m", "benchmarks.slow_link", *NARROW, "--rounds", "1", "--output", str(tmp_path / "table")]

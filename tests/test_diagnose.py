@@ -275,7 +275,7 @@ def test_a_slow_disk_and_a_slow_rank_are_found(tmp_path: Path) -> None:
     assert "tried --workers" in said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("horovod")
 def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
     options = ("--backend", "horovod")

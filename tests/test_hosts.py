@@ -260,7 +260,9 @@ def test_an_interface_that_there_is_not(cluster: Cluster, shared: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("fate", "backend"), [("cut", "horovod"), ("dead", "ddp")])
+@pytest.mark.parametrize(
+    ("fate", "backend"), [("cut", "horovod"), pytest.param("dead", "ddp", marks=pytest.mark.nightly)]
+)
 def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path) -> None:
     """A cable that is pulled, a host without power: nobody says a word, and after --timeout-s the job is over."""
     with hosts("hosta", "hostb") as cluster:

@@ -593,7 +593,7 @@ def test_synthetic_needs_no_data(tmp_path: Path) -> None:
 # The real reviews.
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     folder = pytestconfig.rootpath / "../shared/data/imdb"
     if not (folder / imdb_archive.ARCHIVE).is_file():

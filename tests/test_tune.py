@@ -326,7 +326,8 @@ def done(out: Path) -> int:
     return sum(run.state == "done" for run in read_runs(out))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_search_and_the_same_again(tmp_path: Path) -> None:
     """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""
     job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
