@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,7 +91,20 @@ def collectives_agree(backend: Backend) -> None:
     last = max(ranks)
     for source in (last, 0, last):
         assert backend.broadcast_object(f"from {rank}", source) == f"from {source}"
+    # A learning rate that a function of NumPy's has made.
+    assert backend.all_gather_object({"lr": [np.float64(0.5)]}) == [{"lr": [0.5]}] * len(ranks)
+    if len(ranks) > 1:  # alone nothing is sent
+        try:
+            backend.broadcast_object(Foreign())
+        except BackendError as error:
+            assert "contract_checks.Foreign" in str(error)
+        else:
+            raise AssertionError("a pickle of a class that nobody named was opened")
     backend.barrier()
+
+
+class Foreign:
+    """A class of which nothing may be made that comes from the network."""
 
 
 @check()

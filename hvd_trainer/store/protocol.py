@@ -9,7 +9,8 @@ TCPStoreLibUvBackend.cpp. Its numbers are of the machine's byte order, and have 
     6 1 n /TOKEN/key  -> 0               wait; answered once it is set
     3 n /TOKEN/key    -> n value         get
 
-Nothing longer than its limit is read, and next to nothing from those who have not named a key with a token.
+Queues and the list of all keys, which engines do not ask for, are refused like garbage. Nothing longer than its
+limit is read, and next to nothing from those who have not named a key with a token.
 """
 
 from __future__ import annotations
