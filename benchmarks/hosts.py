@@ -93,8 +93,14 @@ class Host:
         """All that runs here but its process 1 and its ssh server's; nothing once the host is dead."""
         if self.keeper.poll() is not None:
             return []
-        kept = ("sshd", "sleep")
-        return [one for one in self.first.children(recursive=True) if one.name() not in kept]
+        first, kept = self.first, ("sshd", "sleep")
+        here = _namespace(first.pid)
+        # Not by their parents: that of a `command` is outside.
+        return [
+            one
+            for one in psutil.process_iter(["name"])
+            if one.pid != first.pid and one.info["name"] not in kept and _namespace(one.pid) == here
+        ]
 
     def end_all(self) -> None:
         """Ends what is left of a job here, and what that starts meanwhile."""
@@ -110,6 +116,13 @@ class Host:
         self.run(["ip", "link", "set", "eth0", "down"])
         self.first.send_signal(signal.SIGKILL)
         self.keeper.wait()
+
+
+def _namespace(pid: int) -> str | None:
+    """By which the processes of a host are told from others; None of one that is gone."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return None
 
 
 @dataclass
