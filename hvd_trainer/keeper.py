@@ -87,7 +87,10 @@ class Keeper:
             CheckpointError: what there is does not fit, or what was asked for is not there.
             OptionError: ranks that came later are in another training than those that were here.
         """
-        found = self._from_memory() or self._from_disk()
+        found = self._from_memory()
+        from_disk = found is None
+        if found is None:
+            found = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(seed + 1 + self._backend.world.rank)
         said = list(found.said)
@@ -96,6 +99,8 @@ class Keeper:
             if self._memory.state is not None:
                 self._memory.step = self._progress.step
             said.append(f"at epoch {self._progress.epoch + 1}, after {self._progress.step:,} steps")
+        if from_disk:
+            self._refuse_newer_elsewhere(-1 if found.state is None else self._progress.step)
         for line in said:
             self._log.say(f"resume   {line}")
         self._log.begin(
@@ -149,7 +154,6 @@ class Keeper:
         if isinstance(outcome, CheckpointError):
             raise outcome
         found: checkpoint.Found = outcome
-        self._refuse_newer_elsewhere(-1 if found.state is None else found.state["progress"]["step"])
         if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
             # Only there is what the metrics of a running epoch have gathered.
             self._memory.state = on_host(found.state)

@@ -416,7 +416,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_script_of_ones_own_beside_the_job(tmp_path: Path) -> None:
     job, plain = tmp_path / "job.py", tmp_path / "plain.py"
     job.write_text(UNEQUAL)

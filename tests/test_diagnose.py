@@ -323,7 +323,7 @@ def slow_network() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_slow_network_is_found(slow_network: list[str], tmp_path: Path) -> None:
     result, said = diagnosed("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
     assert result["shares"]["ranked"][0] == "exchange", said

@@ -150,10 +150,8 @@ def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
         assert job.stderr.splitlines()[-1].startswith("horovodrun: Horovod detected")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("backend", "frozen"), [("horovod", HERE), pytest.param("ddp", THERE, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
 def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: Path) -> None:
     """Nobody there can end it. Once horovodrun waited for it without limit, and the other for horovodrun."""
     argv = [*JOB, "--backend", backend, "--epochs", "200", "--log-dir", str(tmp_path)]

@@ -35,15 +35,15 @@ PAIRS = [
         backend,
         marks=[
             requires(launcher, *(["horovod"] if backend == "horovod" else [])),
-            *([] if launcher in ("horovodrun", "torchrun") else [pytest.mark.long]),
+            *when,
         ],
     )
-    for launcher, backend in (
-        ("horovodrun", "horovod"),
-        ("torchrun", "ddp"),
-        ("mpirun", "horovod"),
-        ("srun", "ddp"),
-        ("srun", "horovod"),
+    for launcher, backend, when in (
+        ("horovodrun", "horovod", []),
+        ("torchrun", "ddp", []),
+        ("mpirun", "horovod", [pytest.mark.long]),
+        ("srun", "ddp", [pytest.mark.long]),
+        ("srun", "horovod", [pytest.mark.nightly]),
     )
 ]
 SOON_S = 60

@@ -39,15 +39,19 @@ class Case(NamedTuple):
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         # Each launcher ends its ranks in its own way, and a hang takes a time-out: some will do.
-        quick = (self.launcher, self.backend, self.fault) in QUICK
-        long = [] if quick else [pytest.mark.long]
-        return [requires(self.launcher, "horovod"), *long]
+        case = (self.launcher, self.backend, self.fault)
+        when = [] if case in QUICK else [pytest.mark.nightly if case in NIGHTLY else pytest.mark.long]
+        return [requires(self.launcher, "horovod"), *when]
 
 
 QUICK = {
     ("horovodrun", "horovod", "raises"),
     ("horovodrun", "horovod", "is stopped"),
     ("torchrun", "ddp", "is killed"),
+}
+NIGHTLY = {
+    ("torchrun", "horovod", "is killed"),
+    ("mpirun", "ddp", "is stopped"),
 }
 GONE = "ended without a word"
 SILENT, LATE = "has not answered for", "has not got on for"
@@ -130,7 +134,7 @@ def undisturbed() -> bytes:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "size"),
-    [pytest.param("ddp", 2, marks=pytest.mark.nightly), pytest.param("horovod", 4, marks=requires("horovod"))],
+    [("ddp", 2), pytest.param("horovod", 4, marks=[requires("horovod"), pytest.mark.nightly])],
 )
 def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: Path) -> None:
     """Nothing is typed: they go on from the newest checkpoint, to the bits of 2 undisturbed ranks of DDP."""
@@ -146,7 +150,7 @@ def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: P
     assert not list(tmp_path.glob("earlier-*"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("horovod")
 def test_nodes_join_and_leave(tmp_path: Path) -> None:
     """`torchrun --nnodes 1:3`: a second one comes in the middle, and is gone again."""

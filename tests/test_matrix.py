@@ -176,7 +176,7 @@ $job --backend single --log-dir {folder}/alone
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("srun", "mpirun")
 def test_launchers_inside_a_batch_job(slurm: slurm_cluster.SlurmCluster, tmp_path: Path, reference: bytes) -> None:
     options = " ".join(digits_job.OPTIONS)

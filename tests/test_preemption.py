@@ -24,7 +24,7 @@ JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
     [
         pytest.param("python", "single", signal.SIGTERM, 75, marks=pytest.mark.long),
         pytest.param("horovodrun", "horovod", signal.SIGTERM, 1, marks=requires("horovodrun")),
-        pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=[requires("srun"), pytest.mark.long]),
+        pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=[requires("srun"), pytest.mark.nightly]),
     ],
 )
 def test_a_signal_on_one_rank_stops_all(

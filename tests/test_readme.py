@@ -36,7 +36,11 @@ TYPED_HERE = (
 )
 
 # These show what others show, too.
-LONG = (f"mpirun -np 2 python {EXAMPLE}", f"srun -n 2 python {EXAMPLE} --backend ddp", f"python {EXAMPLE}")
+LONG = {
+    f"python {EXAMPLE}": pytest.mark.long,
+    f"srun -n 2 python {EXAMPLE} --backend ddp": pytest.mark.long,
+    f"mpirun -np 2 python {EXAMPLE}": pytest.mark.nightly,
+}
 
 PLAIN = "tests/test_examples_plain.py"
 OWN = "tests/test_readme.py"
@@ -210,7 +214,7 @@ def needs(command: str) -> pytest.MarkDecorator:
 
 
 def marks_of(command: str) -> list[pytest.MarkDecorator]:
-    return [needs(command), *([pytest.mark.long] if command in LONG else [])]
+    return [needs(command), *([LONG[command]] if command in LONG else [])]
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks_of(c), id=c.split("\n")[0]) for c in TYPED_HERE])

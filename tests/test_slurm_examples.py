@@ -121,7 +121,7 @@ def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, 
     assert sizes == [3, 2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("srun")
 def test_a_task_of_an_array_goes_back_into_the_queue_alone(
     slurm: slurm_cluster.SlurmCluster, tmp_path: Path
