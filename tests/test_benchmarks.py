@@ -28,7 +28,7 @@ def test_every_contestant_is_there(contestant) -> None:
     assert {contestant.job.baseline, contestant.job.floor, *contestant.against} <= names
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     result = launch(
         "python",

@@ -435,7 +435,7 @@ def test_a_script_of_ones_own_beside_the_job(tmp_path: Path) -> None:
     assert "optimizer steps: 9 and 8" in result.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     options = ("--np", "1", "--rounds", "2", "--engines", "ddp,single")
     job = (*JOB, "--dataset", "digits", "--epochs", "1", "--transport", "gloo")

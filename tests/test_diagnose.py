@@ -252,7 +252,7 @@ def diagnosed(
     if inside:
         code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
         words = ["-c", code, *inside, shutil.which("python") or "python", *words]
-    said = launch("python", 1, words, timeout_s=280, env=dict(env or {})).stdout
+    said = launch("python", 1, words, timeout_s=560, env=dict(env or {})).stdout
     result: dict[str, Any] = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     return result, said
 
@@ -263,6 +263,7 @@ def advised(result: dict[str, Any], cause: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_slow_disk_and_a_slow_rank_are_found(tmp_path: Path) -> None:
     """128 ms to fetch a batch, and 60 ms more to compute on rank 1."""
     job = ("--batch-size", "64", "--workers", "0")
@@ -276,6 +277,7 @@ def test_a_slow_disk_and_a_slow_rank_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @requires("horovod")
 def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
     options = ("--backend", "horovod")
@@ -285,6 +287,7 @@ def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_too_many_threads_are_found(tmp_path: Path) -> None:
     """Six on the one core that three ranks may use; on more cores, what they cost differs from hour to hour.
 
@@ -324,6 +327,7 @@ def slow_network() -> Iterator[list[str]]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_a_slow_network_is_found(slow_network: list[str], tmp_path: Path) -> None:
     result, said = diagnosed("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
     assert result["shares"]["ranked"][0] == "exchange", said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,7 @@ def test_no_python_there_and_no_folder(tmp_path: Path) -> None:
         ("root@b: Permission denied (publickey,password).", f"ssh-copy-id {OTHER}"),
         ("ssh: connect to host b port 22: Connection refused", "openssh-server"),
         ("ssh: connect to host b port 22: Connection timed out", f"ping {OTHER}"),
+        ("Host key verification failed.", f"ssh-keygen -R {OTHER}"),
         ("something else", f"ssh {OTHER} true"),
     ],
 )
@@ -266,3 +269,19 @@ def test_a_real_ssh(sshd: dict[str, Any], tmp_path: Path) -> None:
     (refused,) = examine("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
     assert "Permission denied" in refused.found
     assert refused.remedy.startswith(f"ssh-copy-id {OTHER}")
+
+
+def test_a_host_with_another_key_than_the_known_one(
+    sshd: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that stands between would answer. What is known is read, and nothing is added to it."""
+    known = tmp_path / ".ssh/known_hosts"
+    known.parent.mkdir()
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path)))
+    for key, status in (("host", "ok"), ("user", "error")):
+        line = f"[{OTHER}]:{sshd['ssh_port']} {(tmp_path / f'{key}.pub').read_text()}"
+        known.write_text(line)
+        found = examine("ssh", hosts=OTHER, **sshd)[0]
+        assert found.status == status, found
+        assert known.read_text() == line
+    assert "Host key verification failed" in found.found

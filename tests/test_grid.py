@@ -451,7 +451,7 @@ def started(job: Job) -> bool:
     return False
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_grid_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Its job lives on when the grid is killed, and must not disturb the next one's."""
     folder = tmp_path / "grid"

@@ -24,7 +24,7 @@ def argv(folder: Path, *more: str, epochs: int = 1) -> list[str]:
     return ["-m", "hvd_trainer.imdb", *TEXTS, "--epochs", str(epochs), "--log-dir", str(folder), *more]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("horovod", "srun", "horovodrun", "torchrun")
 def test_the_commands_train_the_same_model(tmp_path: Path) -> None:
     files = set()

@@ -22,7 +22,7 @@ JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 @pytest.mark.parametrize(
     ("launcher", "backend", "number", "code"),
     [
-        pytest.param("python", "single", signal.SIGTERM, 75, marks=pytest.mark.long),
+        pytest.param("python", "single", signal.SIGTERM, 75, marks=pytest.mark.nightly),
         pytest.param("horovodrun", "horovod", signal.SIGTERM, 1, marks=requires("horovodrun")),
         pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=[requires("srun"), pytest.mark.nightly]),
     ],

@@ -106,7 +106,7 @@ for step in 1 2; do wait -n; done
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @requires("srun")
 def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """One has its ranks placed by a list, and rank 0 not on the first node, where alone the others once looked."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -40,12 +41,18 @@ TIME = "hvd_trainer time "
 ANSWERS = f"""while read word && test "$word" = time; do date "+{TIME}%s.%N"; done"""
 OPTIONS = (
     *("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "LogLevel=ERROR"),
-    # As horovodrun does it; and nothing about it is kept.
-    *("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "ControlMaster=no"),
+    # A host that is new is taken and one with another key refused, as horovodrun does it; and nothing is kept.
+    *("StrictHostKeyChecking=accept-new", "UserKnownHostsFile=/dev/null", "ControlMaster=no"),
 )
+KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+"""What ssh knows for all users."""
 CAUSES = (
     ("Permission denied", "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)"),
     ("Connection refused", "apt-get install openssh-server    (on {host}; or name another --ssh-port)"),
+    (
+        "Host key verification failed",
+        "ssh-keygen -R {host}    (if it was set up anew: it answers with another key than the one that is known)",
+    ),
     ("Could not resolve", "getent hosts {host}"),
     ("timed out", "ping {host}    (is it on? a firewall may stand between)"),
     ("No route", "ping {host}    (is it on?)"),
@@ -119,7 +126,10 @@ def _visit(situation: Situation, ssh: str, host: Host) -> Visit:
 
 
 def _command(situation: Situation, ssh: str, host: Host) -> list[str]:
-    options = [word for option in OPTIONS for word in ("-o", option)]
+    # Where ssh looks, but as files that it only reads. The home folder is that of the list of users, not HOME.
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh/known_hosts"
+    known = f"GlobalKnownHostsFile={' '.join([*KNOWN_HOSTS, str(own)])}"
+    options = [word for option in (*OPTIONS, known) for word in ("-o", option)]
     if situation.options.ssh_port is not None:
         options += ["-p", str(situation.options.ssh_port)]
     if situation.options.ssh_identity_file is not None:

@@ -1,4 +1,4 @@
-"""The changes that close CVE-2024-10190 and its two siblings in Horovod's elastic mode.
+"""The changes that close CVE-2024-10190 and its two siblings in Horovod's elastic mode, and its way into hosts.
 
     launcher (HTTP server)                           worker
       PUT worker_addresses: where I listen, my key <---- 1
@@ -10,6 +10,9 @@ As published, all of it is pickle, which runs what the sender chose, and any hos
 worker; (3) a host that registered itself answers the launcher's ping with a signed pickle.
 Here all three are JSON (messages.py) and the launcher keeps the key to itself.
 
+horovodrun enters the other hosts by ssh, which as published took whatever key they answered with, also where
+another one is known. A host that is new is taken as before, without a question.
+
 Not covered: `horovod.run(function)` sends pickled functions and results through its HTTP server
 by design; use it on a network that you trust.
 """
@@ -19,6 +22,12 @@ from __future__ import annotations
 from hvd_trainer.tools.horovod.source import Replacement
 
 SECURITY_CHANGES = (
+    Replacement(
+        "horovod/runner/util/remote.py",
+        "-o StrictHostKeyChecking=no'",
+        "-o StrictHostKeyChecking=accept-new'",
+        "a host that answers with another key than the known one may be another host",
+    ),
     Replacement(
         "horovod/runner/elastic/rendezvous.py",
         "from horovod.runner.common.util import codec\n",
