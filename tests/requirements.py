@@ -74,10 +74,14 @@ def _missing_ch_run() -> str | None:
     return None if shutil.which("ch-run") else "no ch-run on this machine: apt-get install charliecloud"
 
 
+def _missing_mpi4py() -> str | None:
+    return None if importlib.util.find_spec("mpi4py") else "mpi4py is not installed: pip install mpi4py"
+
+
 def missing(name: str) -> str | None:
     """Why a launcher cannot be used here; None where it can.
 
-    Also "horovod" under any launcher, "hosts" of namespaces, and "ch-run" for containers.
+    Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", and "ch-run" for containers.
 
     Raises:
         ValueError: no such name.
@@ -87,6 +91,7 @@ def missing(name: str) -> str | None:
         "horovod": _missing_horovod,
         "horovodrun": _missing_horovod,
         "hosts": _missing_hosts,
+        "mpi4py": _missing_mpi4py,
         "mpirun": _missing_mpirun,
         "srun": slurm_cluster.missing,
         "torchrun": lambda: None,

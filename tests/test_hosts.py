@@ -121,6 +121,19 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
+@requires("mpirun", "mpi4py")
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_ranks_of_mpirun_without_an_address(backend: str, cluster: Cluster, shared: Path) -> None:
+    """By MPI's own messages, which carry the job's token in private."""
+    words = ["mpirun", "--allow-run-as-root", "-np", "2", "-H", "hosta:1,hostb:1", "-x", "HOME", sys.executable]
+    argv = [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(shared / "log")]
+    done = cluster.hosts[0].run([*words, *argv], check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [(one["rank"], one["hostname"], one["node_rank"], one["launcher"]) for one in worlds(shared)]
+    assert places == [(0, "hosta", 0, "mpirun"), (1, "hostb", 1, "mpirun")]
+
+
 @requires("horovodrun")
 def test_a_host_that_answers_with_another_key_is_not_entered(cluster: Cluster, shared: Path) -> None:
     """Horovod's horovodrun gives whoever answers the job, with all that is in the environment."""

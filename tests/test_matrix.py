@@ -105,12 +105,14 @@ def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: byte
         ("env://", "ddp"),
         pytest.param("tcp://", "horovod", marks=requires("horovod")),
         pytest.param("file://", "horovod", marks=[requires("horovod"), pytest.mark.long]),
+        pytest.param("env://, IPv6", "ddp", marks=pytest.mark.long),
     ],
 )
 def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, reference: bytes) -> None:
     port = digits_job.free_port()
     options, env = {
         "env://": ([], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
+        "env://, IPv6": ([], {"MASTER_ADDR": "::1", "MASTER_PORT": port}),
         "tcp://": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
         "file://": (["--init-method", f"file://{tmp_path}/meeting"], {}),
     }[meeting]
