@@ -145,6 +145,13 @@ def test_hvd_ssh_says_what_to_type(home: Path, words: Sequence[str], says: str) 
     assert says in done.stderr
 
 
+@pytest.mark.parametrize(("port", "names"), [(2222, ["[a]:2222", "[b]:2222"]), (22, ["a", "b"])])
+def test_hosts_are_known_by_the_names_that_ssh_looks_for(home: Path, port: int, names: Sequence[str]) -> None:
+    hvd_ssh(home, "keys", "a", "b", port=port)
+    known = (home / ".ssh/known_hosts").read_text().splitlines()
+    assert [line.split()[0] for line in known] == names
+
+
 def test_keys_are_not_written_over(home: Path) -> None:
     hvd_ssh(home, "keys", "a", "b")
     before = {file.name: file.read_bytes() for file in (home / ".ssh").iterdir()}
