@@ -379,6 +379,17 @@ def fp16_on_the_wire(backend: Backend) -> None:
     assert weight_of(optimizer).dtype == torch.float32
 
 
+@check()
+def sums_of_halves_are_rounded_once(backend: Backend) -> None:
+    """Horovod's Gloo gave one summand for the sum of some: it took bits for a number when it compared."""
+    rank, size = backend.world.rank, backend.world.size
+    pairs = torch.randn(2, 200_003, generator=torch.Generator().manual_seed(3)).mul(1e4).half()
+    # Others add zeros, so that the order of the sum does not matter.
+    mine = pairs[rank].clone() if rank < 2 else torch.zeros_like(pairs[0])
+    expected = pairs.float().sum(0).half() if size > 1 else pairs[0]
+    assert torch.equal(backend.all_reduce(mine.to(backend.device), "sum").cpu(), expected)
+
+
 @check(bucket_mb=0.001)
 def many_buckets_give_the_same(backend: Backend) -> None:
     torch.manual_seed(3)
