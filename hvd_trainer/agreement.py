@@ -2,7 +2,7 @@
 
 A signal reaches one rank, a clock is only one rank's, and an exchange per step to agree would cost more than it is
 worth. So the ranks ask each other a few times a second: after every n-th step, with n from rank 0's clock, which
-sends it along.
+sends it along. Where asking itself takes long, over a slow link, they ask less often.
 
     step      1  2  3  4  5  6  7  8  9 10 11 ...
     asked     x  x     x           x              n = 1, 2, 4, ... up to what fits into the interval
@@ -10,6 +10,7 @@ sends it along.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,11 @@ import torch
 from hvd_trainer.backends import Backend
 
 INTERVAL_S = 0.5
+LONGEST_S = 3.0
+"""They ask about this often, unless a single step takes longer: who sends SIGTERM waits for 30 s as a rule."""
+SHARE = 0.05
+"""Of the time, which asking may take unless that would make it too seldom. What rank 0 waits for slower ranks
+counts, too; without asking it would wait for them as long in the next exchange."""
 
 
 class Agreement:
@@ -26,7 +32,7 @@ class Agreement:
     Args:
         backend: the engine.
         names: all wishes there can be, the same on every rank.
-        interval_s: how often to ask, in seconds; steps that take longer ask after each.
+        interval_s: how often to ask, in seconds, where that takes no time; steps that take longer ask after each.
     """
 
     def __init__(self, backend: Backend, names: Sequence[str], interval_s: float = INTERVAL_S) -> None:
@@ -34,6 +40,7 @@ class Agreement:
         self._wanted: set[str] = set()
         self._steps, self._left = 1, 1
         self._asked = time.monotonic()
+        self._took_s = 0.0
 
     def want(self, name: str) -> None:
         """Says that this rank wants it: the next answer has it on all ranks. Safe in a signal handler."""
@@ -46,7 +53,9 @@ class Agreement:
             return frozenset()
         wanted = [name in self._wanted for name in self._names]
         steps = self._steps_next() if self._backend.world.is_first else 0
+        began = time.monotonic()
         *agreed, steps = self._backend.all_reduce(torch.tensor([*wanted, steps]), "max").tolist()
+        self._took_s = time.monotonic() - began
         self._steps = self._left = steps
         answer = frozenset(name for name, yes in zip(self._names, agreed, strict=True) if yes)
         self._wanted -= answer
@@ -55,4 +64,5 @@ class Agreement:
     def _steps_next(self) -> int:
         now = time.monotonic()
         per_step, self._asked = (now - self._asked) / self._steps, now
-        return max(1, min(2 * self._steps, int(self._interval_s / max(per_step, 1e-6))))
+        interval_s = max(self._interval_s, min(self._took_s / SHARE, LONGEST_S))
+        return max(1, min(2 * self._steps, math.ceil(interval_s / max(per_step, 1e-6))))

@@ -1,0 +1,43 @@
+"""How often ranks ask each other what they want."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from hvd_trainer import EngineOptions, agreement, backends
+from hvd_trainer.agreement import Agreement
+from hvd_trainer.backends import ReduceOp
+
+
+@pytest.mark.parametrize(
+    ("step_s", "ask_s", "asks"),
+    [
+        (0.01, 0.0, 6),  # after steps 1, 3, 7, 15, 31 and 63, and then twice a second
+        (0.6, 0.08, 35),  # asking would be 13 % of a step: after each third
+        (0.6, 0.4, 22),  # no share is kept where that would make more than three seconds
+        (5.0, 0.08, 100),
+    ],
+)
+def test_asking_takes_a_small_share(
+    step_s: float, ask_s: float, asks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a link of 20 ms each way Horovod took 164 ms to ask, after each step of 600 ms."""
+    now, asked = 0.0, 0
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    with backends.create(EngineOptions(backend="single")) as backend:
+        alone = backend.all_reduce
+
+        def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
+            nonlocal now, asked
+            now, asked = now + ask_s, asked + 1
+            return alone(tensor, op)
+
+        monkeypatch.setattr(backend, "all_reduce", all_reduce)
+        agreed = Agreement(backend, ["stop"])
+        agreed.want("stop")
+        heard = 0
+        for _ in range(100):
+            now += step_s
+            heard += len(agreed.after_step())
+    assert (asked, heard) == (asks, 1)
