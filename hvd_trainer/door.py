@@ -47,7 +47,7 @@ class Door:
         """Rank 0 tells a word from now on, as long as it lives: who comes late, or again, is welcome.
 
         Args:
-            address: of this machine, where those who come have to knock; empty: at all that it has.
+            address: of this machine, where those who come have to knock.
             word: without blanks.
 
         Raises:
@@ -89,6 +89,15 @@ class Door:
 
 
 def _heard(line: socket.socket) -> str:
-    """The first line that the other side says, which may be no rank, and say anything."""
-    with line.makefile("rb") as said:
-        return said.readline(LONGEST_LINE).decode(errors="replace")
+    """The first line that the other side says in time, which may be no rank, and say anything, slowly.
+
+    Raises:
+        TimeoutError: it has not come to the line's end.
+    """
+    said, end = b"", time.monotonic() + ANSWER_S
+    while not said.endswith(b"\n") and len(said) < LONGEST_LINE:
+        line.settimeout(max(0.001, end - time.monotonic()))
+        if not (more := line.recv(LONGEST_LINE)):
+            break
+        said += more
+    return said.decode(errors="replace")

@@ -74,6 +74,15 @@ def address_at(host: str) -> str | None:
     return first if not others and first in own and not is_loopback(first) else None
 
 
+def leads_only_here(host: str) -> bool:
+    """Whether a name is this machine's, and leads to nothing that others could reach (Debian's 127.0.1.1)."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return not is_loopback(host) and all(map(is_loopback, found))
+
+
 def address_of(interface: str) -> str:
     """The IPv4 address of a network interface.
 

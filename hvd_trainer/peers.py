@@ -71,7 +71,7 @@ def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
         raise LaunchError(
             f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
             f"See what the others printed, or raise --startup-timeout-s if they start slowly."
-        ) from error
+        ) from None  # whose own text has the store's keys, which begin with the token
     peers = [Peer(**{**entry, "cpus": tuple(entry["cpus"])}) for entry in everyone]
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:

@@ -23,7 +23,7 @@ from hvd_trainer.errors import OptionError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 20.0
-"""How long after SIGTERM a process may be without progress: torchrun kills 30 s after it, horovodrun 5 s."""
+"""How long after SIGTERM a process may be without progress: torchrun and horovodrun kill 30 s after it."""
 END = 0
 """Tells the listener to end; no signal has this number."""
 _listening: list[Request] = []

@@ -41,7 +41,7 @@ from hvd_trainer.boards import Board, FileBoard, HttpBoard, StoreBoard, job_file
 from hvd_trainer.door import Door
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import World, is_elastic, slurm_job
-from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_at, outward_address
+from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_at, leads_only_here, outward_address
 from hvd_trainer.slurm import SlurmStep, read_step
 from hvd_trainer.store import client
 from hvd_trainer.store.ticket import Ticket, believed, new_token, read_ticket, shared_secret, told
@@ -196,7 +196,7 @@ def _join(ticket: Ticket, world: World, timeout: timedelta) -> Meeting:
         raise LaunchError(
             f"{world} could not reach rank 0 at {ticket.place}: {first_line(error)}. See what rank 0 printed: it "
             f"may have ended; else a firewall may stand between the nodes."
-        ) from error
+        ) from None
 
 
 def _place(world: World, environ: Mapping[str, str], init_method: str) -> tuple[str, int]:
@@ -224,18 +224,32 @@ def _meet_by_hand(world: World, host: str, port: int, timeout: timedelta) -> dis
     """A store at a place that all know beforehand, open to all who come there: for one ticket of each training."""
     where = f"{host}:{port}"
     if where not in _MEETINGS:
-        here = (address_at(host) or "") if world.is_first else host
+        here = _heard_at(world, host)
         if world.is_first:
             _serve(world, here, port, OPEN)
         try:
-            store = client.join(Ticket(here or LOOPBACK, port, OPEN), timeout)
+            store = client.join(Ticket(here, port, OPEN), timeout)
         except (dist.DistError, RuntimeError) as error:
             raise LaunchError(
                 f"{world} could not meet the others at {where}: {first_line(error)}. If no rank 0 listens there, "
-                f"start all {world.size} ranks."
-            ) from error
+                f"start all {world.size} ranks. If rank 0's machine has several networks, name it by its "
+                f"address in the one that they share."
+            ) from None
         _MEETINGS[where] = Meeting(store, host)
     return _MEETINGS[where].store
+
+
+def _heard_at(world: World, host: str) -> str:
+    """The one address at which rank 0 listens, as far as this rank can tell it.
+
+    Where its machine cannot tell by which address the others come, since the name has several, leads only there,
+    or is translated on the way, it is that of the interface that leads outward: a name is seldom that of another
+    network, over which ranks may exchange (--network-interface).
+    """
+    found = address_at(host)
+    if found is None and (world.is_first or leads_only_here(host)):
+        found = outward_address(host, 1)
+    return found or host
 
 
 def _serve(world: World, address: str, port: int, token: str | None = None) -> Ticket:
@@ -324,14 +338,15 @@ def _meet_at_door(world: World, step: SlurmStep, restarts: int, secret: str | No
     if name not in _MEETINGS:
         if world.is_first:
             host = _slurm_address(step.host)
-            here = address_at(host) or ""
+            here = _heard_at(world, host)
             token, nonce = new_token(secret)
             ticket = _serve(world, here, 0, token)
             Door(name, step.ports).open(here, told(replace(ticket, host=step.host), nonce, secret))
-            _MEETINGS[name] = Meeting(_join(replace(ticket, host=here or LOOPBACK), world, timeout).store, host)
+            _MEETINGS[name] = Meeting(_join(replace(ticket, host=here), world, timeout).store, host)
         else:
             nodes = step.hosts if step.scattered else step.hosts[:1]
-            door = Door(name, step.ports, {node: _slurm_address(node) for node in nodes})
+            places = {node: _heard_at(world, _slurm_address(node)) for node in nodes}
+            door = Door(name, step.ports, places)
             _MEETINGS[name] = _join(_wait_for(lambda: _at(door, secret), world, timeout), world, timeout)
     return _MEETINGS[name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import socket
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import attacks
+import digits_job
 import psutil
 import pytest
 import torch.distributed as dist
@@ -232,6 +234,21 @@ def test_an_error_says_nothing_of_the_token(ticket: Ticket) -> None:
     assert first_line(caught.value) == "wait timeout after 100ms, keys: /peer/1"
 
 
+def test_a_traceback_says_nothing_of_the_token(tmp_path: Path) -> None:
+    """Who starts an engine in a script of one's own sees all that led to an error."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from hvd_trainer import EngineOptions, backends\n"
+        "with backends.create(EngineOptions(backend='ddp', startup_timeout_s=2)):\n    pass\n"
+    )
+    env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": digits_job.free_port(), "TMPDIR": tmp_path}
+    with start("python", 1, [script], env={**digits_job.by_hand(0, 2), **env}) as alone:
+        ended = alone.wait(60)
+    assert "waited for all 2 ranks and not all came" in ended.stderr
+    assert "keys: /hvd_trainer.0/peer/1" in ended.stderr
+    assert re.search(r"[0-9a-f]{32}", ended.stderr) is None
+
+
 def test_a_secret_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(LaunchError, match="cannot be read"):
@@ -242,6 +259,15 @@ def test_a_secret_of_ones_own(tmp_path: Path) -> None:
         tickets.shared_secret({tickets.SECRET_FILE: str(file)})
     file.chmod(0o600)
     assert tickets.shared_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+    if os.geteuid() == 0:
+        # Laid down by root for a group, as Kubernetes does for a pod's user.
+        file.chmod(0o440)
+        assert tickets.shared_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+        os.chown(file, attacks.NOBODY, -1)
+        with pytest.raises(LaunchError, match="may be read by others"):
+            tickets.shared_secret({tickets.SECRET_FILE: str(file)})
+        os.chown(file, 0, -1)
+    file.chmod(0o600)
     file.write_text("short")
     with pytest.raises(LaunchError, match="should hold 16 characters or more, and holds 5"):
         tickets.shared_secret({tickets.SECRET_FILE: str(file)})

@@ -322,6 +322,31 @@ def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path)
         assert "hostb" in said(shared)
 
 
+@pytest.mark.long
+@requires("horovodrun")
+@pytest.mark.parametrize("where", ["elsewhere", pytest.param("here, and bash is sh", marks=pytest.mark.nightly)])
+def test_a_launcher_that_shall_stop_lets_all_ranks_save(where: str, shared: Path) -> None:
+    """Those on other hosts heard nothing, those under bash were frozen, and all had 5 s, less than a step."""
+    with hosts("hosta", "hostb", "hostc") as cluster:
+        first, *others = cluster.hosts
+        slots = "hostb:1,hostc:1" if where == "elsewhere" else "hosta:2"
+        if where != "elsewhere":
+            first.run(["mount", "--bind", "/bin/bash", "/bin/sh"])
+        options = ["--epochs", "9", "--log-every", "1", "--seconds-per-step", "8", "--no-quiet"]
+        words = [str(HOROVODRUN), "-np", "2", "-H", slots, sys.executable, JOB, *options, "--batch-size", "32"]
+        with (shared / "output-hosta").open("wb") as output:
+            command = first.command([*words, "--log-dir", str(shared / "log")])
+            with subprocess.Popen(command, stdout=output, stderr=output, env=first.environ) as running:
+                wait_for(lambda: steps(shared) > 0, shared)
+                first.run(["pkill", "-TERM", "-f", "horovodrun -np"])
+                assert finish([running], shared, 60) != [0]
+        for host in (first, *others):
+            wait_for(lambda host=host: host.processes() == [], shared, 10)  # type: ignore[misc]
+        stopped = re.search(r"stopped by a signal after step (\d+), and saved", said(shared))
+        assert stopped is not None, said(shared)
+        assert (shared / f"log/checkpoints/step-{int(stopped[1]):06}/manifest.json").exists()
+
+
 SERVE = """
 import socket
 with socket.create_server(("0.0.0.0", 5000)) as server:

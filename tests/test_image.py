@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -96,39 +97,87 @@ def home() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.skipif(not SSH_SERVER.exists(), reason="no ssh server: apt-get install openssh-server")
-def test_a_host_is_entered_by_the_key_only(home: Path) -> None:
-    """The server runs while the command does; another key, or a host that answers with another one, is refused."""
+@contextmanager
+def served(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
+    """`hvd-ssh serve` as this host's server, and the words that enter it by its key."""
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder = home / ".ssh"
     assert "keys for 127.0.0.1" in hvd_ssh(home, "keys", "127.0.0.1", port=port).stdout
-    assert {file.stat().st_mode & 0o077 for file in folder.iterdir()} == {0}
     ssh = [
         *("ssh", "-F", str(folder / "config"), "-o", f"UserKnownHostsFile={folder}/known_hosts"),
         *("-o", "GlobalKnownHostsFile=/dev/null", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes"),
     ]
-    key = ["-i", str(folder / "id_ed25519")]
     path = f"{home}/programs:{os.environ['PATH']}"
     environ = os.environ | {"HOME": str(home), "HVD_SSH_PORT": str(port), "PATH": path}
     serving = subprocess.Popen([DOCKER / "hvd-ssh", "serve"], env=environ, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 20
-        while (entered := run(*ssh, *key, "127.0.0.1", "echo", "$PATH", check=False)).returncode != 0:
+        words = [*ssh, "-i", str(folder / "id_ed25519"), "127.0.0.1"]
+        while (entered := run(*words, "true", check=False)).returncode != 0:
             assert time.monotonic() < end, entered.stderr
             time.sleep(0.05)
-        assert f"{home}/programs" in entered.stdout.split(":")
+        yield serving, ssh
+    finally:
+        serving.terminate()
+        serving.wait()
+
+
+needs_a_server = pytest.mark.skipif(
+    not SSH_SERVER.exists(), reason="no ssh server: apt-get install openssh-server"
+)
+
+
+@needs_a_server
+def test_a_host_is_entered_by_the_key_only(home: Path) -> None:
+    """The server runs while the command does; another key, or a host that answers with another one, is refused."""
+    folder = home / ".ssh"
+    with served(home) as (_, ssh):
+        key = ["-i", str(folder / "id_ed25519")]
+        assert {file.stat().st_mode & 0o077 for file in folder.iterdir()} == {0}
+        assert f"{home}/programs" in run(*ssh, *key, "127.0.0.1", "echo", "$PATH").stdout.split(":")
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / "other")
         assert "Permission denied" in run(*ssh, "-i", home / "other", "127.0.0.1", "true", check=False).stderr
         known = (folder / "known_hosts").read_text().split()
         other = (home / "other.pub").read_text().split()[1]
         (folder / "known_hosts").write_text(" ".join([*known[:2], other]) + "\n")
         assert "REMOTE HOST IDENTIFICATION" in run(*ssh, *key, "127.0.0.1", "true", check=False).stderr
-    finally:
-        serving.terminate()
-        serving.wait()
+
+
+RANK = """
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+@needs_a_server
+def test_a_host_that_shall_stop_lets_its_ranks_save(home: Path) -> None:
+    """The server alone got the signal and ended, and with it the container and all that ran there."""
+    (home / "rank.py").write_text(RANK)
+    with served(home) as (serving, ssh):
+        # As horovodrun does it: by a shell, which waits.
+        words = [
+            *ssh,
+            "-i",
+            home / ".ssh/id_ed25519",
+            "127.0.0.1",
+            f"cd / ; A=1 {sys.executable} {home}/rank.py; exit $?",
+        ]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as entered:
+            assert entered.stdout is not None
+            assert entered.stdout.readline() == "trains\n"
+            serving.terminate()
+            assert entered.communicate(timeout=30)[0] == "saved\n"
+            assert entered.returncode == 75
+        assert serving.wait(timeout=30) == 143
 
 
 @pytest.mark.parametrize(
@@ -270,7 +319,25 @@ def test_the_image_is_healthy_and_says_what_it_is(image: Image) -> None:
     inspected = image.buildah("inspect", "--type", "image", IMAGE)
     for word in ("org.opencontainers.image.revision", "tested", '"hvd-mnist"', '"doctor"'):
         assert word in inspected
-    assert "Horovod" in image.run("python", "-m", "hvd_trainer", "doctor")
+    said = image.run("python", "-m", "hvd_trainer", "doctor")
+    assert "horovod       0.28.1" in said
+    assert " 0 errors" in said
+
+
+@pytest.mark.image
+def test_nothing_of_the_build_is_left(image: Image) -> None:
+    """All but PyTorch, what PyTorch requires, and Debian's own is small; `-s` prints what takes room."""
+    wheels = "/opt/hvd_trainer/lib/python3*/site-packages"
+    parts = {"all": "/", "torch": f"{wheels}/torch", "nvidia": f"{wheels}/nvidia", "triton": f"{wheels}/triton"}
+    sums = {
+        name: int(image.run("sh", "-c", f"du -xsm {place} 2> /dev/null || true").split()[0])
+        for name, place in parts.items()
+    }
+    print(f"in MB: {sums}")
+    assert sums["all"] - sums["torch"] - sums["nvidia"] - sums["triton"] < 1500
+    assert (
+        image.run("sh", "-c", "ls -A /var/lib/apt/lists /tmp /root 2> /dev/null | grep -v : || true").split() == []
+    )
 
 
 @pytest.mark.image

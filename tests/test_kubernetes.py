@@ -12,6 +12,7 @@ from launchers import REPOSITORY
 
 from hvd_trainer.config import parse
 from hvd_trainer.mnist import MnistOptions
+from hvd_trainer.store.ticket import SECRET_FILE
 
 FOLDER = REPOSITORY / "examples/kubernetes"
 RUN_POLICY = {
@@ -85,10 +86,22 @@ def test_who_trains_has_shared_memory_a_volume_and_the_images_user(replica: dict
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    # A file that the pod's user may read, and nobody beside its group.
+    secret = volumes[mounts["/etc/hvd_trainer"]]["secret"]
+    assert (secret["secretName"], secret["defaultMode"]) == ("hvd-trainer", 0o440)
     claim = volumes[mounts["/runs"]]["persistentVolumeClaim"]["claimName"]
     assert claim == read("volume.yaml")["metadata"]["name"]
     dockerfile = Path(REPOSITORY / "docker/Dockerfile").read_text()
     assert f"ARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
+
+
+@pytest.mark.parametrize("replica", pods())
+def test_who_starts_ranks_names_the_secret(replica: dict[str, Any]) -> None:
+    """torchrun and horovodrun tell everybody who asks where a job's ranks meet."""
+    (container,) = replica["template"]["spec"]["containers"]
+    if "hvd_trainer.mnist" in container["args"]:
+        (variable,) = container["env"]
+        assert (variable["name"], variable["value"]) == (SECRET_FILE, "/etc/hvd_trainer/secret")
 
 
 def job_of(arguments: list[str]) -> MnistOptions:

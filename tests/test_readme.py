@@ -147,7 +147,7 @@ OF_OTHERS = {
     },
     "py-spy": {"--pid"},
     "docker": {
-        *("--abort-on-container-exit", "--build-arg", "--device", "--ipc", "--no-healthcheck", "--profile"),
+        *("--build-arg", "--detach", "--device", "--ipc", "--no-healthcheck", "--profile"),
         *("--shm-size", "--time", "--user"),
     },
 }

@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -226,6 +228,28 @@ def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.Monkey
         thread.start()
         Door("7.0", ports).open(LOOPBACK, "a")
         assert asked("7.0", ports) == ["a"]
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_stranger_that_never_comes_to_its_lines_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte was waited for anew: one in a while held a rank for hours, beyond all limits."""
+    monkeypatch.setattr(door, "ANSWER_S", 0.3)
+    ports = free_ports(2)
+    with socket.create_server(("127.0.0.1", ports[0])) as stranger:
+
+        def drip() -> None:
+            line, _ = stranger.accept()
+            with line, suppress(OSError):
+                for _ in range(100):
+                    line.sendall(b"h")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        Door("7.0", ports).open(LOOPBACK, "a")
+        assert asked("7.0", ports) == ["a"]
+        assert thread.is_alive()
         thread.join(5)
         assert not thread.is_alive()
 

@@ -131,10 +131,9 @@ class Member(ABC):
             self._start()
         except dist.DistError as error:
             # PyTorch's own text names keys of the store, which begin with the token.
-            self._fail(error)
-            raise LaunchError(
-                f"{self.world} lost the others while they were meeting: {first_line(error)}"
-            ) from None
+            lost = LaunchError(f"{self.world} lost the others while they were meeting: {first_line(error)}")
+            self._fail(lost)
+            raise lost from None
         except BaseException as error:
             self._fail(error)
             raise

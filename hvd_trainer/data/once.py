@@ -58,11 +58,11 @@ def _done_by(backend: Backend, ranks: list[int], prepare: Callable[[], str | Non
         key = f"{call}.{other}"
         try:
             store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+        except RuntimeError:
             raise DataError(
                 f"Rank {other} has not finished preparing the data for the others of its node in {timeout_s:g} s. "
                 f"See what it printed; or get the data before the job starts, and pass --data-dir"
-            ) from error
+            ) from None  # whose own text has the store's keys, which begin with the token
         trouble.append(json.loads(store.get(key)))
     return [found for found in trouble if found is not None]
 

@@ -13,12 +13,13 @@ from hvd_trainer.tools.horovod.endings import ENDING_CHANGES
 from hvd_trainer.tools.horovod.interfaces import INTERFACE_CHANGES
 from hvd_trainer.tools.horovod.security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod.source import Replacement
+from hvd_trainer.tools.horovod.stopping import STOPPING_CHANGES
 from hvd_trainer.tools.horovod.timeline import TIMELINE_CHANGES
 from hvd_trainer.tools.horovod.tokens import TOKEN_CHANGES
 from hvd_trainer.tools.horovod.waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 13
+PATCH_SET = 14
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -66,6 +67,7 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *TOKEN_CHANGES,
         *ELASTIC_CHANGES,
         *ENDING_CHANGES,
+        *STOPPING_CHANGES,
         *TIMELINE_CHANGES,
     ):
         replacement.apply(source)
