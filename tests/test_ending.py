@@ -255,5 +255,5 @@ def test_horovodrun_takes_no_terminated_rank_for_a_success(monkeypatch: pytest.M
     for told, code in ((True, 128 + signal.SIGTERM), (False, 0)):
         event = SimpleNamespace(is_set=lambda told=told: told)
         with pytest.raises(SystemExit) as ending:
-            module._exec_middleman("true", {}, event, (pipe, pipe), (pipe, pipe), (pipe, pipe))
+            module._exec_middleman("true", {}, event, (pipe, pipe), (pipe, pipe), (pipe, pipe), event, False)
         assert ending.value.code == code
