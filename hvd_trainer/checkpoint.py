@@ -1,9 +1,9 @@
 """Checkpoints on the disk: whole or not there, whatever stops the process while it writes one.
 
-checkpoints/.step-000235.4711/      written here, each file synced to the disk
+checkpoints/.step-000000235.4711/   written here, each file synced to the disk
     state.pt                        what to go on from
     manifest.json                   last: what this is, and the size and SHA-256 of state.pt
-checkpoints/step-000235/            renamed to this; no valid manifest, no checkpoint
+checkpoints/step-000000235/         renamed to this; no valid manifest, no checkpoint
 
 The marker that is written last is torchsnapshot's protocol. A checkpoint is known by its manifest alone: its
 number counts the saves of a run, so that the newest is the one saved last, whatever the folders are called.

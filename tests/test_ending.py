@@ -245,15 +245,15 @@ def test_horovodrun_takes_no_terminated_rank_for_a_success(monkeypatch: pytest.M
     def nothing(*_: object, **__: object) -> None:
         pass
 
-    for name in ("on_event", "in_thread"):
-        monkeypatch.setattr(module, name, nothing)
     monkeypatch.setattr(module.os, "setsid", nothing)
+    monkeypatch.setattr(module.os, "read", lambda *_: module.END)
+    monkeypatch.setattr(module, "terminate_executor_shell_and_children", nothing)
     # What subprocess gives where the process has been waited for by another.
-    shell = SimpleNamespace(pid=1, wait=lambda: 0)
+    shell = SimpleNamespace(pid=1, wait=lambda: 0, stdin=None)
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: shell)
     pipe = SimpleNamespace(close=nothing, fileno=nothing)
-    for told, code in ((True, 128 + signal.SIGTERM), (False, 0)):
-        event = SimpleNamespace(is_set=lambda told=told: told)
+    for in_thread, code in ((lambda target: target(), 128 + signal.SIGTERM), (nothing, 0)):
+        monkeypatch.setattr(module, "in_thread", in_thread)
         with pytest.raises(SystemExit) as ending:
-            module._exec_middleman("true", {}, event, (pipe, pipe), (pipe, pipe), (pipe, pipe), event, False)
+            module._exec_middleman("true", {}, (pipe, pipe), (pipe, pipe), (pipe, pipe), False)
         assert ending.value.code == code

@@ -342,7 +342,9 @@ def test_a_launcher_that_shall_stop_lets_all_ranks_save(where: str, shared: Path
                 assert finish([running], shared, 60) != [0]
         for host in (first, *others):
             wait_for(lambda host=host: host.processes() == [], shared, 10)  # type: ignore[misc]
-        assert re.search(r"stopped by a signal after step \d+, and saved", said(shared)), said(shared)
+        stopped = re.search(r"stopped by a signal after step (\d+), and saved", said(shared))
+        assert stopped is not None, said(shared)
+        assert (shared / f"log/checkpoints/step-{int(stopped[1]):09}/manifest.json").exists()
 
 
 SERVE = """

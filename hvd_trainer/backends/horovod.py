@@ -46,7 +46,7 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 """For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
-WAKES, LEAVES = 3, 6
+WAKES, LEAVES = 3, 15
 """The first of our builds that have `tools/horovod/waking.py` and all of `elastic.py` beside it."""
 INSTALL = "python -m hvd_trainer install-horovod"
 

@@ -1,8 +1,17 @@
-"""Changes to how Horovod's processes end when others have failed, or when they are told to."""
+"""Changes to how Horovod's processes end when others have failed."""
 
 from __future__ import annotations
 
 from hvd_trainer.tools.horovod.source import Replacement
+
+BROKEN = (
+    "a rank whose exchange with a lost one had failed went on to the next, whose messages met others in the "
+    "former: they aborted, took them for the former's, or waited until Gloo's time limit"
+)
+TOO_LATE = (
+    "a tensor that was handed in while the background thread ended was told of by nobody, and waited for without "
+    "limit"
+)
 
 ENDING_CHANGES = (
     Replacement(
@@ -24,14 +33,90 @@ ENDING_CHANGES = (
         "background thread, which nothing caught: the process was aborted before it could say anything",
     ),
     Replacement(
-        "horovod/runner/common/util/safe_shell_exec.py",
-        "    exit_code = executor_shell.wait()\n    if exit_code < 0:\n",
-        "    exit_code = executor_shell.wait()\n"
-        "    if exit_code == 0 and exit_event.is_set():\n"
-        "        # The thread that terminates it may be the one that has learnt its exit code.\n"
-        "        exit_code = -signal.SIGTERM\n"
-        "    if exit_code < 0:\n",
-        "two threads waited for a rank that was terminated, and if the wrong one was first horovodrun took it "
-        "for a success, and returned 0 after Ctrl-C",
+        "horovod/common/operations.cc",
+        "    status = Status::UnknownError(ex.what());\n"
+        "  }\n\n"
+        "  if (!status.in_progress()) {\n"
+        "    for (auto& e : entries) {\n"
+        "      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);\n"
+        "      e.FinishWithCallback(status);\n"
+        "    }\n"
+        "  }\n",
+        "    status = Status::UnknownError(ex.what());\n"
+        "    broken = true;\n"
+        "  }\n\n"
+        "  if (!status.in_progress()) {\n"
+        "    for (auto& e : entries) {\n"
+        "      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);\n"
+        "      e.FinishWithCallback(status);\n"
+        "    }\n"
+        "  }\n"
+        "  if (broken) {\n"
+        "    throw std::runtime_error(status.reason()); // which ends the background thread\n"
+        "  }\n",
+        BROKEN,
+    ),
+    Replacement(
+        "horovod/common/operations.cc",
+        "  Status status;\n  try {\n    // process_set is passed here only",
+        "  Status status;\n  bool broken = false;\n  try {\n    // process_set is passed here only",
+        BROKEN,
+    ),
+    Replacement(
+        "horovod/common/operations.cc",
+        "    // Reset initialization flag\n",
+        "    horovod_global.process_set_table.Get(0).tensor_queue.Open();\n    // Reset initialization flag\n",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.h",
+        "  void FinalizeTensorQueue(const Status& status);\n",
+        "  void FinalizeTensorQueue(const Status& status);\n\n"
+        "  // Takes tensors again, after FinalizeTensorQueue.\n"
+        "  void Open();\n",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.h",
+        "  mutable std::mutex mutex_;\n",
+        "  mutable std::mutex mutex_;\n\n  // Whether there is nobody any more who looks for messages.\n"
+        "  bool closed_ = false;\n",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.cc",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n  if (tensor_table_.find(e.tensor_name)",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n"
+        "  if (closed_) {\n"
+        "    return SHUT_DOWN_ERROR;\n"
+        "  }\n"
+        "  if (tensor_table_.find(e.tensor_name)",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.cc",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n\n  for (std::size_t i = 0; i < entries.size(); ++i) {\n",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n"
+        "  if (closed_) {\n"
+        "    return SHUT_DOWN_ERROR;\n"
+        "  }\n\n"
+        "  for (std::size_t i = 0; i < entries.size(); ++i) {\n",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.cc",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n  for (auto& e : tensor_table_) {\n",
+        "  std::lock_guard<std::mutex> guard(mutex_);\n  closed_ = true;\n  for (auto& e : tensor_table_) {\n",
+        TOO_LATE,
+    ),
+    Replacement(
+        "horovod/common/tensor_queue.cc",
+        "// Helper function to get list of allreduced tensor names and total size for\n",
+        "void TensorQueue::Open() {\n"
+        "  std::lock_guard<std::mutex> guard(mutex_);\n"
+        "  closed_ = false;\n"
+        "}\n\n"
+        "// Helper function to get list of allreduced tensor names and total size for\n",
+        TOO_LATE,
     ),
 )

@@ -19,7 +19,7 @@ from hvd_trainer.tools.horovod.tokens import TOKEN_CHANGES
 from hvd_trainer.tools.horovod.waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 14
+PATCH_SET = 15
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
