@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from contextlib import suppress
 
@@ -114,3 +115,17 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in addresses):
             return str(name)
     return None
+
+
+def hang_up_on(address: str) -> int:
+    """Ends this process's TCP connections with an address, whoever holds them, and returns how many.
+
+    A machine that is gone says no goodbye, and who waits for it over a connection waits until a time limit.
+    """
+    ended = 0
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.ip.removeprefix("::ffff:") == address:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as line:
+                line.shutdown(socket.SHUT_RDWR)
+                ended += 1
+    return ended

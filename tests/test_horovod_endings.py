@@ -14,7 +14,7 @@ TIMES = 5
 
 @requires("horovod")
 def test_who_is_left_by_another_can_leave() -> None:
-    """Of ten times, as published: three with a rank that aborted, four in which all waited for what never came."""
+    """Once, of ten times: three with a rank that aborted, four in which all waited for what never came."""
     command = [sys.executable, str(JOB), str(TIMES)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.splitlines() == ["0 0 0"] * TIMES, ended.stderr

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,21 @@ def commands(
     return [(host, [*run, "--node-rank", str(place), *where, *argv]) for place, host in enumerate(cluster)]
 
 
-@contextmanager
 def started(
     launcher: str, cluster: Sequence[Host], argv: Sequence[str], folder: Path, each: int = 2
+) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
+    """The launchers, running, with as many ranks on each host."""
+    return typed(commands(launcher, cluster, argv, each), cluster, folder)
+
+
+@contextmanager
+def typed(
+    commands: Sequence[tuple[Host, list[str]]], cluster: Sequence[Host], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The launchers, running; they and all that is left on the hosts are gone at the end of the block."""
+    """Commands, running; they and all that is left on the hosts are gone at the end of the block."""
     with ExitStack() as stack:
         running = []
-        for host, words in commands(launcher, cluster, argv, each):
+        for host, words in commands:
             output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
             popen = subprocess.Popen(
                 host.command(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=host.environ
@@ -320,6 +327,62 @@ def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path)
             if fate == "cut":
                 wait_for(lambda: second.processes() == [], shared, 60)
         assert "hostb" in said(shared)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
+        pytest.param("horovodrun", "ddp", marks=[requires("horovodrun"), pytest.mark.nightly]),
+        pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_host_that_is_gone_is_done_without(launcher: str, backend: str, shared: Path) -> None:
+    """The others are told by nobody. In elastic mode they once waited as long as a start may take, and horovodrun
+    for --elastic-timeout."""
+    with hosts("hosta", "hostb", "hostc") as cluster:
+        first, _, third = cluster.hosts
+        argv = [JOB, *ENDLESS, "--backend", backend, "--log-dir", str(shared / "log"), "--timeout-s", "8"]
+        if launcher == "horovodrun":
+            script = shared / "hosts.sh"
+            script.write_text("printf 'hosta:1\\nhostb:1\\nhostc:1\\n'\n")
+            options = ["-np", "3", "--min-np", "2", "--network-interfaces", "eth0", "--elastic-timeout", "20"]
+            words = [str(HOROVODRUN), *options, "--host-discovery-script", f"sh {script}", sys.executable]
+            commands = [(first, [*words, *argv, "--commit-every-steps", "5"])]
+        else:
+            words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3", "--nproc-per-node", "1"]
+            where = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", f"hosta:{next(PORTS)}"]
+            run = [*words, "--max-restarts", "3", *where, *argv, "--save-every-steps", "5"]
+            commands = [(host, run) for host in cluster]
+        with typed(commands, [host for host in cluster if host is not third], shared):
+            wait_for(lambda: steps(shared) > 20, shared)
+            began = time.monotonic()
+            third.die()
+            wait_for(lambda: "resume   restored" in said(shared).partition("2 ranks on 2 nodes")[2], shared, 120)
+            print(f"{launcher}, {backend}: goes on after {time.monotonic() - began:.1f} s")
+            before = steps(shared)
+            wait_for(lambda: steps(shared) > before + 5, shared)
+        assert re.search(r"failure: rank \d of 3 on hostc .*: has not answered for \d+ s", said(shared))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", [pytest.param("horovod", marks=requires("horovod")), "ddp"])
+def test_a_cut_that_heals_in_time_changes_nothing(backend: str, shared: Path) -> None:
+    argv = [JOB, *OPTIONS, "--backend", backend, "--log-every", "1", "--timeout-s", "30"]
+    with hosts("hosta", "hostb") as cluster:
+        slow = [*argv, "--seconds-per-step", "0.3", "--log-dir", str(shared / "log")]
+        with started("torchrun", cluster.hosts, slow, shared, each=1) as running:
+            wait_for(lambda: steps(shared) > 3, shared)
+            cluster.cut(cluster.hosts[1])
+            time.sleep(5)
+            before = steps(shared)
+            cluster.mend(cluster.hosts[1])
+            assert finish(running, shared) == [0, 0], said(shared)
+    assert before < 16
+    launch(QUICKEST, 2, [*argv, "--log-dir", str(shared / "alone")])
+    weights = [(shared / name / "model.safetensors").read_bytes() for name in ("log", "alone")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.long

@@ -95,13 +95,20 @@ def test_who_trains_has_shared_memory_a_volume_and_the_images_user(replica: dict
     assert f"ARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
 
 
-@pytest.mark.parametrize("replica", pods())
-def test_who_starts_ranks_names_the_secret(replica: dict[str, Any]) -> None:
+def test_who_starts_ranks_names_the_secret() -> None:
     """torchrun and horovodrun tell everybody who asks where a job's ranks meet."""
-    (container,) = replica["template"]["spec"]["containers"]
-    if "hvd_trainer.mnist" in container["args"]:
-        (variable,) = container["env"]
-        assert (variable["name"], variable["value"]) == (SECRET_FILE, "/etc/hvd_trainer/secret")
+    containers = {
+        f"{job['kind']}-{name}": replica["template"]["spec"]["containers"][0]
+        for job, replicas in (mpi_job(), pytorch_job())
+        for name, replica in replicas.items()
+    }
+    named = {
+        name: {variable["name"]: variable["value"] for variable in container.get("env", [])}.get(SECRET_FILE)
+        for name, container in containers.items()
+        if "hvd_trainer.mnist" in container["args"]
+    }
+    starters = ("MPIJob-Launcher", "PyTorchJob-Master", "PyTorchJob-Worker")
+    assert named == dict.fromkeys(starters, "/etc/hvd_trainer/secret")
 
 
 def job_of(arguments: list[str]) -> MnistOptions:

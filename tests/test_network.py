@@ -60,3 +60,23 @@ def test_an_interface_by_its_name() -> None:
 def test_this_machines_own() -> None:
     assert network.address_of("lo") == "127.0.0.1"
     assert network.outward_address("localhost", 1) == network.LOOPBACK
+
+
+@pytest.mark.parametrize(
+    ("family", "dialled"), [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::ffff:127.0.0.2")]
+)
+def test_who_waits_for_a_host_that_is_gone_waits_no_longer(family: int, dialled: str) -> None:
+    """And only who waits for that one. The connection is not ours to close: an engine holds it."""
+    with (
+        socket.create_server(("127.0.0.2", 0)) as gone,
+        socket.create_server(("127.0.0.3", 0)) as there,
+        socket.socket(family) as to_gone,
+        socket.create_connection(there.getsockname(), timeout=5) as to_there,
+        there.accept()[0] as answer,
+    ):
+        to_gone.connect((dialled, gone.getsockname()[1]))
+        to_gone.settimeout(5)
+        assert network.hang_up_on("127.0.0.2") == 1
+        assert to_gone.recv(1) == b""
+        answer.sendall(b"!")
+        assert to_there.recv(1) == b"!"

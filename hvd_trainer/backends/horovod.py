@@ -47,7 +47,7 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
 WAKES, LEAVES = 3, 15
-"""The first of our builds that have `tools/horovod/waking.py` and all of `elastic.py` beside it."""
+"""The first of our builds that have `tools/horovod/waking.py`, and all of `elastic.py` and `endings.py` there."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 

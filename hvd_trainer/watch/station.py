@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.launch import World, started
+from hvd_trainer.network import LOOPBACK, hang_up_on
 from hvd_trainer.peers import Peer
 from hvd_trainer.watch import failure, stacks
 from hvd_trainer.watch.activity import END, Activity
@@ -93,6 +94,7 @@ class Station(ABC):
         self._parent = os.getppid() if world.launcher in LAUNCHERS_THAT_STAY else None
         self._turn = self._beaten = time.monotonic()
         self._ends_at: float | None = None
+        self._hangs_up_at: float | None = None
         self._for_sure: threading.Timer | None = None
         self.terminated_at: float | None = None
 
@@ -225,8 +227,18 @@ class Station(ABC):
             self.look(now)
             if self._closing and self.part():
                 return
+            if self._hangs_up_at is not None and now >= self._hangs_up_at:
+                self._hang_up()
             if self._ends_at is not None and now >= self._ends_at:
                 self._end()
+
+    def _hang_up(self) -> None:
+        """Ends what this rank still waits for: nobody has ended the failed one, so that its host may be gone."""
+        self._hangs_up_at = None
+        if self.verdict is not None:
+            there = self.peers[self.verdict.rank].address
+            if there not in (LOOPBACK, self.peers[self.world.rank].address):
+                hang_up_on(there)
 
     def _end(self) -> NoReturn:
         """Ends this process, which has not left by itself; says why, where others go on."""
@@ -286,6 +298,7 @@ class Station(ABC):
         self.verdict = verdict
         if self.goes_on_s is not None and verdict.rank != self.world.rank:
             ends_in_s = self.goes_on_s
+            self._hangs_up_at = time.monotonic() + GRACE_S
         if verdict.told:
             failure.hear()
         if verdict.rank == self.world.rank:

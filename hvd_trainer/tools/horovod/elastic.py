@@ -12,6 +12,13 @@ FROZEN = (
 
 ELASTIC_CHANGES = (
     Replacement(
+        "horovod/runner/util/remote.py",
+        "StrictHostKeyChecking=accept-new'",
+        "StrictHostKeyChecking=accept-new -o ServerAliveInterval=20'",
+        "horovodrun did not notice that a host was gone, as without power: an ssh that has nothing to send waits "
+        "for ever; now it ends after three unanswered questions, a minute",
+    ),
+    Replacement(
         "horovod/common/gloo/gloo_context.cc",
         "  global_ctx = global_context.ctx;\n  timeout_ = global_context.timeout_;\n",
         "  enabled_ = true;\n  global_ctx = global_context.ctx;\n  timeout_ = global_context.timeout_;\n",
