@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import tempfile
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import digits_job
 import pytest
+import torch.distributed as dist
 from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
+from hvd_trainer.launch import World
+from hvd_trainer.peers import Peer
+from hvd_trainer.watch import Activity, Hub, Verdict, station
 from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck
 
 TIMEOUT_S, SOON_S = 3, 25
@@ -251,6 +257,25 @@ def test_a_rank_that_does_not_leave_is_ended(goes_on_s: str, watch: str, said: s
     result = launch("python", 1, argv, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
     assert result.returncode == 1
     assert said in result.stderr
+
+
+@pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
+def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is connected with it may be the user's own, such as a callback's upload."""
+    monkeypatch.setattr(station, "GRACE_S", 0.5)
+    peers = [Peer("here", 0, "ddp", (0,), None), Peer("there", 0, "ddp", (0,), None, address="127.0.0.2")]
+    activity = Activity(60)
+    activity.enter(phase)
+    hub = Hub(World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, goes_on_s=60)
+    with (
+        socket.create_server(("127.0.0.2", 0)) as there,
+        socket.create_connection(there.getsockname(), timeout=2) as line,
+    ):
+        hub.start(dist.HashStore(), "127.0.0.1")
+        hub.decide(Verdict(1, "failure: rank 1", told=True), 0.1)
+        with nullcontext() if phase != "callback" else pytest.raises(TimeoutError):
+            assert line.recv(1) == b""
+        hub.close()
 
 
 # Who is to blame.

@@ -227,18 +227,22 @@ class Station(ABC):
             self.look(now)
             if self._closing and self.part():
                 return
-            if self._hangs_up_at is not None and now >= self._hangs_up_at:
-                self._hang_up()
+            self._wait_no_longer(now)
             if self._ends_at is not None and now >= self._ends_at:
                 self._end()
 
-    def _hang_up(self) -> None:
-        """Ends what this rank still waits for: nobody has ended the failed one, so that its host may be gone."""
+    def _wait_no_longer(self, now: float) -> None:
+        """Ends an exchange with a rank that failed and that nobody has ended: its host may be gone.
+
+        In no other phase: a connection with that host may then be the user's own.
+        """
+        in_exchange = self.activity.waits or self.activity.in_exchange
+        if self._hangs_up_at is None or now < self._hangs_up_at or not in_exchange or self.verdict is None:
+            return
         self._hangs_up_at = None
-        if self.verdict is not None:
-            there = self.peers[self.verdict.rank].address
-            if there not in (LOOPBACK, self.peers[self.world.rank].address):
-                hang_up_on(there)
+        there = self.peers[self.verdict.rank].address
+        if there not in (LOOPBACK, self.peers[self.world.rank].address):
+            hang_up_on(there)
 
     def _end(self) -> NoReturn:
         """Ends this process, which has not left by itself; says why, where others go on."""
