@@ -6,7 +6,7 @@ from hvd_trainer.tools.horovod.source import Replacement
 
 BROKEN = (
     "a rank whose exchange with a lost one had failed went on to the next, whose messages met others in the "
-    "former: they aborted, took them for the former's, or waited until Gloo's time limit"
+    "former: they aborted, or waited until Gloo's time limit"
 )
 TOO_LATE = (
     "a tensor that was handed in while the background thread ended was told of by nobody, and waited for without "
@@ -34,32 +34,25 @@ ENDING_CHANGES = (
     ),
     Replacement(
         "horovod/common/operations.cc",
-        "    status = Status::UnknownError(ex.what());\n"
-        "  }\n\n"
-        "  if (!status.in_progress()) {\n"
-        "    for (auto& e : entries) {\n"
-        "      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);\n"
-        "      e.FinishWithCallback(status);\n"
-        "    }\n"
-        "  }\n",
-        "    status = Status::UnknownError(ex.what());\n"
-        "    broken = true;\n"
-        "  }\n\n"
-        "  if (!status.in_progress()) {\n"
-        "    for (auto& e : entries) {\n"
-        "      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);\n"
-        "      e.FinishWithCallback(status);\n"
-        "    }\n"
-        "  }\n"
-        "  if (broken) {\n"
-        "    throw std::runtime_error(status.reason()); // which ends the background thread\n"
-        "  }\n",
+        "  Status status;\n  try {\n    // process_set is passed here only",
+        "  Status status;\n  bool broken = false;\n  try {\n    // process_set is passed here only",
         BROKEN,
     ),
     Replacement(
         "horovod/common/operations.cc",
-        "  Status status;\n  try {\n    // process_set is passed here only",
-        "  Status status;\n  bool broken = false;\n  try {\n    // process_set is passed here only",
+        '        << "ExecuteOperation Failed";\n    status = Status::UnknownError(ex.what());\n',
+        '        << "ExecuteOperation Failed";\n'
+        "    status = Status::UnknownError(ex.what());\n"
+        "    broken = true;\n",
+        BROKEN,
+    ),
+    Replacement(
+        "horovod/common/operations.cc",
+        "}\n\n#if HAVE_MPI\nvoid EnrichProcessSetWithMPIController(",
+        "  if (broken) {\n"
+        "    throw std::runtime_error(status.reason()); // which ends the background thread\n"
+        "  }\n"
+        "}\n\n#if HAVE_MPI\nvoid EnrichProcessSetWithMPIController(",
         BROKEN,
     ),
     Replacement(
