@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_trainer import accelerator
+
 if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
 
@@ -122,7 +124,7 @@ def plural(count: float, word: str, words: str | None = None) -> str:
 def _device(trainer: Trainer) -> str:
     """`CPU`, or the GPU's name."""
     device = trainer.device
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return accelerator.name(device)
 
 
 def _data(trainer: Trainer) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 
 import psutil
-import torch
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import Backend
 
 MB = 2**20
@@ -21,11 +21,11 @@ class PeakMemory:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        if backend.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(backend.device)
-            self._base = torch.cuda.memory_allocated(backend.device)
-        else:
+        if accelerator.is_host(backend.device):
             self._base = psutil.Process().memory_info().rss
+        else:
+            accelerator.reset_peak(backend.device)
+            self._base = accelerator.allocated_bytes(backend.device)
 
     def figures(self) -> dict[str, float]:
         """Of the rank that took most, in MB: what it had to begin with, and its peak. A collective.
@@ -33,9 +33,9 @@ class PeakMemory:
         On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
         """
         device = self._backend.device
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
+        if accelerator.is_host(device):
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        else:
+            peak = accelerator.peak_bytes(device)
         most, base = max(self._backend.all_gather_object((peak, self._base)))
         return {"peak_memory_mb": round(most / MB, 2), "base_memory_mb": round(base / MB, 2)}

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvd_trainer import accelerator
+
 T = TypeVar("T")
 
 
@@ -29,8 +31,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if not accelerator.is_host(device):
+        state[device.type] = accelerator.rng_state(device)
     return state
 
 
@@ -42,8 +44,8 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         import numpy
 
         numpy.random.set_state(state["numpy"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if not accelerator.is_host(device) and device.type in state:
+        accelerator.set_rng_state(state[device.type], device)
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
@@ -73,8 +75,8 @@ def seed_all(seed: int, device: torch.device) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if not accelerator.is_host(device):
+        accelerator.seed(seed, device)
 
 
 def drawing_apart(items: Iterable[T], seed: int, device: torch.device) -> Iterator[T]:

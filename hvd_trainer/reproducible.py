@@ -30,6 +30,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import StepResult
 from hvd_trainer.backends.base import pairwise_sum
 from hvd_trainer.backends.same_model import parameters_of, refuse_unused
@@ -150,10 +151,10 @@ def one_way_to_compute(device: torch.device) -> Iterator[None]:
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = False
-    else:
+    if accelerator.is_host(device):
         torch.set_num_threads(1)
+    else:
+        torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_trainer import checkpoint
+from hvd_trainer import accelerator, checkpoint
 from hvd_trainer.config import SaveOptions
 
 
@@ -115,7 +115,7 @@ def on_host(value: Any) -> Any:
     devices: set[torch.device] = set()
     copied = _copied(value, devices)
     for device in devices:
-        torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
     return copied
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import StepResult
 from hvd_trainer.callback import Observer
 
@@ -65,21 +66,21 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+    def mark(self) -> Any:
+        event = accelerator.event(self._device, timing=True)
+        event.record(accelerator.current_stream(self._device))
         return event
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1000
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
 
 
 def clock_of(device: torch.device) -> Clock:
     """The one that a device needs."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return HostClock() if accelerator.is_host(device) else DeviceClock(device)
 
 
 class FirstStep(Observer):

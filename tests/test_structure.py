@@ -27,7 +27,7 @@ PACKAGE = REPOSITORY / "hvd_trainer"
 # Lowest first. A module may import what stands in a lower line; a folder's modules may import each other.
 LAYERS = (
     ("errors", "ending", "files"),
-    ("network",),
+    ("accelerator", "network"),
     ("launch", "option_checks"),
     ("slurm", "target", "munge"),
     ("store",),

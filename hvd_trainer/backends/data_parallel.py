@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError
 
@@ -27,13 +28,13 @@ class DataParallelBackend(SingleBackend):
 
     @property
     def copies(self) -> int:
-        return torch.cuda.device_count()
+        return accelerator.count()
 
     def _start(self) -> None:
-        if self.device.type != "cuda" or self.copies < 2:
+        if accelerator.is_host(self.device) or self.copies < 2:
             raise BackendError(
                 f"--backend data-parallel needs two GPUs or more in one process, and this one has "
-                f"{self.copies if self.device.type == 'cuda' else 'none'}. Type: --backend single"
+                f"{'none' if accelerator.is_host(self.device) else self.copies}. Type: --backend single"
             )
 
     def prepare(

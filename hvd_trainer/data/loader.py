@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hvd_trainer import preemption
+from hvd_trainer import accelerator, preemption
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair, to_device
 from hvd_trainer.data.dataset import TensorData
@@ -140,9 +140,9 @@ class TensorLoader(Loader):
         self._data = data
         self._inputs, self._targets = data.inputs, data.targets
         device = backend.device
-        if device.type == "cuda":
+        if not accelerator.is_host(device):
             size = sum(t.numel() * t.element_size() for t in (data.inputs, data.targets))
-            if size < self.FRACTION_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0]:
+            if size < self.FRACTION_OF_FREE_GPU * accelerator.free_bytes(device):
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
@@ -246,7 +246,7 @@ def torch_loader(
         num_workers=num_workers,
         prefetch_factor=plan.prefetch if num_workers else None,
         collate_fn=collate,
-        pin_memory=backend.device.type == "cuda",
+        pin_memory=not accelerator.is_host(backend.device),
         persistent_workers=num_workers > 0 and batch_sampler is not None,
         worker_init_fn=preemption.in_a_worker,
         # Without its own generator, each pass would draw the workers' seeds from the random state of dropout.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.same_model import start_equal
 from hvd_trainer.config import TrainOptions
@@ -164,7 +165,7 @@ class Staged(Layout):
     def figures(self, seconds: float) -> dict[str, float]:
         """The fraction of its time that stages waited, or sent and received."""
         # On a GPU the clock would only tell how long Python takes to ask for the work.
-        if not isinstance(self._pipeline, ManyStages) or self._backend.device.type == "cuda":
+        if not isinstance(self._pipeline, ManyStages) or not accelerator.is_host(self._backend.device):
             return {}
         busy, whole = self._backend.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0

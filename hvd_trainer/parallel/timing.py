@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hvd_trainer import accelerator
 from hvd_trainer.random_state import apart
 from hvd_trainer.train_step import mixed_precision
 
@@ -59,6 +60,5 @@ def _as_input(tensor: Tensor) -> Tensor:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.member import environment
@@ -35,8 +36,8 @@ class Recorder:
     def __init__(self, backend: Backend, plan: ProfilePlan) -> None:
         self._backend = backend
         activities = [ProfilerActivity.CPU]
-        if backend.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        if not accelerator.is_host(backend.device):
+            activities.append(getattr(ProfilerActivity, backend.device.type.upper()))
         self._profiler = profile(
             activities=activities,
             record_shapes=plan.shapes,

@@ -17,7 +17,9 @@ def describe_machine() -> dict[str, Any]:
     """By name, in plain JSON."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    from hvd_trainer import accelerator
+
+    gpus = accelerator.names()
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
@@ -31,9 +33,9 @@ def describe_machine() -> dict[str, Any]:
 
 def num_gpus() -> int:
     """Those that PyTorch sees."""
-    import torch
+    from hvd_trainer import accelerator
 
-    return torch.cuda.device_count()
+    return accelerator.count()
 
 
 def busy() -> str | None:

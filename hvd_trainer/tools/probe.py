@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvd_trainer.launch import detect
-from hvd_trainer.step_times import FOLDER, OTHER, PARTS, Clock, DeviceClock, HostClock
+from hvd_trainer.step_times import FOLDER, OTHER, PARTS, Clock, HostClock, clock_of
 
 
 class Probe:
@@ -78,9 +78,7 @@ class Probe:
     def _begin(self, optimizer: Optimizer) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._parameters = sum(tensor.numel() for tensor in tensors)
-        device = tensors[0].device
-        if device.type == "cuda":
-            self._clock = DeviceClock(device)
+        self._clock = clock_of(tensors[0].device)
         self._clock.settle()
         self._first_step_at = time.time()
         # Now, so that it is called before what the script's own libraries do at the end, which may fail.

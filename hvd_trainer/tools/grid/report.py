@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-import torch
-
+from hvd_trainer import accelerator
 from hvd_trainer.tools.formats import console, milliseconds, more_or_less, number, percent
 from hvd_trainer.tools.grid.plan import Axis, label
 from hvd_trainer.tools.grid.prediction import why_off
@@ -103,7 +102,7 @@ def print_differences(rows: Sequence[Row], axes: Sequence[Axis], out: TextIO | N
         + (":" if off else "."),
         file=out,
     )
-    cores = None if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    cores = None if accelerator.kind() else len(os.sched_getaffinity(0))
     for row in off:
         assert row.predicted_from is not None
         figures = row.figures

@@ -1,0 +1,163 @@
+"""The accelerator of this machine: NVIDIA's and AMD's GPUs (both `cuda` in PyTorch) and Intel's (`xpu`).
+
+The only module that names a kind of accelerator; everything above asks it about a `torch.device`. Importing it and
+counting devices creates no context on a GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
+"""The accelerators that ranks train on, with the library by which torch.distributed exchanges their tensors. On
+ROCm, `nccl` is RCCL."""
+
+
+class Identity(NamedTuple):
+    """Which physical device it is, whatever its number in this process."""
+
+    uuid: str
+    """of the device, or of a slice of it (MIG)"""
+    bus_id: str
+    """of the card in its PCI slot, `domain:bus:device` in hex: slices of one card share it"""
+
+
+def kind() -> str | None:
+    """Return the type of this machine's accelerator, such as `cuda`; None without a supported one."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in COLLECTIVES or count(found.type) == 0:
+        return None
+    return found.type
+
+
+def unsupported() -> str | None:
+    """Return the type of an accelerator that is here and that ranks cannot train on, such as `mps`."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in COLLECTIVES else found.type
+
+
+def count(type_: str | None = None) -> int:
+    """Return how many devices of a type (the machine's own, if None) this process sees."""
+    type_ = type_ or kind()
+    return 0 if type_ is None else int(torch.get_device_module(type_).device_count())
+
+
+def names() -> list[str]:
+    """Return the product name of each device that this process sees."""
+    found = kind()
+    return [] if found is None else [name(torch.device(found, number)) for number in range(count(found))]
+
+
+def is_host(device: torch.device) -> bool:
+    """Return True if operations on the device are done when their call returns."""
+    return device.type == "cpu"
+
+
+def name(device: torch.device) -> str:
+    """Return the product name of a device, or `CPU`."""
+    return "CPU" if is_host(device) else str(_module(device).get_device_name(device))
+
+
+def identity(device: torch.device) -> Identity | None:
+    """Return which physical device it is; None for the CPU."""
+    if is_host(device):
+        return None
+    found = _module(device).get_device_properties(device)
+    bus_id = ""
+    if hasattr(found, "pci_bus_id"):
+        bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    return Identity(str(getattr(found, "uuid", bus_id)), bus_id)
+
+
+def collectives(device: torch.device) -> str:
+    """Return the torch.distributed backend for tensors of a device: `gloo`, `nccl` or `xccl`."""
+    return COLLECTIVES.get(device.type, "gloo")
+
+
+def set_current(device: torch.device) -> None:
+    """Make the device the one that this thread's work goes to; nothing on the CPU."""
+    if not is_host(device):
+        _module(device).set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was asked for."""
+    if not is_host(device):
+        _module(device).synchronize(device)
+
+
+# Streams and events.
+
+
+def event(device: torch.device, *, timing: bool = False) -> Any:
+    """Return a new event of an accelerator, with `record`, `query`, `synchronize` and `elapsed_time` (ms)."""
+    return _module(device).Event(enable_timing=timing)
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new stream of an accelerator: a queue beside the default one."""
+    return _module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream that this thread's work on an accelerator goes to."""
+    return _module(device).current_stream(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Send this thread's work to a stream, inside the context."""
+    context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+    return context
+
+
+# Memory, in bytes.
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory of an accelerator nobody has taken."""
+    return int(_module(device).mem_get_info(device)[0])
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return how much memory this process's tensors take on an accelerator."""
+    return int(_module(device).memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure `peak_bytes` anew."""
+    _module(device).reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most that this process's tensors have taken on an accelerator since `reset_peak`."""
+    return int(_module(device).max_memory_allocated(device))
+
+
+# Random numbers.
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """Return the state of an accelerator's generator of random numbers."""
+    state: torch.Tensor = _module(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Restore what `rng_state` returned."""
+    _module(device).set_rng_state(state, device)
+
+
+def seed(number: int, device: torch.device) -> None:
+    """Seed the generator of this accelerator, and of no other one."""
+    module = _module(device)
+    module.init()  # its generators are made with its first context
+    index = module.current_device() if device.index is None else device.index
+    module.default_generators[index].manual_seed(number)
+
+
+def _module(device: torch.device) -> Any:
+    """Return PyTorch's module for a type of device: `torch.cuda` and `torch.xpu` have the same functions."""
+    return torch.get_device_module(device.type)
