@@ -7,22 +7,13 @@ counting devices creates no context on a GPU.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
 """The accelerators that ranks train on, with the library by which torch.distributed exchanges their tensors. On
 ROCm, `nccl` is RCCL."""
-
-
-class Identity(NamedTuple):
-    """Which physical device it is, whatever its number in this process."""
-
-    uuid: str
-    """of the device, or of a slice of it (MIG)"""
-    bus_id: str
-    """of the card in its PCI slot, `domain:bus:device` in hex: slices of one card share it"""
 
 
 def kind() -> str | None:
@@ -39,16 +30,15 @@ def unsupported() -> str | None:
     return None if found is None or found.type in COLLECTIVES else found.type
 
 
-def count(type_: str | None = None) -> int:
-    """Return how many devices of a type (the machine's own, if None) this process sees."""
-    type_ = type_ or kind()
+def count(type_: str | None) -> int:
+    """Return how many devices of a type this process sees; 0 for None."""
     return 0 if type_ is None else int(torch.get_device_module(type_).device_count())
 
 
 def names() -> list[str]:
     """Return the product name of each device that this process sees."""
     found = kind()
-    return [] if found is None else [name(torch.device(found, number)) for number in range(count(found))]
+    return [name(torch.device(found, number)) for number in range(count(found)) if found]
 
 
 def is_host(device: torch.device) -> bool:
@@ -61,20 +51,28 @@ def name(device: torch.device) -> str:
     return "CPU" if is_host(device) else str(_module(device).get_device_name(device))
 
 
-def identity(device: torch.device) -> Identity | None:
-    """Return which physical device it is; None for the CPU."""
+def slot(device: torch.device) -> str | None:
+    """Return the PCI address of a device, `domain:bus:device` in hex; None for the CPU.
+
+    Slices of one card (MIG) share it, and NCCL tells devices apart by it. Where PyTorch does not know it, the
+    device's UUID.
+    """
     if is_host(device):
         return None
     found = _module(device).get_device_properties(device)
-    bus_id = ""
-    if hasattr(found, "pci_bus_id"):
-        bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
-    return Identity(str(getattr(found, "uuid", bus_id)), bus_id)
+    if not hasattr(found, "pci_bus_id"):
+        return str(found.uuid)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 
 def collectives(device: torch.device) -> str:
     """Return the torch.distributed backend for tensors of a device: `gloo`, `nccl` or `xccl`."""
     return COLLECTIVES.get(device.type, "gloo")
+
+
+def process_group_backend(device: torch.device) -> str:
+    """Return the backend of a group that exchanges CPU tensors by Gloo and a device's own by its library."""
+    return "gloo" if is_host(device) else f"cpu:gloo,{device.type}:{collectives(device)}"
 
 
 def set_current(device: torch.device) -> None:

@@ -25,7 +25,7 @@ class Peer:
     backend: str
     cpus: tuple[int, ...]
     gpu: str | None = None
-    """The unique id of the GPU it will use."""
+    """The PCI slot of the GPU it will use."""
     group: str = ""
     """As in `World`."""
     starter: str = ""
@@ -80,6 +80,21 @@ def meet(store: dist.Store, world: World, me: Peer) -> list[Peer]:
     return peers
 
 
+def number_virtual_ranks(peers: list[Peer]) -> list[Peer]:
+    """Return the peers with local ranks counted by rank on nodes where each says 0 and has a GPU of its own.
+
+    So `torchrun --virtual-local-rank` starts them, which shows each process one GPU, as number 0.
+    """
+    numbered = list(peers)
+    for node in {peer.node for peer in peers}:
+        here = [rank for rank, peer in enumerate(peers) if peer.node == node]
+        gpus = {peers[rank].gpu for rank in here} - {None}
+        if len(gpus) == len(here) > 1 and not any(peers[rank].local_rank for rank in here):
+            for number, rank in enumerate(here):
+                numbered[rank] = replace(peers[rank], local_rank=number)
+    return numbered
+
+
 @dataclass(frozen=True)
 class Job:
     """By what a job is known that its launcher may start several times."""
@@ -101,7 +116,7 @@ def job_of(peers: list[Peer], slurm: SlurmJob) -> Job:
 
 
 def locate(world: World, peers: list[Peer]) -> World:
-    """Completes the world by the number of its node: nodes are counted in the order of their first rank.
+    """Complete the world by its local rank and the number of its node, counted in the order of their first rank.
 
     Raises:
         LaunchError: two ranks on one node have the same local rank.
@@ -115,7 +130,9 @@ def locate(world: World, peers: list[Peer]) -> World:
                 f"Ranks {other} and {rank} both say that they are local rank {peer.local_rank} on {peer.host}. "
                 f"Give each rank of a node its own LOCAL_RANK, or let a launcher start them."
             )
-    node_rank = nodes.index(peers[world.rank].node)
+    me = peers[world.rank]
+    node_rank = nodes.index(me.node)
+    world = replace(world, local_rank=me.local_rank)
     if world.node_rank != UNKNOWN and (world.node_rank, world.num_nodes) == (node_rank, len(nodes)):
         return world
     return replace(world, node_rank=node_rank, num_nodes=len(nodes))
@@ -133,7 +150,7 @@ def fair_cpus(world: World, peers: list[Peer]) -> int:
 
 
 def sharing_gpu(world: World, peers: list[Peer]) -> list[int]:
-    """The other ranks that would use this rank's GPU."""
+    """Return the other ranks that would use this rank's GPU, or another slice of it (MIG)."""
     mine = peers[world.rank]
     return [
         rank

@@ -13,16 +13,10 @@ from pathlib import Path
 
 import digits_job
 import pytest
-import torch
 from launchers import Result, each_launcher, launch, requires, start
 
 from hvd_trainer import LaunchError, rendezvous
-from hvd_trainer.backends import EngineOptions
-from hvd_trainer.backends.ddp import DDPBackend
-from hvd_trainer.backends.pinning import choose_devices
-from hvd_trainer.errors import BackendError
 from hvd_trainer.launch import UNKNOWN, World
-from hvd_trainer.peers import Peer
 
 MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
 SOON_S = 60
@@ -303,61 +297,3 @@ def test_the_variables_of_a_horovodrun_that_has_ended() -> None:
     environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": digits_job.free_port()}
     with pytest.raises(LaunchError, match=r"does not answer .* start the job anew"):
         rendezvous.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """As if PyTorch saw 2 GPUs; what was made the current one is in the list."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    return chosen
-
-
-def test_each_rank_is_pinned_to_its_gpu(two_gpus: list[torch.device]) -> None:
-    for local_rank in range(4):
-        choose_devices(World(local_rank, 4, local_rank, 4))
-    assert [device.index for device in two_gpus] == [0, 1, 0, 1]
-    assert choose_devices(World(), "cpu")[0].type == "cpu"
-    assert len(two_gpus) == 4
-
-
-def test_a_task_that_sees_one_gpu_of_its_own_takes_it(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """srun --gpus-per-task=1: local rank 3 sees GPU 0 only, and that is another one than its neighbours'."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_devices(World(3, 4, 3, 4))[0].index == 0
-
-
-def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_devices(World())[0].type == "cpu"
-    with pytest.raises(BackendError, match=r"--device cuda .* sees no GPU\. .* --device cpu"):
-        choose_devices(World(), "cuda")
-
-
-def ddp_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:
-    size = len(gpus)
-    backend = DDPBackend(EngineOptions(backend="ddp", **options), {})
-    backend.world = World(rank, size, rank, size, launcher="torchrun")
-    backend.peers = [Peer("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
-    backend.device = torch.device("cuda", rank % 2)
-    return backend
-
-
-def test_more_ranks_than_gpus_under_nccl(two_gpus: list[torch.device]) -> None:
-    backend = ddp_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
-    assert backend.uses_nccl
-    with pytest.raises(LaunchError, match=r"Ranks 0, 2 would share one GPU \(cuda:0 on node1\)") as caught:
-        backend._refuse_shared_gpu()
-    assert "2 GPUs are visible here: start that many ranks per node, or" in str(caught.value)
-    assert "--device cpu" in str(caught.value)
-    ddp_on_gpus(1, ["gpu-a", "gpu-b", "gpu-a"])._refuse_shared_gpu()
-    assert not ddp_on_gpus(0, ["gpu-a", "gpu-a"], transport="gloo").uses_nccl
-
-
-def test_nccl_without_a_gpu() -> None:
-    backend = DDPBackend(EngineOptions(backend="ddp", transport="nccl"), {})
-    with pytest.raises(BackendError, match="--transport nccl needs a GPU per rank"):
-        backend._check_transport()

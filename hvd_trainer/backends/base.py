@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
@@ -104,9 +105,12 @@ class Backend(Member):
         self._held: deque[list[Tensor]] = deque(maxlen=4)
         self._make_columns, self.columns = columns, [[*range(self.world.size)]]
         self._names: dict[Tensor, str] = {}
+        self._exchanged: Any = None
 
     def _meet(self) -> None:
         super()._meet()
+        if self.world.size > 1 and not accelerator.is_host(self.device):
+            self._exchanged = accelerator.event(self.device)
         self.columns = [[*range(self.world.size)]]
         if self._make_columns is not None:
             self.columns = self._make_columns([peer.node for peer in self.peers])
@@ -183,7 +187,9 @@ class Backend(Member):
         Args:
             groups: the ranks of each; all ranks must give the same.
         """
-        return torch_group.make(self, groups, "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo")
+        return torch_group.make(
+            self, groups, accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
+        )
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.
@@ -217,6 +223,7 @@ class Backend(Member):
         """
         self.activity.enter("reduce")
         self._finish_exchange(optimizer)
+        self._mark_exchange()
         self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -245,6 +252,24 @@ class Backend(Member):
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         """Waits until `.grad` of all parameters is the average over ranks."""
 
+    def _mark_exchange(self) -> None:
+        """Let the monitor see whether the device has come to the end of this step's exchange.
+
+        The host only puts exchanges into the device's queue and runs ahead; where it stops in the end, for want
+        of room there, says nothing about whom it waits for.
+        """
+        if self._exchanged is not None:
+            self._exchanged.record(accelerator.current_stream(self.device))
+            self.activity.is_exchanging = self._is_exchanging
+
+    def _is_exchanging(self) -> bool:
+        return not self._exchanged.query()
+
+    def abort_exchanges(self) -> None:
+        if self.uses_nccl:
+            self.activity.abort()
+            torch_group.abort()
+
     def _update(self, optimizer: Optimizer) -> None:
         optimizer.step()
 
@@ -263,9 +288,20 @@ class Backend(Member):
         with self.activity.waiting():
             return self._all_reduce(tensor, op)
 
+    def all_reduce_numbers(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
+        """Combine numbers over ranks: host to host, whatever the device is doing."""
+        with self.activity.waiting():
+            numbers: list[float] = self._all_reduce(torch.tensor(values, dtype=torch.float64), op).tolist()
+            return numbers
+
+    def read(self, tensor: Tensor) -> Any:
+        """Return a tensor as Python's numbers: waits for the device, and so for the exchanges in its queue."""
+        with self.activity.waiting():
+            return tensor.tolist()
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """The engine's own."""
+        """The engine's own; the result is on the tensor's device."""
 
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -276,14 +312,14 @@ class Backend(Member):
         """Fills a tensor with that of one rank."""
 
     def _hold(self, *tensors: Tensor) -> None:
-        """Keeps the tensors of an exchange that is about to start through the next ones, which are soon.
+        """Keeps the CPU tensors of an exchange that is about to start through the next ones, which are soon.
 
         An engine's thread lets go of a tensor a moment after its exchange. If only Python has it then, that thread
         enters the interpreter to say so, and a fork at that moment, such as that of a DataLoader's worker, makes a
         child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view has its base
         outside Python, and so spares the engine's thread that way.
         """
-        self._held.append([tensor.view_as(tensor) for tensor in tensors])
+        self._held.append([tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)])
 
     def all_gather_object(self, value: T, kinds: Sequence[Any] = ()) -> list[T]:
         """Collects one value from each rank: a list in rank order, on all ranks; tensors on the host.
@@ -353,7 +389,8 @@ class Backend(Member):
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         with self.activity.waiting():
-            float(self._all_reduce(torch.zeros(1), "sum"))  # on a GPU, only reading it waits for it
+            accelerator.synchronize(self.device)  # which is behind the host
+            self._all_reduce(torch.zeros(1), "sum")
 
     def average_buffers(self, model: nn.Module) -> None:
         """Makes batch-norm statistics and other buffers equal on all ranks, the same way on both engines.

@@ -28,7 +28,7 @@ class DataParallelBackend(SingleBackend):
 
     @property
     def copies(self) -> int:
-        return accelerator.count()
+        return accelerator.count(accelerator.kind())
 
     def _start(self) -> None:
         if accelerator.is_host(self.device) or self.copies < 2:

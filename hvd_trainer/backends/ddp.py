@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.base import Backend, ReduceOp
 from hvd_trainer.backends.ddp_exchange import GroupExchange
@@ -51,7 +52,7 @@ class DDPBackend(Backend):
     def transport(self) -> str:
         if self.options.transport != "auto":
             return self.options.transport
-        return "nccl" if self.device.type == "cuda" else "gloo"
+        return accelerator.collectives(self.device)
 
     @property
     def uses_nccl(self) -> bool:
@@ -69,25 +70,25 @@ class DDPBackend(Backend):
             self._column_group = torch_group.make(self, self.columns)
 
     def _check_transport(self) -> None:
-        if self.transport == "nccl" and self.device.type != "cuda":
+        fits = accelerator.collectives(self.device)
+        if self.transport not in ("gloo", fits):
+            found = "this rank has none" if fits == "gloo" else f"that of this rank takes {fits}"
             raise BackendError(
-                "--transport nccl needs a GPU per rank, and this rank has none. Leave it out, or use "
-                "--transport gloo"
+                f"--transport {self.transport} needs a GPU per rank, and {found}. Leave it out, or use "
+                f"--transport gloo"
             )
-        if self.transport == "nccl" and not dist.is_nccl_available():
-            raise BackendError("This PyTorch was built without NCCL. Type: --transport gloo")
+        if not dist.is_backend_available(self.transport):
+            raise BackendError(f"This PyTorch was built without {self.transport.upper()}. Type: --transport gloo")
 
     def _stop(self, failed: bool) -> None:
-        if not dist.is_initialized():
-            return
-        if not failed:
+        if not failed and dist.is_initialized():
             # A rank that tears its connections down while another still reduces would fail it.
             self.barrier()
         self._unhook()
         # The group's threads end when it is freed, so DDP, which the caller may still have, must let it go.
-        ddp = self.__dict__.pop("_ddp", None)
-        if ddp is not None:
-            del ddp.reducer, ddp.logger, ddp.process_group
+        if self._ddp is not None:
+            del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
+            self._ddp = None
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = self._column_group = None
@@ -126,7 +127,8 @@ class DDPBackend(Backend):
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            # The batches are on the device already: with `device_ids` each forward would look whether they are.
+            device_ids=None,
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
@@ -188,16 +190,15 @@ class DDPBackend(Backend):
         return result
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        result = tensor.detach().to(self.device, copy=True)
+        result = tensor.detach().clone()
         self._hold(result)
         dist.all_reduce(result, OPS[op])
         return result.div_(self.world.size) if op == "mean" else result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        mine = tensor.to(self.device)
-        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self._hold(mine, *gathered)
-        dist.all_gather(gathered, mine)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
+        self._hold(tensor, *gathered)
+        dist.all_gather(gathered, tensor)
         return gathered
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
@@ -208,7 +209,5 @@ class DDPBackend(Backend):
         return received
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        sent = tensor.to(self.device)
-        self._hold(sent)
-        dist.broadcast(sent, src=source)
-        tensor.copy_(sent)
+        self._hold(tensor)
+        dist.broadcast(tensor, src=source)

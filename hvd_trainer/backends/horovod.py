@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
 from hvd_trainer.backends.horovod_exchange import (
@@ -77,16 +79,18 @@ class HorovodBackend(Backend):
         self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
         self._exchange: Exchange | None = None
         self._set: Any = None
+        self._ending = threading.Lock()
         return super().__enter__()
 
     @property
     def uses_nccl(self) -> bool:
-        return self.device.type == "cuda" and bool(self._hvd.nccl_built())
+        return accelerator.collectives(self.device) == "nccl" and bool(self._hvd.nccl_built())
 
     # Starting and stopping.
 
     def _start(self) -> None:
         hvd = self._hvd
+        self._refuse_cpu_build()
         if hvd.is_initialized():
             check_world(self.world, "Horovod, already initialised,", hvd.rank(), hvd.size())
             raise BackendError(
@@ -116,6 +120,21 @@ class HorovodBackend(Backend):
             )
         with environment({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
             self._hvd.init()
+
+    def _refuse_cpu_build(self) -> None:
+        """Raise BackendError if this Horovod can exchange no tensor of this rank's GPU.
+
+        Its background thread would end at the first one, and its ranks wait for ever.
+        """
+        if accelerator.is_host(self.device):
+            return
+        if accelerator.collectives(self.device) != "nccl":
+            raise BackendError(f"Horovod exchanges no tensors of {self.device.type}. Type: --backend ddp")
+        if not (self._hvd.cuda_built() or self._hvd.rocm_built()):
+            raise BackendError(
+                f"This Horovod was built for CPUs, and this rank trains on {accelerator.name(self.device)}. Type: "
+                f"{INSTALL} --gpu nccl; or train with --backend ddp, or with --device cpu"
+            )
 
     def _variables(self) -> dict[str, str]:
         """What Horovod reads at its start, for this world, whichever launcher made it."""
@@ -162,6 +181,10 @@ class HorovodBackend(Backend):
             wakes = _patch_set() >= WAKES and len(self.columns) == 1
             if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ:
                 wanted |= WAKING
+        if self.uses_nccl:
+            # A handle is done when NCCL has been asked for it, and the default stream waits for the rest: without
+            # it the host waits, and asks the GPU for the update and the next step only when it has run dry.
+            wanted["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
         if self._records:
             wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
@@ -182,11 +205,21 @@ class HorovodBackend(Backend):
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
         return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 
+    def abort_exchanges(self) -> None:
+        super().abort_exchanges()
+        if self.uses_nccl:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """End Horovod's thread, at most once: joining it from two threads is not defined."""
+        with self._ending:
+            if self._hvd.is_initialized():
+                self._hvd.shutdown()
+
     def _stop(self, failed: bool) -> None:
-        if self._hvd.is_initialized():
-            if not failed:
-                self.barrier()
-            self._hvd.shutdown()
+        if not failed and self._hvd.is_initialized():
+            self.barrier()
+        self._shut_down()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -327,7 +360,7 @@ class HorovodBackend(Backend):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-        result = tensor.detach().to(self.device, copy=True).contiguous()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._hold(result)
         # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
         name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from hvd_trainer import network, peers, preemption, rendezvous
+from hvd_trainer import accelerator, network, peers, preemption, rendezvous
 from hvd_trainer.backends.allocator import keep_freed_memory
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices, choose_devices
@@ -42,6 +42,11 @@ QUIET_S, LOUD_S = 1.0, 3.0
 would print a traceback of their own wait longer."""
 BROKEN = (UserError, RuntimeError, OSError)
 """What is raised where ranks that meet or part miss another one: by us, by the engines, at their time limits."""
+TORCH_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""By default PyTorch's watchdog over NCCL aborts a process whose neighbour is gone, or whose kernel failed: before
+the ranks have found out and said which of them was the first."""
+SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""By which NCCL 2.30 and later lets several ranks use one GPU."""
 NEXT_WORLDS = 3
 """How many worlds in a row may fail to come about before a rank gives up."""
 
@@ -162,7 +167,7 @@ class Member(ABC):
         self._guard.callback(self.activity.hide, page)
         self._guard.callback(stacks.answer_no_more, memory)
         me = self._introduction(memory, page, own or network.outward_address(host, 1))
-        self.peers = peers.meet(self.store, self.world, me)
+        self.peers = peers.number_virtual_ranks(peers.meet(self.store, self.world, me))
         self.job = peers.job_of(self.peers, self.slurm_job)
         self.world = peers.locate(self.world, self.peers)
         self.address = me.address if self.world.num_nodes > 1 else network.LOOPBACK
@@ -170,10 +175,13 @@ class Member(ABC):
         self._guard.enter_context(environment(self._gloo_interface()))
         if self.uses_nccl:
             self._refuse_shared_gpu()
-        if self.device.type == "cpu":
+            self._guard.enter_context(
+                environment({key: value for key, value in TORCH_NCCL.items() if key not in self.environ})
+            )
+        if accelerator.is_host(self.device):
             keep_freed_memory(self.environ)
         threads = self.options.threads
-        if threads is None and self.device.type == "cpu" and "OMP_NUM_THREADS" not in self.environ:
+        if threads is None and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
             threads = peers.fair_cpus(self.world, self.peers)
         if threads is not None:
@@ -195,7 +203,7 @@ class Member(ABC):
             group=self.world.group,
             backend=self.name,
             cpus=cpu_ids(),
-            gpu=str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None,
+            gpu=self._gpu(),
             starter=_starter() if self.world.launcher == "torchrun" else "",
             process=os.getpid(),
             started=started(os.getpid()) if self.world.size > 1 else "",
@@ -204,6 +212,12 @@ class Member(ABC):
             page=page,
             address=address,
         )
+
+    def _gpu(self) -> str | None:
+        """Return the slot of this rank's GPU, within the host that NCCL is told it is on."""
+        slot = accelerator.slot(self.device)
+        host = self.environ.get("NCCL_HOSTID")
+        return f"{host} {slot}" if slot and host else slot
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None or isinstance(error, PreemptedError):
@@ -298,6 +312,7 @@ class Member(ABC):
                 environ=self.environ,
                 # A callback may take as long, and then the exchange with the rank that is gone.
                 goes_on_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
+                abort_exchanges=self.abort_exchanges,
             )
             watch.start(self.store, self.address)
             self.watch = watch
@@ -326,19 +341,28 @@ class Member(ABC):
     @abstractmethod
     def _stop(self, failed: bool) -> None: ...
 
+    @abstractmethod
+    def abort_exchanges(self) -> None:
+        """Have the device give up what it exchanges with a rank that is gone; called by another thread.
+
+        On CPUs nothing: there the connection that breaks ends the exchange.
+        """
+
     @property
     def uses_nccl(self) -> bool:
         """Whether this engine would move GPU tensors by NCCL, which allows one rank per GPU."""
         return False
 
     def _refuse_shared_gpu(self) -> None:
+        """Raise LaunchError if NCCL would refuse this rank's GPU because another rank of the host has it, too."""
         others = peers.sharing_gpu(self.world, self.peers)
-        if others:
+        if others and self.environ.get(SHARES_GPU) != "1":
             raise LaunchError(
                 f"Ranks {', '.join(map(str, sorted([self.world.rank, *others])))} would share one GPU "
                 f"({self.device} on {self.peers[self.world.rank].host}), and NCCL allows one rank per GPU. "
-                f"{torch.cuda.device_count()} GPUs are visible here: start that many ranks per node, or "
-                f"train on CPUs with --device cpu"
+                f"{accelerator.count(self.device.type)} GPUs are visible here: start that many ranks per node, or "
+                f"train on CPUs with --device cpu. From NCCL 2.30 on, {SHARES_GPU}=1 in the environment lets "
+                f"ranks share one"
             )
 
 

@@ -13,8 +13,8 @@ class EngineOptions:
     backend: Literal["horovod", "ddp", "single", "data-parallel"] = "horovod"
     """the engine that exchanges gradients: Horovod, native PyTorch DDP, or none in one process; to compare with,
     also torch.nn.DataParallel: one process with all GPUs, where --batch-size is per GPU"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto takes a GPU per rank where there are GPUs"""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """where to train: cuda is NVIDIA's and AMD's GPUs, xpu Intel's; auto takes a GPU per rank if there are any"""
     timeout_s: float = 60.0
     """once it trains, how long a rank may not get on (in seconds) before the job ends with all ranks' stacks"""
     startup_timeout_s: float = 300.0
@@ -35,8 +35,8 @@ class EngineOptions:
     """batch norm over the global batch instead of each rank's own"""
     find_unused_parameters: bool = False
     """allow steps in which some parameters get no gradient; they then stay as they are"""
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """ddp only: the library that moves the bytes; auto is nccl on GPUs and gloo on CPUs"""
+    transport: Literal["auto", "gloo", "nccl", "xccl"] = "auto"
+    """ddp only: the library that moves the bytes; auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs"""
     static_graph: bool = False
     """ddp only: promise that every step uses the same parameters in the same order"""
     bucket_views: bool = True

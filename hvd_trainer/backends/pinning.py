@@ -1,12 +1,12 @@
-"""Which GPUs a rank computes on."""
+"""The devices that a rank computes on."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
 
+from hvd_trainer import accelerator
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch import World
 
@@ -15,34 +15,39 @@ Devices = int | Sequence[str]
 
 
 def choose_devices(world: World, wish: str = "auto", devices: Devices = 1) -> list[torch.device]:
-    """Pins this process to its GPUs, and makes the first of them the current one.
+    """Pin this process to its devices, and make the first of them the current one.
+
+    Args:
+        world: this process among all.
+        wish: `auto`, `cpu`, or a type of accelerator.
+        devices: how many, or which by name.
 
     Raises:
-        BackendError: GPUs were asked for that PyTorch does not see.
+        BackendError: devices were asked for that PyTorch does not see.
     """
-    visible = 0 if wish == "cpu" else torch.cuda.device_count()
+    kind = None if wish == "cpu" else accelerator.kind()
+    if wish not in ("auto", "cpu", kind):
+        raise BackendError(
+            f"--device {wish} was asked for, but PyTorch {torch.__version__} sees no such GPU"
+            f"{f' (it sees {kind})' if kind else ''}. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train "
+            f"{f'with --device {kind}' if kind else 'on CPUs with --device cpu'}"
+        )
+    visible = accelerator.count(kind)
     if not isinstance(devices, int):
-        chosen = [_named(name, visible) for name in devices]
-    elif visible == 0:
-        if wish == "cuda":
-            raise BackendError(
-                f"--device cuda was asked for, but PyTorch {torch.__version__} sees no GPU. "
-                f"Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on CPUs with --device cpu"
-            )
+        chosen = [_named(name, kind, visible) for name in devices]
+    elif kind is None:
         chosen = [torch.device("cpu")] * devices
     else:
         numbers = gpu_numbers(world.local_rank, world.local_size, visible, devices)
-        chosen = [torch.device("cuda", number) for number in numbers]
-    if chosen[0].type == "cuda":
-        torch.cuda.set_device(chosen[0])
+        chosen = [torch.device(kind, number) for number in numbers]
+    accelerator.set_current(chosen[0])
     return chosen
 
 
-def _named(name: str, visible: int) -> torch.device:
-    number = re.fullmatch(r"cuda:([0-9]{1,4})", name)
-    if name != "cpu" and (number is None or int(number[1]) >= visible):
-        there = ", ".join(["cpu", *(f"cuda:{number}" for number in range(visible))])
-        raise BackendError(f"--devices {name}: there is no such device here. There are: {there}")
+def _named(name: str, kind: str | None, visible: int) -> torch.device:
+    there = ["cpu", *(f"{kind}:{number}" for number in range(visible))]
+    if name not in there:
+        raise BackendError(f"--devices {name}: there is no such device here. There are: {', '.join(there)}")
     return torch.device(name)
 
 

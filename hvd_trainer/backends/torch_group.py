@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hvd_trainer import accelerator
 from hvd_trainer.errors import BackendError
 from hvd_trainer.peers import check_world
 
@@ -17,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def start(member: Member, transport: str) -> None:
-    """Starts the default group of all ranks.
+    """Start the default group of all ranks. In all groups CPU tensors are exchanged by Gloo.
 
     Args:
-        transport: gloo or nccl.
+        member: this rank.
+        transport: the library for tensors on an accelerator: gloo, nccl or xccl.
 
     Raises:
         BackendError: it is already initialised in this process.
@@ -39,13 +42,14 @@ def start(member: Member, transport: str) -> None:
     # abort 3 to 13 % of runs ("terminate called without an active exception").
     import torch.distributed.nn.functional  # noqa: F401
 
+    by_gloo = transport == "gloo"
     dist.init_process_group(
-        transport,
+        "gloo" if by_gloo else accelerator.process_group_backend(member.device),
         store=dist.PrefixStore("ddp", member.store),
         rank=member.world.rank,
         world_size=member.world.size,
         timeout=timedelta(seconds=member.options.startup_timeout_s),
-        device_id=member.device if transport == "nccl" else None,
+        device_id=None if by_gloo else member.device,
     )
     check_world(member.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
 
@@ -69,8 +73,22 @@ def make(member: Member, groups: Sequence[Sequence[int]], transport: str | None 
     return mine
 
 
+_ENDING = threading.Lock()
+
+
+def abort() -> None:
+    """End all groups at once, whatever is under way in them: a GPU that waits for a rank that is gone goes on.
+
+    To be called by another thread than the one that waits.
+    """
+    with _ENDING:
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+
 def stop() -> None:
     """Ends all groups; whatever held one must have let it go."""
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
+    with _ENDING:
+        if dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()

@@ -35,7 +35,7 @@ def num_gpus() -> int:
     """Those that PyTorch sees."""
     from hvd_trainer import accelerator
 
-    return accelerator.count()
+    return accelerator.count(accelerator.kind())
 
 
 def busy() -> str | None:

@@ -10,8 +10,15 @@ from contextlib import contextmanager
 from hvd_trainer.watch.page import Page
 
 EXCHANGE, END = "reduce", "end"
+LAGS_S = 1.0
+"""From when on it matters why the host does not get on. The driver is not asked before: a call to it may block
+while another thread waits for room in the device's queue."""
 LONG_PHASES = ("start", "epoch", "save", "callback")
 """What may take as long as the start: loaders as an epoch begins, metrics as it ends, a disk, a user's code."""
+
+
+class ExchangeAbortedError(RuntimeError):
+    """This rank's exchanges were given up because another rank failed: what they have left is of no use."""
 
 
 class Activity:
@@ -26,6 +33,7 @@ class Activity:
         since: when it last got on, by `time.monotonic`.
         limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
         was_waiting: whether an exception has come out of a collective.
+        is_exchanging: tells whether the device still has an exchange to finish, which the host does not wait for.
         listeners: are told of each phase that begins; waiting for other ranks is `reduce`, whatever it is part of.
     """
 
@@ -35,7 +43,8 @@ class Activity:
         self.limits: tuple[float, float] | None = None
         self.was_waiting = False
         self.listeners: list[Callable[[str], None]] = []
-        self._waits, self._failed_alone = 0, False
+        self.is_exchanging: Callable[[], bool] = lambda: False
+        self._waits, self._failed_alone, self._aborted = 0, False, False
         self._page: Page | None = None
 
     def show(self) -> int | None:
@@ -55,11 +64,30 @@ class Activity:
             os.close(descriptor)
 
     def enter(self, phase: str) -> None:
-        """Another phase begins, or the next round of the same one."""
+        """Another phase begins, or the next round of the same one.
+
+        Raises:
+            ExchangeAbortedError: after `abort`.
+        """
+        self.check()
         self.phase, self.since = phase, time.monotonic()
         if self._page is not None:
             self._page.write(self.step, phase)
         self._tell(phase)
+
+    def abort(self) -> None:
+        """Make each further `enter`, `check` and end of `waiting` raise; called by another thread."""
+        self._aborted = True
+
+    def check(self) -> None:
+        """Raise if what was read from the device since the last phase may be of no use.
+
+        Raises:
+            ExchangeAbortedError: after `abort`.
+        """
+        if self._aborted:
+            self.was_waiting = True
+            raise ExchangeAbortedError("another rank has failed, and the exchange with it was given up")
 
     def _tell(self, phase: str) -> None:
         for listener in self.listeners:
@@ -67,12 +95,17 @@ class Activity:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this rank waits for the others."""
+        """Inside, this rank waits for the others.
+
+        Raises:
+            ExchangeAbortedError: after `abort`.
+        """
         self._waits += 1
         self.since = time.monotonic()
         self._tell(EXCHANGE)
         try:
             yield
+            self.check()
         except BaseException:
             self.was_waiting = not self._failed_alone
             raise
@@ -99,7 +132,9 @@ class Activity:
     @property
     def waits(self) -> bool:
         """Whether this rank can only get on when the others do."""
-        return self._waits > 0 or self.phase in (EXCHANGE, END)
+        if self._waits > 0 or self.phase in (EXCHANGE, END):
+            return True
+        return time.monotonic() - self.since > LAGS_S and self.is_exchanging()
 
     @property
     def in_exchange(self) -> bool:

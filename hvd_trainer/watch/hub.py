@@ -220,13 +220,15 @@ class Hub(Station):
             "longer than --timeout-s",
         }[stuck.how]
         folder = failure.folder_for(self.log_folder, self._token)
+        text = self._stacks.get(rank, "")
+        place = "" if stuck.how == "crossed" else stacks.main_of(text).rstrip()
         others = [f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank]
         found = self.failure_of(
             rank,
             self._stuck_place or sign,
             what,
             heard=stuck.how == "silent" and self._stuck_place is None,
-            detail="" if stuck.how == "crossed" else stacks.main_of(self._stacks.get(rank, "")),
+            detail="\n".join(filter(None, (place, stacks.unfinished_in(text)))),
             others=others[:MOST_OTHERS]
             + ([f"and {more} more"] if (more := len(others) - MOST_OTHERS) > 0 else []),
             folder=str(folder),

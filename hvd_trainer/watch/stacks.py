@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+MAX_EXCHANGES = 4
+UNFINISHED = "Exchanges that the GPU has not finished:"
 ANSWER_S = 2.0
 
 
@@ -26,7 +29,29 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
+    exchanges = unfinished_exchanges()
+    if exchanges:
+        parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in exchanges), ""]))
     return "\n".join(parts)
+
+
+def unfinished_exchanges() -> list[str]:
+    """Return a line for each exchange in the GPU's queue, oldest first, by PyTorch's flight recorder for NCCL."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []  # a PyTorch without NCCL
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    return [
+        f"{entry['profiling_name']} of {entry['input_sizes']}, number {entry['collective_seq_id']} of group "
+        f"{entry['process_group'][0]}, {entry['state']}"
+        for entry in entries[:MAX_EXCHANGES]
+    ]
+
+
+def unfinished_in(text: str) -> str:
+    """Return the paragraph of `own_stacks` about exchanges; empty if all were finished."""
+    _, heading, lines = text.partition(UNFINISHED)
+    return heading + lines.rstrip()
 
 
 def main_of(text: str) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -63,6 +63,7 @@ class Station(ABC):
         environ: the environment.
         goes_on_s: where ranks go on without one that has failed, how long they may take to notice, in seconds;
             None: they end with it.
+        abort_exchanges: ends what a device exchanges with a rank that is gone; may block, and is called then only.
 
     Attributes:
         log_folder: the run's log folder, once that is known: stacks are kept there.
@@ -78,8 +79,9 @@ class Station(ABC):
         startup_s: float,
         environ: Mapping[str, str],
         goes_on_s: float | None = None,
+        abort_exchanges: Callable[[], None] = lambda: None,
     ) -> None:
-        self.goes_on_s = goes_on_s
+        self.goes_on_s, self._abort_exchanges = goes_on_s, abort_exchanges
         self.world, self.peers, self.activity = world, peers, activity
         self.log_folder: str | None = None
         self.verdict: Verdict | None = None
@@ -303,6 +305,7 @@ class Station(ABC):
         if self.goes_on_s is not None and verdict.rank != self.world.rank:
             ends_in_s = self.goes_on_s
             self._hangs_up_at = time.monotonic() + GRACE_S
+            threading.Thread(target=self._abort_exchanges, name="abort", daemon=True).start()
         if verdict.told:
             failure.hear()
         if verdict.rank == self.world.rank:

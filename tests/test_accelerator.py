@@ -1,0 +1,367 @@
+"""What depends on the accelerator: which device, which group, what is refused. The driver is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hvd_trainer import accelerator, peers, random_state
+from hvd_trainer.backends import EngineOptions, torch_group
+from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.horovod import HorovodBackend
+from hvd_trainer.backends.pinning import choose_devices
+from hvd_trainer.backends.single import SingleBackend
+from hvd_trainer.errors import BackendError, LaunchError
+from hvd_trainer.launch import World
+from hvd_trainer.peers import Peer
+from hvd_trainer.watch import Activity, Hub, Verdict, stacks
+from hvd_trainer.watch.activity import ExchangeAbortedError
+
+GPU = torch.device("cuda", 0)
+
+
+class Driver:
+    """Stands for `torch.cuda` or `torch.xpu` on a machine with some devices, and records what it is asked for."""
+
+    def __init__(self, kind: str = "cuda", devices: int = 2) -> None:
+        self.kind, self.devices = kind, devices
+        self.calls: list[tuple[str, Any]] = []
+        self.default_generators = [SimpleNamespace(manual_seed=self._seeder(number)) for number in range(devices)]
+
+    def _seeder(self, number: int) -> Any:
+        return lambda seed: self.calls.append(("seed", (number, seed)))
+
+    def init(self) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: torch.device) -> None:
+        self.calls.append(("set_device", device.index))
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(("synchronize", device.index))
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"made-up {self.kind} GPU"
+
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B + (device.index or 0), pci_device_id=0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """PyTorch sees two GPUs of type `cuda`."""
+    return install(monkeypatch, Driver())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(driver.kind))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: driver)
+    return driver
+
+
+# Which device.
+
+
+def test_each_rank_is_pinned_to_its_gpu(driver: Driver) -> None:
+    for local_rank in range(4):
+        choose_devices(World(local_rank, 4, local_rank, 4))
+    assert driver.calls == [("set_device", 0), ("set_device", 1), ("set_device", 0), ("set_device", 1)]
+    assert choose_devices(World(), "cpu")[0].type == "cpu"
+    assert len(driver.calls) == 4
+
+
+def test_a_task_that_sees_one_gpu_of_its_own_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Slurm's --gpus-per-task=1 local rank 3 sees GPU 0 only, which is another one than its neighbours'."""
+    install(monkeypatch, Driver(devices=1))
+    assert choose_devices(World(3, 4, 3, 4))[0].index == 0
+
+
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Driver(devices=0))
+    assert choose_devices(World())[0].type == "cpu"
+    with pytest.raises(BackendError, match=r"--device cuda .* sees no such GPU\. .* --device cpu"):
+        choose_devices(World(), "cuda")
+
+
+def test_another_kind_of_gpu_than_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Driver("xpu"))
+    assert choose_devices(World(1, 2, 1, 2))[0] == torch.device("xpu", 1)
+    with pytest.raises(BackendError, match=r"--device cuda .* \(it sees xpu\).* --device xpu"):
+        choose_devices(World(), "cuda")
+
+
+def test_devices_by_name(driver: Driver) -> None:
+    assert choose_devices(World(), devices=["cuda:1", "cpu"]) == [torch.device("cuda", 1), torch.device("cpu")]
+    with pytest.raises(BackendError, match=r"--devices cuda:2: .* There are: cpu, cuda:0, cuda:1$"):
+        choose_devices(World(), devices=["cuda:2"])
+
+
+def test_an_accelerator_that_cannot_train_is_no_device_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Driver("mps"))
+    assert accelerator.kind() is None
+    assert accelerator.unsupported() == "mps"
+    assert choose_devices(World())[0].type == "cpu"
+
+
+def test_seeding_one_gpu_leaves_the_others_alone(driver: Driver) -> None:
+    """`torch.cuda.manual_seed` seeds the current GPU: blocks on cuda:1 once seeded cuda:0, so that dropout there
+    depended on where the blocks were."""
+    random_state.seed_all(7, torch.device("cuda", 1))
+    assert driver.calls == [("seed", (1, 7))]
+
+
+# Who shares a GPU.
+
+
+def backend_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:
+    size = len(gpus)
+    backend = DDPBackend(EngineOptions(backend="ddp", **options), {})  # type: ignore[arg-type]
+    backend.world = World(rank, size, rank, size, launcher="torchrun")
+    backend.peers = [Peer("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
+    backend.device = torch.device("cuda", rank % 2)
+    return backend
+
+
+def test_more_ranks_than_gpus_under_nccl(driver: Driver) -> None:
+    backend = backend_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
+    assert backend.uses_nccl
+    with pytest.raises(LaunchError, match=r"Ranks 0, 2 would share one GPU \(cuda:0 on node1\)") as caught:
+        backend._refuse_shared_gpu()
+    assert "2 GPUs are visible here: start that many ranks per node, or" in str(caught.value)
+    assert "--device cpu" in str(caught.value)
+    backend_on_gpus(1, ["gpu-a", "gpu-b", "gpu-a"])._refuse_shared_gpu()
+    assert not backend_on_gpus(0, ["gpu-a", "gpu-a"], transport="gloo").uses_nccl
+
+
+def test_nccl_may_be_told_to_share_a_gpu(driver: Driver) -> None:
+    backend = backend_on_gpus(0, ["gpu-a", "gpu-a"])
+    backend.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    backend._refuse_shared_gpu()
+
+
+def test_a_gpu_is_known_by_its_slot_and_by_the_host_that_nccl_is_told(driver: Driver) -> None:
+    """Two slices of a GPU (MIG) have a UUID each, and NCCL refuses them by the slot."""
+    backend = backend_on_gpus(1, ["gpu-a", "gpu-b"])
+    assert backend._gpu() == "0000:3c:00"
+    backend.environ["NCCL_HOSTID"] = "n1"
+    assert backend._gpu() == "n1 0000:3c:00"
+
+
+def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
+    """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all."""
+    there = [Peer("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [Peer("b", 0, "ddp", (0,), "g0")]
+    numbered = peers.number_virtual_ranks(there)
+    assert [peer.local_rank for peer in numbered] == [0, 1, 0]
+    assert peers.locate(World(1, 3, 0, 2), numbered).local_rank == 1
+    same = [Peer("a", 0, "ddp", (0,), "g0")] * 2
+    assert peers.number_virtual_ranks(same) == same
+    with pytest.raises(LaunchError, match="both say that they are local rank 0"):
+        peers.locate(World(1, 2, 0, 2), peers.number_virtual_ranks([Peer("a", 0, "ddp", (0,))] * 2))
+
+
+# Which library, and which group.
+
+
+def test_nccl_without_a_gpu() -> None:
+    backend = DDPBackend(EngineOptions(backend="ddp", transport="nccl"), {})
+    with pytest.raises(BackendError, match="--transport nccl needs a GPU per rank, and this rank has none"):
+        backend._check_transport()
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "groups", "eager"),
+    [
+        ("cpu", "gloo", "gloo", False),
+        ("cuda", "nccl", "cpu:gloo,cuda:nccl", True),
+        ("cuda", "gloo", "gloo", False),
+        ("xpu", "xccl", "cpu:gloo,xpu:xccl", True),
+    ],
+)
+def test_cpu_tensors_are_exchanged_by_gloo(
+    device: str, transport: str, groups: str, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under NCCL alone, objects went through the memory of every GPU: on a resume, a whole checkpoint did."""
+    asked: dict[str, Any] = {}
+
+    def init(backend: str, **more: Any) -> None:
+        asked.update(more, backend=backend)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    member: Any = SimpleNamespace(
+        device=torch.device(device, None if device == "cpu" else 0),
+        world=World(),
+        store=dist.HashStore(),
+        options=EngineOptions(),
+    )
+    torch_group.start(member, transport)
+    assert asked["backend"] == groups
+    assert asked["device_id"] == (member.device if eager else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "built", "said"),
+    [
+        (
+            "cuda",
+            (),
+            "was built for CPUs, .* made-up cuda GPU. Type: .*install-horovod --gpu nccl; or .*backend ddp",
+        ),
+        ("xpu", (), "Horovod exchanges no tensors of xpu. Type: --backend ddp"),
+        ("cuda", ("cuda",), ""),
+        ("cuda", ("rocm",), ""),
+        ("cpu", (), ""),
+    ],
+)
+def test_a_horovod_without_gpus_is_refused_on_one(
+    device: str, built: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
+    install(monkeypatch, Driver(device))
+    backend = HorovodBackend(EngineOptions(), {})
+    backend.device = torch.device(device)
+    backend._hvd = SimpleNamespace(cuda_built=lambda: "cuda" in built, rocm_built=lambda: "rocm" in built)
+    if not said:
+        backend._refuse_cpu_build()
+        return
+    with pytest.raises(BackendError, match=said):
+        backend._refuse_cpu_build()
+
+
+def test_horovod_completes_asynchronously_on_gpus_only() -> None:
+    backend = HorovodBackend(EngineOptions(), {})
+    backend._hvd = SimpleNamespace(nccl_built=lambda: True)
+    assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in backend._tuning()
+    backend.device = GPU
+    assert backend._tuning()["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
+
+
+def test_tensors_on_a_gpu_are_not_kept_after_their_exchange() -> None:
+    """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
+    backend._hold(on_host, on_device)
+    assert [tensor.device.type for tensor in backend._held[-1]] == ["cpu"]
+
+
+# A GPU that is behind its host.
+
+
+class Event:
+    """An event that nothing has reached until `done` is set."""
+
+    def __init__(self) -> None:
+        self.done, self.records = False, 0
+
+    def record(self, _: Any) -> None:
+        self.records += 1
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_rank_whose_gpu_waits_in_an_exchange_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
+    backend = backend_on_gpus(0, ["gpu-a", "gpu-b"])
+    backend._exchanged = event = Event()
+    monkeypatch.setattr(accelerator, "current_stream", lambda _: None)
+    activity = backend.activity
+    model = nn.Linear(1, 1)
+    monkeypatch.setattr(backend, "_finish_exchange", lambda _: None)
+    backend.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert event.records == 1
+    activity.enter("forward")
+    assert not activity.waits, "the driver is not asked while the host gets on"
+    activity.since -= 2
+    assert activity.waits
+    event.done = True
+    assert not activity.waits
+
+
+def test_reading_a_number_from_the_device_is_waiting() -> None:
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    heard: list[str] = []
+    backend.activity.listeners.append(heard.append)
+    assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
+    assert backend.all_reduce_numbers([3, 4.5]) == [3, 4.5]
+    assert heard == ["reduce", "start"] * 2
+
+
+def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
+    """A kernel of NCCL whose communicator is aborted ends, and leaves what was there before."""
+    activity = Activity(60)
+    activity.enter("step")
+    with pytest.raises(ExchangeAbortedError), activity.waiting():
+        activity.abort()  # by another thread, while this one waits for the device
+    assert activity.in_exchange
+    for going_on in (activity.check, lambda: activity.enter("save")):
+        with pytest.raises(ExchangeAbortedError):
+            going_on()
+
+
+def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
+    """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
+    aborted = threading.Event()
+    there = [Peer("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
+    for goes_on_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
+        aborted.clear()
+        watch = Hub(
+            World(0, 2),
+            there,
+            Activity(5),
+            startup_s=5,
+            environ={},
+            goes_on_s=goes_on_s,
+            abort_exchanges=aborted.set,
+        )
+        watch.decide(Verdict(rank, "it failed", told=False), 3)
+        survives = goes_on_s is not None and rank == 1
+        assert aborted.wait(5 if survives else 0.2) is survives
+        watch.selector.close()
+        watch._wake.close()
+        watch._woken.close()
+
+
+def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[1024]],
+        "collective_seq_id": 12,
+        "process_group": ["0", "default_pg"],
+        "state": "scheduled",
+    }
+    distributed = torch._C._distributed_c10d
+    assert "Exchanges that" not in stacks.own_stacks()
+    monkeypatch.setattr(
+        distributed, "_dump_nccl_trace_json", lambda **_: json.dumps({"entries": [entry]}).encode(), raising=False
+    )
+    shown: list[str] = []
+    asking = threading.Thread(target=lambda: shown.append(stacks.own_stacks()))
+    asking.start()
+    asking.join()
+    assert stacks.unfinished_in(shown[0]) == (
+        "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
+    )
+    assert "test_accelerator.py" in stacks.main_of(shown[0])
+
+
+def test_a_barrier_waits_for_the_gpu_first(driver: Driver) -> None:
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend.device = torch.device("cuda", 1)
+    backend.barrier()
+    assert driver.calls == [("synchronize", 1)]
