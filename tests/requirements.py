@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,14 @@ def _missing_hosts() -> str | None:
     return hosts.missing()
 
 
-def _missing_ch_run() -> str | None:
-    return None if shutil.which("ch-run") else "no ch-run on this machine: apt-get install charliecloud"
+PACKAGES = {"ch-run": "charliecloud", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
+"""Programs that a test starts by themselves, with the Debian package that each is in."""
+
+
+def _missing_program(name: str) -> str | None:
+    # Debian keeps servers where only root's PATH leads.
+    found = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
+    return None if found else f"no {name} on this machine: apt-get install {PACKAGES[name]}"
 
 
 def _missing_mpi4py() -> str | None:
@@ -81,13 +88,13 @@ def _missing_mpi4py() -> str | None:
 def missing(name: str) -> str | None:
     """Why a launcher cannot be used here; None where it can.
 
-    Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", and "ch-run" for containers.
+    Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", and the programs in `PACKAGES`.
 
     Raises:
         ValueError: no such name.
     """
     checks = {
-        "ch-run": _missing_ch_run,
+        **{program: partial(_missing_program, program) for program in PACKAGES},
         "horovod": _missing_horovod,
         "horovodrun": _missing_horovod,
         "hosts": _missing_hosts,

@@ -65,12 +65,14 @@ runpy.run_module("hvd_trainer", run_name="__main__", alter_sys=True)
 """
 
 
-def test_many_troubles_at_once(small_disk: Path) -> None:
+def test_many_troubles_at_once(small_disk: Path, tmp_path: Path) -> None:
     """All that can be wrong with a shell and its surroundings, in one document."""
+    write_ssh(tmp_path, 'echo "ssh: connect to host b port 22: No route to host" >&2; exit 255')
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         troubles = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "RANK": "0",
             "OMP_NUM_THREADS": "999",
             "GLOO_SOCKET_IFNAME": "nonesuch0",

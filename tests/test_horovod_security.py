@@ -93,7 +93,7 @@ result["key_leaks"] = manager._service._wire._key.hex().encode() in value or sta
 driver._worker_clients["localhost", 0].notify_hosts_updated(7, HostUpdateResult.mixed)
 result["heard"] = Listener.heard
 result["ran"] = sorted(os.listdir(folder))
-print(json.dumps(result))
+print(json.dumps(result), flush=True)
 os._exit(0)
 """
 

@@ -21,7 +21,6 @@ from launchers import REPOSITORY
 from requirements import requires
 
 DOCKER = REPOSITORY / "docker"
-SSH_SERVER = Path("/usr/sbin/sshd")
 
 
 def program(name: str) -> str:
@@ -125,12 +124,7 @@ def served(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
         serving.wait()
 
 
-needs_a_server = pytest.mark.skipif(
-    not SSH_SERVER.exists(), reason="no ssh server: apt-get install openssh-server"
-)
-
-
-@needs_a_server
+@requires("sshd")
 def test_a_host_is_entered_by_the_key_only(home: Path) -> None:
     """The server runs while the command does; another key, or a host that answers with another one, is refused."""
     folder = home / ".ssh"
@@ -158,7 +152,7 @@ time.sleep(60)
 """
 
 
-@needs_a_server
+@requires("sshd")
 def test_a_host_that_shall_stop_lets_its_ranks_save(home: Path) -> None:
     """The server alone got the signal and ended, and with it the container and all that ran there."""
     (home / "rank.py").write_text(RANK)
@@ -194,6 +188,7 @@ def test_hvd_ssh_says_what_to_type(home: Path, words: Sequence[str], says: str) 
     assert says in done.stderr
 
 
+@requires("ssh-keygen")
 @pytest.mark.parametrize(("port", "names"), [(2222, ["[a]:2222", "[b]:2222"]), (22, ["a", "b"])])
 def test_hosts_are_known_by_the_names_that_ssh_looks_for(home: Path, port: int, names: Sequence[str]) -> None:
     hvd_ssh(home, "keys", "a", "b", port=port)
@@ -201,6 +196,7 @@ def test_hosts_are_known_by_the_names_that_ssh_looks_for(home: Path, port: int, 
     assert [line.split()[0] for line in known] == names
 
 
+@requires("ssh-keygen")
 def test_keys_are_not_written_over(home: Path) -> None:
     hvd_ssh(home, "keys", "a", "b")
     before = {file.name: file.read_bytes() for file in (home / ".ssh").iterdir()}
