@@ -24,7 +24,11 @@ from hvd_trainer.tools.horovod.probe import TorchFacts
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
 TORCH = TorchSeen(
-    version="2.15.0+cu132", cuda="13.2", nccl="2.30.7", architectures=("sm_80", "sm_90", "compute_90")
+    version="2.15.0+cu132",
+    cuda="13.2",
+    kind="cuda",
+    nccl="2.30.7",
+    architectures=("sm_80", "sm_90", "compute_90"),
 )
 FACTS = TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_version="2.30.7")
 STATUSES = ("ok", "warning", "error")

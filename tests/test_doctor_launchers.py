@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doctor_checks import examine, only
+from doctor_checks import TORCH, examine, only
 from launchers import REPOSITORY
 from slurm_cluster import SlurmCluster
 
 from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nodes_by_state
+from hvd_trainer.tools.doctor.probe import Gpu, Seen
 
 # The shell.
 
@@ -120,6 +122,26 @@ def test_slurm(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     none = only(examine("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")}), "Slurm")
     assert none.status == "ok"
     assert "this machine is in no cluster" in none.found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_gpus", "words"), [("4(x2)", 1, "4 ranks"), ("4(x2)", 4, ""), ("1(x2)", 1, "")]
+)
+def test_a_rank_that_sees_its_own_gpu_only(ranks: str, num_gpus: int, words: str) -> None:
+    """As by --gpus-per-task=1: NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "gpu[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": ranks,
+        "SLURM_NODEID": "1",
+    }
+    seen = Seen(replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * num_gpus))
+    found = examine("visible GPUs", environ=step, seen=seen)
+    assert [finding.status for finding in found] == ["warning"] * bool(words)
+    assert all(words in finding.found for finding in found)
+    assert all("--gres=gpu:4 --gpu-bind=none" in finding.remedy for finding in found)
+    assert examine("visible GPUs", environ={"SLURM_STEP_ID": "0"}, seen=seen) == []
 
 
 def test_nodes_are_counted_once() -> None:

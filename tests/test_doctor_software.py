@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doctor_checks import FACTS, TORCH, examine
@@ -27,7 +28,7 @@ from hvd_trainer.tools.doctor.gpus import (
 )
 from hvd_trainer.tools.doctor.probe import Gpu, Seen, TorchSeen
 from hvd_trainer.tools.doctor.programs import Answer
-from hvd_trainer.tools.doctor.software import judge_horovod, judge_torch
+from hvd_trainer.tools.doctor.software import INSTALL, judge_horovod, judge_torch
 from hvd_trainer.tools.horovod.patches import PATCH_SET
 from hvd_trainer.tools.horovod.plan import VERSION, python_tag
 from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts
@@ -99,19 +100,24 @@ def test_torch(torch: TorchSeen, status: str, words: str) -> None:
             "it has no PyTorch extension",
             "install",
         ),
-        (
-            HorovodFacts(record=RECORD),
-            replace(FACTS, gpu_count=2),
-            "warning",
-            "gradients of GPUs go through the CPU",
-            "--gpu nccl",
-        ),
     ],
 )
 @requires("horovod")
 def test_horovod(horovod: HorovodFacts | None, torch: TorchFacts, status: str, words: str, remedy: str) -> None:
-    found = judge_horovod(horovod, torch)
+    found = judge_horovod(horovod, torch, 0)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
+
+
+@requires("horovod")
+def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
+    """Training refuses it; on ROCm, too, where the installer counts no GPU."""
+    found = judge_horovod(HorovodFacts(record=RECORD), FACTS, 2)
+    assert found.status == "warning"
+    assert "with this build horovod does not train on GPUs" in found.found
+    for words in (f"{INSTALL} --gpu nccl", "--device cpu", "--backend ddp"):
+        assert words in found.remedy
+    with_nccl = HorovodFacts(record={**RECORD, "cuda": "13.0", "nccl": "2.30.7"})
+    assert judge_horovod(with_nccl, FACTS, 2).status == "ok"
 
 
 def test_what_the_probe_says_counts_as_far_as_it_came() -> None:
@@ -275,6 +281,29 @@ def test_the_driver(
 ) -> None:
     found = judge_cuda(driver, torch, environ)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
+
+
+def test_accelerators_of_other_makers() -> None:
+    """Intel's GPUs train; what ranks cannot train on is named, and not passed over."""
+    intel = TorchSeen(
+        version="2.15.0+xpu", kind="xpu", gpus=[Gpu("Intel Data Center GPU Max 1550", 2**36, "")] * 2
+    )
+    assert judge_torch(intel).found == "2.15.0+xpu, built for xpu, 2 GPUs visible"
+    assert judge_cuda(Driver(), intel, {}) == ok("CUDA", "xpu, torch sees 2 GPUs")
+    assert judge_gpu(0, intel.gpus[0], intel, Driver()) == ok("GPU 0", "Intel Data Center GPU Max 1550, 64.0 GB")
+    assert judge_nccl(None, intel, {}) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
+    apple = judge_cuda(Driver(), TorchSeen(version="2.15.0", unsupported="mps"), {})
+    assert (apple.status, apple.found[:37]) == ("warning", "mps is here, and ranks cannot train o")
+    assert "--device cpu" in apple.remedy
+
+
+def test_the_probe_counts_intels_gpus() -> None:
+    gpu = SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**36, uuid="5baec991")
+    xpu = SimpleNamespace(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
+    torch = SimpleNamespace(version=SimpleNamespace(hip=None), get_device_module={"xpu": xpu}.get)
+    found, error = probe._gpus(torch, "xpu")
+    assert found == [Gpu(gpu.name, gpu.total_memory, "", gpu.uuid)] * 2
+    assert error is None
 
 
 def test_a_machine_with_gpus(tmp_path: Path) -> None:

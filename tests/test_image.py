@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -81,6 +82,34 @@ def test_what_is_copied_is_sent_to_the_builder() -> None:
     assert names == {line[1:] for line in sent if line.startswith("!")}
     assert all((REPOSITORY / name).exists() for name in names)
     assert "*" in sent
+
+
+def built_for(folder: Path, gpu: str, *, has_nvcc: bool) -> str:
+    """What the Dockerfile's last step of the build asks the installer for; its programs only print."""
+    for name in ("pip", "python", *(["nvcc"] if has_nvcc else [])):
+        (folder / name).write_text('#!/bin/sh\necho "$0" "$@"\n')
+        (folder / name).chmod(0o755)
+    (step,) = re.findall(
+        r"^RUN (?:--mount\S+ \\\n\s*)*(pip install --no-deps .*?[^\\])$",
+        (DOCKER / "Dockerfile").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    said = run("/bin/sh", "-euc", step, env={"PATH": str(folder), "GPU": gpu, "MPI": ""}).stdout
+    return said.splitlines()[-1].partition("install-horovod --gpu ")[2].strip()
+
+
+def test_an_image_for_gpus_has_no_horovod_for_cpus(tmp_path: Path) -> None:
+    """`--gpu auto` would build one in silence where PyTorch's CUDA is not the base's; `nccl` is refused there."""
+    assert built_for(tmp_path, "auto", has_nvcc=False) == "none"
+    assert built_for(tmp_path, "auto", has_nvcc=True) == "nccl"
+    assert built_for(tmp_path, "none", has_nvcc=True) == "none"
+
+
+def test_the_health_check_opens_no_gpu() -> None:
+    (command,) = re.findall(
+        r"^HEALTHCHECK (?:.*\\\n)*\s*CMD (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert json.loads(command) == ["env", "CUDA_VISIBLE_DEVICES=", "python", "-m", "hvd_trainer", "doctor"]
 
 
 def hvd_ssh(home: Path, *words: str, check: bool = True, port: int = 0) -> subprocess.CompletedProcess[str]:

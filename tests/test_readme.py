@@ -135,8 +135,8 @@ SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
 OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--mca", "--oversubscribe"},
     "Slurm": {
-        *("--array", "--cpus-per-task", "--gpus-per-task", "--kill-on-bad-exit", "--mpi", "--ntasks"),
-        *("--ntasks-per-node", "--open-mode", "--signal"),
+        *("--array", "--cpus-per-task", "--gpu-bind", "--gpus-per-task", "--gres"),
+        *("--kill-on-bad-exit", "--mpi", "--ntasks", "--ntasks-per-node", "--open-mode", "--signal"),
     },
     "torchrun": {
         *("--master-addr", "--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-endpoint"),

@@ -42,7 +42,7 @@ def check_cuda(situation: Situation) -> list[Finding]:
     driver = _find_driver(situation)
     torch = situation.seen.torch
     finding = judge_cuda(driver, torch, situation.environ)
-    if finding.status == "ok" and not torch.hip:
+    if finding.status == "ok" and torch.cuda:
         kits = ", ".join(f"{kit.version} in {kit.home}" for kit in find_toolkits())
         text = (
             f"toolkit {kits}, for building Horovod" if kits else "no toolkit, which only install-horovod would use"
@@ -80,12 +80,17 @@ def judge_cuda(driver: Driver, torch: TorchSeen, environ: Mapping[str, str]) -> 
     """Whether PyTorch sees the GPUs that the driver knows."""
     if torch.gpus:
         hidden = _hiding(environ)
-        kind = f"ROCm {torch.hip}" if torch.hip else f"driver {driver.version or 'of unknown version'}"
+        kind = f"driver {driver.version or 'of unknown version'}" if torch.cuda else maker(torch)
         seen = f"torch sees {count(len(torch.gpus), 'GPU')}"
         return ok("CUDA", f"{kind}, {seen}{f' ({hidden})' if hidden else ''}")
     if driver.error is not None:
         remedy = "nvidia-smi    (after an update of the driver: reboot; in a container: docker run --gpus all)"
         return error("CUDA", f"nvidia-smi says: {driver.error}", remedy)
+    if torch.unsupported is not None:
+        found = f"{torch.unsupported} is here, and ranks cannot train on it, so training runs on the CPU"
+        return warning(
+            "CUDA", found, "--device cpu    (to say so; ranks train on NVIDIA's, AMD's and Intel's GPUs)"
+        )
     if driver.version is None:
         return ok("CUDA", "no NVIDIA driver, so training runs on the CPU")
     there = f"driver {driver.version} with {count(len(driver.free_mb or ()), 'GPU')}"
@@ -101,6 +106,11 @@ def judge_cuda(driver: Driver, torch: TorchSeen, environ: Mapping[str, str]) -> 
     return error("CUDA", f"{there}, and torch sees none: {torch.gpu_error or 'it does not say why'}", remedy)
 
 
+def maker(torch: TorchSeen) -> str:
+    """For whose GPUs this PyTorch is built: `CUDA 13.2`, `ROCm 6.4`, `xpu`; empty if for none."""
+    return f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else torch.kind or ""
+
+
 def _hiding(environ: Mapping[str, str]) -> str:
     """`CUDA_VISIBLE_DEVICES=0`; nothing where no GPU is hidden."""
     return next((f"{name}={environ[name]}" for name in SEES_GPUS if name in environ), "")
@@ -111,8 +121,9 @@ def judge_gpu(number: int, gpu: Gpu, torch: TorchSeen, driver: Driver) -> Findin
     name = f"GPU {number}"
     free_mb = (driver.free_mb or {}).get(gpu.uuid)
     free = f" ({size(free_mb * 2**20)} free)" if free_mb is not None else ""
-    found = f"{gpu.name}, {size(gpu.memory)}{free}, compute capability {gpu.capability}"
-    if torch.hip or has_code(torch.architectures, gpu.capability):
+    found = f"{gpu.name}, {size(gpu.memory)}{free}"
+    found += f", compute capability {gpu.capability}" if gpu.capability else ""
+    if not torch.cuda or has_code(torch.architectures, gpu.capability):
         return ok(name, found)
     known = ", ".join(torch.architectures)
     remedy = "pip install --upgrade torch torchvision    (an old GPU needs a torch for an older CUDA: https://pytorch.org)"
@@ -154,6 +165,8 @@ def check_nccl(situation: Situation) -> list[Finding]:
 def judge_nccl(installed: str | None, torch: TorchSeen, environ: Mapping[str, str]) -> Finding:
     """Whether there is one, and nothing slows it down."""
     several = len(torch.gpus) > 1
+    if torch.gpus and torch.kind != "cuda":
+        return ok("NCCL", f"not needed: devices of type {torch.kind} have a library of their own")
     if torch.nccl is None:
         if several:
             remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"

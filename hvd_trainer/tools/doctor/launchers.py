@@ -7,10 +7,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch import detect, launcher_in, slurm_job
-from hvd_trainer.slurm import detect_slurm
+from hvd_trainer.slurm import SlurmStep, detect_slurm
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
 from hvd_trainer.tools.doctor.situation import Situation
 
@@ -103,6 +104,27 @@ def _inside(situation: Situation, srun: str, release: str, job: str) -> Finding:
     if answer.code != 0:
         return error("Slurm", f"{place}; srun starts no task: {answer.last_line}", " ".join(["srun", *task[1:]]))
     return ok("Slurm", f"{place}; srun starts tasks")
+
+
+def check_visible_gpus(situation: Situation) -> list[Finding]:
+    """In a Slurm step: whether the ranks of this node see each other's GPUs; nothing outside of one."""
+    with suppress(LaunchError):  # "launcher" says what is wrong
+        step = detect_slurm(situation.environ)
+        return [] if step is None else judge_visible_gpus(step, len(situation.seen.torch.gpus))
+    return []
+
+
+def judge_visible_gpus(step: SlurmStep, num_gpus: int) -> list[Finding]:
+    """Of a step, and of the number of GPUs that this task sees."""
+    ranks = step.ranks_per_node[step.hosts.index(step.host)]
+    if num_gpus != 1 or ranks < 2:
+        return []
+    found = (
+        f"{ranks} ranks on this node, and this one sees 1 GPU, as with --gpus-per-task=1: where control groups "
+        f"hide the others, NCCL goes through host memory, or fails with 'invalid argument'"
+    )
+    remedy = f"srun --ntasks-per-node={ranks} --gres=gpu:{ranks} --gpu-bind=none    (each rank takes its own GPU)"
+    return [warning("visible GPUs", found, remedy)]
 
 
 def nodes_by_state(text: str) -> str:

@@ -23,13 +23,13 @@ from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that PyTorch sees."""
+    """One that PyTorch sees, of any maker."""
 
     name: str
     memory: int
     """bytes"""
     capability: str
-    """`9.0`; the name of the architecture where it is AMD's"""
+    """`9.0`; the name of the architecture where it is AMD's; empty where it is Intel's"""
     uuid: str = ""
 
 
@@ -42,6 +42,10 @@ class TorchSeen:
     version: str = ""
     cuda: str | None = None
     hip: str | None = None
+    kind: str | None = None
+    """the type of the devices that it is built for, such as `cuda`, if ranks train on them"""
+    unsupported: str | None = None
+    """the type of an accelerator that is here and that ranks cannot train on"""
     nccl: str | None = None
     """the version it was built with"""
     architectures: Sequence[str] = ()
@@ -97,11 +101,17 @@ def _torch_seen() -> TorchSeen:
         import torch
     except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
         return TorchSeen(error=f"{type(error).__name__}: {first_line(error)}")
-    gpus, gpu_error = _gpus(torch) if torch.version.cuda or torch.version.hip else ([], None)
+    from hvd_trainer import accelerator
+
+    built_for = torch.accelerator.current_accelerator()
+    kind = built_for.type if built_for is not None and built_for.type in accelerator.COLLECTIVES else None
+    gpus, gpu_error = _gpus(torch, kind) if kind else ([], None)
     return TorchSeen(
         version=str(torch.__version__),
         cuda=torch.version.cuda,
         hip=torch.version.hip,
+        kind=kind,
+        unsupported=accelerator.unsupported(),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
         architectures=torch.cuda.get_arch_list(),
         gpus=gpus,
@@ -109,21 +119,29 @@ def _torch_seen() -> TorchSeen:
     )
 
 
-def _gpus(torch: Any) -> tuple[list[Gpu], str | None]:
+def _gpus(torch: Any, kind: str) -> tuple[list[Gpu], str | None]:
+    module = torch.get_device_module(kind)
     try:
-        torch.cuda.init()
-        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        module.init()
+        found = [module.get_device_properties(number) for number in range(module.device_count())]
     except Exception as error:  # no driver, one that is too old, a broken GPU
         return [], first_line(error)
     return [
         Gpu(
             name=gpu.name,
             memory=gpu.total_memory,
-            capability=gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}",
+            capability=_capability(gpu, kind, is_rocm=bool(torch.version.hip)),
             uuid=str(getattr(gpu, "uuid", "")),
         )
         for gpu in found
     ], None
+
+
+def _capability(gpu: Any, kind: str, *, is_rocm: bool) -> str:
+    # CUDA and ROCm have both, and in each of them only one means anything.
+    if is_rocm:
+        return str(gpu.gcnArchName)
+    return f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def engines(seen: Seen) -> list[str]:
 
 def device_of(seen: Seen) -> str:
     """Where two ranks can be at once: NCCL refuses them on one GPU."""
-    return "cuda" if len(seen.torch.gpus) >= RANKS else "cpu"
+    return "cuda" if seen.torch.kind == "cuda" and len(seen.torch.gpus) >= RANKS else "cpu"
 
 
 def prove_engine(engine: str, device: str) -> Finding:

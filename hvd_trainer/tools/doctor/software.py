@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hvd_trainer.tools.doctor.finding import Finding, count, error, late, ok, warning
+from hvd_trainer.tools.doctor.gpus import maker
 from hvd_trainer.tools.doctor.probe import TorchSeen
 from hvd_trainer.tools.doctor.situation import Situation
 from hvd_trainer.tools.horovod import tool
@@ -105,7 +106,7 @@ def judge_torch(torch: TorchSeen) -> Finding:
     """Of what PyTorch has said."""
     if torch.error is not None:
         return error("torch", f"cannot be imported: {torch.error}", "pip install torch torchvision")
-    kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU only"
+    kind = maker(torch) or "the CPU only"
     found = (
         f"{torch.version}, built for {kind}, {count(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
     )
@@ -131,11 +132,11 @@ def check_horovod(situation: Situation) -> list[Finding]:
     if seen.facts is None:
         found = f"cannot be imported: {seen.ended}"
         return [error("horovod", found, f"{INSTALL} --force    (until then: --backend ddp)")]
-    return [judge_horovod(seen.facts.horovod, seen.facts.torch)]
+    return [judge_horovod(seen.facts.horovod, seen.facts.torch, len(seen.torch.gpus))]
 
 
-def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
-    """Of what Horovod has said of itself and of its build."""
+def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, num_gpus: int) -> Finding:
+    """Of what Horovod has said of itself and of its build, on a machine with so many GPUs."""
     if horovod is None:
         return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL}    (minutes)")
     record = horovod.record
@@ -153,7 +154,7 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
         return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
-    if on_cpu_only and torch.gpu_count:
-        remedy = f"{command} --gpu nccl    (it says what it needs; until then --backend ddp is faster)"
-        return warning("horovod", f"{found}: gradients of GPUs go through the CPU", remedy)
+    if on_cpu_only and num_gpus:
+        remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
+        return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
     return ok("horovod", found)

@@ -40,6 +40,7 @@ CHECKS: dict[str, Check] = {
     "horovod": software.check_horovod,
     "MPI": launchers.check_mpi,
     "Slurm": launchers.check_slurm,
+    "visible GPUs": launchers.check_visible_gpus,
     "launcher": launchers.check_variables,
     "CPU": machine.check_cpus,
     "shared memory": machine.check_shared_memory,
