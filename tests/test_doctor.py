@@ -193,8 +193,13 @@ def test_which_engines_are_proved() -> None:
     assert proof.engines(Seen(TORCH, facts)) == ["ddp", "horovod"]
     assert proof.engines(Seen(TORCH, Facts(FACTS, None))) == proof.engines(Seen(TORCH)) == ["ddp"]
     assert proof.engines(Seen(TorchSeen(error="broken"))) == []
-    devices = [proof.device_of(Seen(replace(TORCH, gpus=[gpu] * number))) for number in range(3)]
+    devices = [proof.device_of(Seen(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
     assert devices == ["cpu", "cpu", "cuda"]
+    pair = replace(TORCH, gpus=[gpu] * 2)
+    assert proof.device_of(Seen(pair, facts), "horovod") == "cpu"
+    with_nccl = Facts(FACTS, HorovodFacts(record={"cuda": "13.0"}))
+    assert proof.device_of(Seen(pair, with_nccl), "horovod") == "cuda"
+    assert proof.device_of(Seen(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
 
 
 def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,20 +104,23 @@ def test_torch(torch: TorchSeen, status: str, words: str) -> None:
 )
 @requires("horovod")
 def test_horovod(horovod: HorovodFacts | None, torch: TorchFacts, status: str, words: str, remedy: str) -> None:
-    found = judge_horovod(horovod, torch, 0)
+    found = judge_horovod(horovod, torch, TORCH)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
 
 
 @requires("horovod")
 def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
     """Training refuses it; on ROCm, too, where the installer counts no GPU."""
-    found = judge_horovod(HorovodFacts(record=RECORD), FACTS, 2)
+    pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
+    found = judge_horovod(HorovodFacts(record=RECORD), FACTS, pair)
     assert found.status == "warning"
     assert "with this build horovod does not train on GPUs" in found.found
     for words in (f"{INSTALL} --gpu nccl", "--device cpu", "--backend ddp"):
         assert words in found.remedy
     with_nccl = HorovodFacts(record={**RECORD, "cuda": "13.0", "nccl": "2.30.7"})
-    assert judge_horovod(with_nccl, FACTS, 2).status == "ok"
+    assert judge_horovod(with_nccl, FACTS, pair).status == "ok"
+    intel = judge_horovod(HorovodFacts(record=RECORD), FACTS, replace(pair, kind="xpu"))
+    assert intel.remedy == "--backend ddp    (or --device cpu: Horovod exchanges no tensors of xpu)"
 
 
 def test_what_the_probe_says_counts_as_far_as_it_came() -> None:

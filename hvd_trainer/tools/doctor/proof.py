@@ -30,9 +30,10 @@ def engines(seen: Seen) -> list[str]:
     return ["ddp"] if seen.horovod is None else ["ddp", "horovod"]
 
 
-def device_of(seen: Seen) -> str:
-    """Where two ranks can be at once: NCCL refuses them on one GPU."""
-    return "cuda" if seen.torch.kind == "cuda" and len(seen.torch.gpus) >= RANKS else "cpu"
+def device_of(seen: Seen, engine: str) -> str:
+    """Where two ranks of an engine can be at once: NCCL refuses them on one GPU, and a Horovod for CPUs on any."""
+    on_cpu_only = engine == "horovod" and seen.horovod is not None and not seen.horovod.record.get("cuda")
+    return "cpu" if on_cpu_only or len(seen.torch.gpus) < RANKS else seen.torch.kind or "cpu"
 
 
 def prove_engine(engine: str, device: str) -> Finding:

@@ -132,11 +132,11 @@ def check_horovod(situation: Situation) -> list[Finding]:
     if seen.facts is None:
         found = f"cannot be imported: {seen.ended}"
         return [error("horovod", found, f"{INSTALL} --force    (until then: --backend ddp)")]
-    return [judge_horovod(seen.facts.horovod, seen.facts.torch, len(seen.torch.gpus))]
+    return [judge_horovod(seen.facts.horovod, seen.facts.torch, seen.torch)]
 
 
-def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, num_gpus: int) -> Finding:
-    """Of what Horovod has said of itself and of its build, on a machine with so many GPUs."""
+def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSeen) -> Finding:
+    """Of what Horovod has said of itself and of its build, beside the GPUs that PyTorch sees."""
     if horovod is None:
         return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL}    (minutes)")
     record = horovod.record
@@ -154,7 +154,9 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, num_gpus: int
         return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
-    if on_cpu_only and num_gpus:
+    if on_cpu_only and seen.gpus:
         remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
+        if seen.kind != "cuda":
+            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {seen.kind})"
         return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
     return ok("horovod", found)

@@ -140,7 +140,7 @@ def _prove(situation: Situation, width: int) -> list[Finding]:
     findings = []
     for engine in proof.engines(situation.seen):
         with _patience(f"starting {proof.RANKS} ranks on {engine} ..."):
-            finding = proof.prove_engine(engine, proof.device_of(situation.seen))
+            finding = proof.prove_engine(engine, proof.device_of(situation.seen, engine))
         findings.append(finding)
         if not situation.options.json:
             print_findings([finding], width, sys.stdout)
