@@ -49,7 +49,8 @@ class StreamLoader(Loader):
 
     At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
     them, take that many, and end together when one has none: fewer samples than there are ranks are left out
-    of an epoch's training, and none of evaluation.
+    of an epoch's training, and none of evaluation. They agree on the host, while accelerators still compute the
+    step before: the loop asks for a batch one step ahead.
 
     A data set with `set_epoch` is told the epoch before each pass.
     """
