@@ -175,8 +175,7 @@ class TensorLoader(Loader):
     def _rows(self, tensor: Tensor, chosen: Tensor) -> Tensor:
         if not self.is_sent:
             return tensor.index_select(0, chosen)
-        # PyTorch keeps page-locked memory that is freed, and hands it out again when the copy from it is done.
-        rows = torch.empty((len(chosen), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+        rows = accelerator.pinned((len(chosen), *tensor.shape[1:]), tensor.dtype)
         return torch.index_select(tensor, 0, chosen, out=rows)
 
 

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_trainer.backends import Backend
@@ -77,7 +76,7 @@ class StreamLoader(Loader):
         for number in itertools.count():
             batch = next(batches, None)
             mine = 0 if batch is None else samples_in(batch)
-            smallest = int(self.backend.all_reduce(torch.tensor([mine], dtype=torch.int32), "min"))
+            smallest = int(self.backend.all_reduce_numbers([mine], "min")[0])
             if smallest == 0 and number == 0 and consumed == 0:
                 raise DataError(f"{self.name} gave fewer samples than there are ranks: nothing to train on.")
             if batch is None or smallest == 0:

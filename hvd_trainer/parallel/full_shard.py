@@ -133,7 +133,7 @@ class Slices:
         batches = loader.evaluation()
         while True:
             batch = next(batches, None)
-            if not int(self._backend.all_reduce(torch.tensor(int(batch is not None)), "max")):
+            if not any(self._backend.all_reduce_numbers([batch is not None], "max")):
                 return
             yield batch
 

@@ -191,7 +191,10 @@ class Whole(Layout):
         if self._slices is not None:
             self._slices.check(model)
             start_equal(self._backend, to_train, optimizer)
-            blocks = list(model.children()) if isinstance(model, nn.Sequential) else []
+            blocks = []
+            if isinstance(model, nn.Sequential):
+                block_names(model, "--shard full")  # a parameter of two blocks would become two
+                blocks = list(model.children())
             self._slices.cut([to_train], blocks, optimizer)
             self._backend.learn_names(model)
             return to_train, optimizer
