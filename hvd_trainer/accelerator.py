@@ -6,6 +6,7 @@ counting devices creates no context on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -112,6 +113,15 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 # Memory, in bytes.
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor in page-locked host memory, between which and an accelerator copies hold nobody up.
+
+    PyTorch rounds its bytes up to a power of two. What is freed it keeps, and hands out again once the copies from
+    it are done.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -133,9 +133,19 @@ def _data(trainer: Trainer) -> str:
     size = "a stream of samples" if train.num_samples is None else plural(train.num_samples, "sample")
     text = f"{train.name}: {size} to train on"
     if test is None:
-        return f"{text}, none to test on"
+        return f"{text}, none to test on{_whereabouts(trainer)}"
     name = "" if test.name == train.name else f"{test.name}: "
-    return f"{text}, {name}{'a stream' if test.num_samples is None else f'{test.num_samples:,}'} to test on"
+    size = "a stream" if test.num_samples is None else f"{test.num_samples:,}"
+    return f"{text}, {name}{size} to test on{_whereabouts(trainer)}"
+
+
+def _whereabouts(trainer: Trainer) -> str:
+    """Return which data an accelerator's memory has no room for; on the CPU nothing."""
+    if accelerator.is_host(trainer.device):
+        return ""
+    loaders = {"to train on": trainer.train_loader, "to test on": trainer.test_loader}
+    sent = " and ".join(name for name, loader in loaders.items() if loader is not None and loader.is_sent)
+    return f"; those {sent} are sent from the host" if sent else "; all in the GPU's memory"
 
 
 def _figure(name: str, value: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hvd_trainer import checkpoint
+from hvd_trainer import accelerator, checkpoint
 from hvd_trainer.agreement import Agreement
 from hvd_trainer.backends import Backend
 from hvd_trainer.config import SaveOptions
@@ -271,6 +271,7 @@ class Keeper:
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None, *, to_disk: bool) -> None:
         """Saves; inside an epoch with what its metrics have gathered, at its end with its record's figures."""
         self._backend.activity.enter("save")
+        accelerator.synchronize(self._backend.device)  # or the steps in its queue would count as saving
         began = time.perf_counter()
         self._guard.check()
         everywhere = self._backend.driver is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 import psutil
+import torch
 
 from hvd_trainer import accelerator
 from hvd_trainer.backends import Backend
@@ -32,10 +33,12 @@ class PeakMemory:
 
         On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
         """
-        device = self._backend.device
-        if accelerator.is_host(device):
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        else:
-            peak = accelerator.peak_bytes(device)
-        most, base = max(self._backend.all_gather_object((peak, self._base)))
+        most, base = max(self._backend.all_gather_object((peak_bytes(self._backend.device), self._base)))
         return {"peak_memory_mb": round(most / MB, 2), "base_memory_mb": round(base / MB, 2)}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has taken, on the accelerator if that is where it trains."""
+    if accelerator.is_host(device):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kB
+    return accelerator.peak_bytes(device)

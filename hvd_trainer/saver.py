@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from torch import Tensor
 
 from hvd_trainer import accelerator, checkpoint
 from hvd_trainer.config import SaveOptions
+
+ALIGNED_BYTES = 64
+"""Each tensor begins at a multiple of this, which is one of every type's size."""
+FEW_BYTES = 2**26
+"""Up to so many bytes in all, tensors are in one block of page-locked memory."""
 
 
 class Saver:
@@ -39,6 +44,7 @@ class Saver:
         self._folder, self._options = folder, options
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[None] | None = None
+        self._memory = PinnedMemory()
         self._last = time.monotonic()
         self.stalled_s, self.saves = 0.0, 0
         self._tried = False
@@ -76,9 +82,10 @@ class Saver:
         Raises:
             CheckpointError: the save before could not be written.
         """
-        self.wait()
+        self.wait()  # from here on the writer reads nothing of the copy before, in whose place the new one comes
         if self._folder is not None and state is not None:
-            self._writing = self._writer.submit(self._write, on_host(state), step, epoch, dict(figures))
+            copied = on_host(state, self._memory)
+            self._writing = self._writer.submit(self._write, copied, step, epoch, dict(figures))
         self._last = time.monotonic()
         self.saves += 1
         self.stalled_s += time.perf_counter() - began
@@ -107,32 +114,95 @@ class Saver:
         checkpoint.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
 
 
-def on_host(value: Any) -> Any:
-    """A copy of nested dictionaries, lists and tuples with every tensor copied to host memory.
+class PinnedMemory:
+    """Page-locked memory for copies of an accelerator's tensors, kept from one save to the next.
 
-    Copies from a GPU are started all together and waited for once.
+    A few large blocks, of a power of two bytes each, to which PyTorch would round each tensor up.
     """
-    devices: set[torch.device] = set()
-    copied = _copied(value, devices)
-    for device in devices:
-        accelerator.synchronize(device)
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return an empty tensor of the same form for each; those of the call before are overwritten."""
+        before = len(self._blocks[0]) if self._blocks else 0
+        size, places = placed([tensor.nbytes for tensor in tensors], before)
+        if size > before:
+            self._blocks.clear()
+        while len(self._blocks) <= places[-1][0]:
+            self._blocks.append(accelerator.pinned((size,), torch.uint8))
+        return [self._room(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
+
+    def _room(self, tensor: Tensor, block: int, offset: int) -> Tensor:
+        like = torch.empty_like(tensor, device="meta")
+        if not tensor.numel():
+            return torch.empty_like(like, device="cpu")
+        # With a storage of its own: of a slice, `torch.save` would write the whole block.
+        flat = torch.frombuffer(
+            self._blocks[block].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset
+        )
+        return flat.as_strided(like.shape, like.stride())
+
+
+def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, int]]]:
+    """Place tensors of so many bytes into blocks, one after the other.
+
+    Args:
+        sizes: of the tensors.
+        least: bytes that a block has at least.
+
+    Returns:
+        The bytes of each block: enough for the largest tensor, a sixteenth of all, and all if they are few. And for
+        each tensor the number of its block, and where in that it begins.
+    """
+    sizes = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), FEW_BYTES), 1)
+    block_size = max(least, 1 << (needed - 1).bit_length())
+    places, block, used = [], 0, 0
+    for size in sizes:
+        if used + size > block_size:
+            block, used = block + 1, 0
+        places.append((block, used))
+        used += size
+    return block_size, places
+
+
+def on_host(value: Any, memory: PinnedMemory | None = None) -> Any:
+    """Return a copy of nested dictionaries, lists and tuples with every tensor copied to host memory.
+
+    Copies from an accelerator are started all together and waited for once. They come after the work that it has
+    been given: training goes on only when they are done, since its next forward pass changes buffers.
+
+    Args:
+        value: what to copy.
+        memory: for what comes from an accelerator, in place of what was copied there before; None: new memory.
+    """
+    sent: list[tuple[Tensor, Tensor]] = []
+    copied = _copied(value, sent)
+    if sent:
+        tensors = [tensor for tensor, _ in sent]
+        for (tensor, empty), room in zip(sent, (memory or PinnedMemory()).like(tensors), strict=True):
+            empty.data = room.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors}:
+            accelerator.synchronize(device)
     return copied
 
 
-def _copied(value: Any, devices: set[torch.device]) -> Any:
+def _copied(value: Any, sent: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copy what is on the host; note each tensor of an accelerator with the empty one that stands for it."""
     if isinstance(value, Tensor):
         tensor = value.detach()
-        if tensor.device.type == "cpu":
+        if accelerator.is_host(tensor.device):
             return tensor.clone()
-        devices.add(tensor.device)
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        sent.append((tensor, torch.empty(0, dtype=tensor.dtype)))
+        return sent[-1][1]
     if isinstance(value, dict):
         # Of its own kind: some schedulers keep a Counter.
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = _copied(item, devices)
+            copied[key] = _copied(item, sent)
         return copied
     if isinstance(value, list | tuple):
-        items = [_copied(item, devices) for item in value]
+        items = [_copied(item, sent) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

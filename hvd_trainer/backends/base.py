@@ -378,9 +378,13 @@ class Backend(Member):
             mine = pairwise_sum(list(self._all_to_all(rows)))
             return torch.cat(self._all_gather(mine))[: len(tensor)]
 
-    @abstractmethod
     def column_broadcast(self, tensor: Tensor, rank: int) -> None:
         """Fills a contiguous tensor, on the ranks of this rank's column, with that of one of them."""
+        self.column_broadcast_all([(tensor, rank)])
+
+    @abstractmethod
+    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        """The same for many, each with its rank: all are under way before the first is waited for."""
 
     def _column_sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have the same parameters, as a new tensor."""

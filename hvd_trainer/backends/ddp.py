@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -177,9 +178,13 @@ class DDPBackend(Backend):
         if self._exchange is not None:
             self._exchange.finish()
 
-    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
-        self._hold(tensor)
-        dist.broadcast(tensor, src=rank, group=self._column_group)
+    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        started: list[Any] = []
+        for tensor, rank in pairs:
+            self._hold(tensor)
+            started.append(dist.broadcast(tensor, src=rank, group=self._column_group, async_op=True))
+        for work in started:
+            work.wait()
 
     def _column_sum(self, tensor: Tensor) -> Tensor:
         if self._column_group is None:

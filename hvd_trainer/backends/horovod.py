@@ -10,7 +10,7 @@ import importlib
 import io
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
@@ -367,10 +367,15 @@ class HorovodBackend(Backend):
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
 
-    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
-        self._hold(tensor)
-        name = f"hvd_trainer.column.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
-        self._waiter.result(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._set))
+    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        handles = []
+        for number, (tensor, rank) in enumerate(pairs):
+            self._hold(tensor)
+            # Two that are under way at once may not have one name.
+            name = f"hvd_trainer.column.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
+            handles.append(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._set))
+        for handle in handles:
+            self._waiter.result(handle)
 
     def _column_sum(self, tensor: Tensor) -> Tensor:
         if len(self.columns) == 1:

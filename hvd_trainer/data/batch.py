@@ -50,7 +50,7 @@ def samples_in(batch: Any) -> int:
     Raises:
         DataError: there is no tensor in it.
     """
-    for tensor in _tensors(batch):
+    for tensor in tensors_in(batch):
         return len(tensor)
     raise DataError(f"A batch should hold tensors, but this {type(batch).__name__} has none.")
 
@@ -65,9 +65,10 @@ def first_samples(batch: Any, count: int) -> Any:
     return batch[:count] if isinstance(batch, Tensor | tuple) else batch
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, dict | list | tuple):
         for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hvd_trainer import accelerator, preemption
 from hvd_trainer.backends import Backend
-from hvd_trainer.data.batch import Batch, as_pair, to_device
+from hvd_trainer.data.batch import Batch, as_pair
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.shard import (
     Place,
@@ -28,6 +28,7 @@ from hvd_trainer.data.shard import (
     num_batches,
     training_share,
 )
+from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.peers import fair_cpus
 from hvd_trainer.random_state import apart, seed_all, seed_of
 
@@ -72,6 +73,7 @@ class Loader(ABC):
         num_samples: samples in it, or None if it does not tell.
         batches_per_epoch: this rank's training batches in a whole epoch, or None.
         in_memory: whether a batch is an operation on tensors.
+        is_sent: whether each batch has to be copied to the training device.
         num_workers: processes that load for this rank.
     """
 
@@ -82,6 +84,8 @@ class Loader(ABC):
         name = getattr(data, "name", None)
         self.name = name if isinstance(name, str) else type(data).__name__
         self.num_samples, self.backend, self.plan = num_samples, backend, plan
+        self._transfer = Transfer(backend.device)
+        self.is_sent = not accelerator.is_host(backend.device)
         self._share = share = plan.share or Share(backend.world.rank, backend.world.size)
         self._size = plan.virtual_ranks or share.size
         each = self._size // share.size
@@ -125,14 +129,14 @@ class Loader(ABC):
         return [(Place(position, number), chosen) for position, chosen in enumerate(batches)]
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        for batch in batches:
-            yield as_pair(to_device(batch, self.backend.device))
+        return map(as_pair, self._transfer.moved(batches))
 
 
 class TensorLoader(Loader):
-    """Takes each batch from memory in one indexing operation; on the GPU itself where the data set fits."""
+    """Takes each batch from memory in one indexing operation; on the GPU itself where the data set is small."""
 
-    FRACTION_OF_FREE_GPU = 0.5
+    FRACTION_OF_FREE_GPU = 0.1
+    """Of what is free before there is a model: the data to train on and those to test on take a fifth at most."""
     in_memory = True
 
     def __init__(self, data: TensorData, backend: Backend, plan: LoaderPlan) -> None:
@@ -141,9 +145,10 @@ class TensorLoader(Loader):
         self._inputs, self._targets = data.inputs, data.targets
         device = backend.device
         if not accelerator.is_host(device):
-            size = sum(t.numel() * t.element_size() for t in (data.inputs, data.targets))
+            size = data.inputs.nbytes + data.targets.nbytes
             if size < self.FRACTION_OF_FREE_GPU * accelerator.free_bytes(device):
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
+        self.is_sent = self._inputs.device != device
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
         return self._batches(epoch, self._training(epoch, consumed, self._inputs.device))
@@ -154,15 +159,24 @@ class TensorLoader(Loader):
     def _batches(self, epoch: int, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[Batch]:
         device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
-        for place, chosen in batches:
-            inputs, targets = self._inputs.index_select(0, chosen), self._targets.index_select(0, chosen)
-            if inputs.device != device:
-                inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
+        taken = self._raw(batches)
+        for place, inputs, targets in self._transfer.moved(taken) if self.is_sent else taken:
             with apart(device) if draws else nullcontext():
                 if draws:
                     seed_all(seed_of(self.plan.seed, epoch, *place), device)
                 batch = self._data.take(inputs, targets)
             yield batch
+
+    def _raw(self, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """Yield batches before their transform, where the data set is: in its compact form they are sent."""
+        for place, chosen in batches:
+            yield place, self._rows(self._inputs, chosen), self._rows(self._targets, chosen)
+
+    def _rows(self, tensor: Tensor, chosen: Tensor) -> Tensor:
+        if not self.is_sent:
+            return tensor.index_select(0, chosen)
+        rows = accelerator.pinned((len(chosen), *tensor.shape[1:]), tensor.dtype)
+        return torch.index_select(tensor, 0, chosen, out=rows)
 
 
 class _Batches(Sampler[list[tuple[int, int]]]):

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_trainer.backends import Backend
@@ -49,7 +48,8 @@ class StreamLoader(Loader):
 
     At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
     them, take that many, and end together when one has none: fewer samples than there are ranks are left out
-    of an epoch's training, and none of evaluation.
+    of an epoch's training, and none of evaluation. They agree on the host, while accelerators still compute the
+    step before: the loop asks for a batch one step ahead.
 
     A data set with `set_epoch` is told the epoch before each pass.
     """
@@ -76,7 +76,7 @@ class StreamLoader(Loader):
         for number in itertools.count():
             batch = next(batches, None)
             mine = 0 if batch is None else samples_in(batch)
-            smallest = int(self.backend.all_reduce(torch.tensor([mine], dtype=torch.int32), "min"))
+            smallest = int(self.backend.all_reduce_numbers([mine], "min")[0])
             if smallest == 0 and number == 0 and consumed == 0:
                 raise DataError(f"{self.name} gave fewer samples than there are ranks: nothing to train on.")
             if batch is None or smallest == 0:

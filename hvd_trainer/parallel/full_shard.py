@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hvd_trainer import accelerator
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.data import Batch, Loader
@@ -32,47 +33,76 @@ from hvd_trainer.train_step import TrainStep
 
 
 class Slices:
-    """What the ranks of a column have of a model, or of a stage: a slice of each parameter."""
+    """What the ranks of a column have of a model, or of a stage: a slice of each parameter.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        backend: the engine.
+        precision: fp32, bf16 or fp16.
+    """
+
+    def __init__(self, backend: Backend, precision: str) -> None:
         self._backend = backend
         self._mesh = DeviceMesh.from_group(backend.group_of(backend.columns), backend.device.type)
+        self._policy = gathering_policy(backend.device, precision)
         self.is_first = backend.column[0] == backend.world.rank
 
     def check(self, model: nn.Module) -> None:
-        """Raises:
-        OptionError: the model is in slices already.
+        """Refuse a model that is in slices already, or that has nothing to train.
+
+        Raises:
+            OptionError: it is one of these.
         """
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise OptionError(
                 "This model was shared out by an earlier training of this process: build model and optimizer anew "
                 "for each, or use --shard optimizer"
             )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise OptionError("The model has no parameter that requires a gradient: there is nothing to train")
 
-    def cut(
-        self, model: nn.Module, roots: Sequence[nn.Module], blocks: Sequence[nn.Module], optimizer: Optimizer
-    ) -> None:
-        """Leaves this rank its slices of the parameters, also in the optimizer and in what that knows.
+    def cut(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
+        """Leave this rank its slices of the first rank's parameters, also in the optimizer. A collective.
+
+        The model may be on the host, and need not fit on the device: one block at a time is there whole, as in
+        training.
 
         Args:
-            model: the whole one, by whose names the parameters are known.
             roots: what is called in training.
             blocks: what is gathered at once; what roots have besides is one more block each.
+            optimizer: knows the same of the parameters on all ranks.
         """
-        before = dict(model.named_parameters())
-        for module in [*(block for block in blocks if list(block.parameters())), *roots]:
-            fully_shard(module, mesh=self._mesh)
-        after = dict(model.named_parameters())
-        sliced = {id(old): after[name] for name, old in before.items()}
+        with self._backend.activity.waiting(), torch.no_grad():
+            for root in roots:
+                self._equalize(list(root.buffers()))
+            for module in [*(block for block in blocks if list(block.parameters())), *roots]:
+                self._cut(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())  # what was not cut follows its parameter to the device
+
+    def _cut(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Cut one block; when this returns, nothing holds its whole parameters any more."""
+        whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        self._equalize(list(whole.values()))
+        fully_shard(module, mesh=self._mesh, mp_policy=self._policy)
+        slices = dict(module.named_parameters())
+        replaced = {id(parameter): slices[name] for name, parameter in whole.items()}
         for group in optimizer.param_groups:
-            group["params"] = [sliced[id(parameter)] for parameter in group["params"]]
-        for name, old in before.items():
-            if old in optimizer.state:
-                its = optimizer.state.pop(old)
-                optimizer.state[after[name]] = {key: _sliced(value, after[name]) for key, value in its.items()}
+            group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+        for name, parameter in whole.items():
+            if parameter in optimizer.state:
+                its = optimizer.state.pop(parameter)
+                optimizer.state[slices[name]] = {key: _sliced(value, slices[name]) for key, value in its.items()}
+
+    def _equalize(self, tensors: Sequence[Tensor]) -> None:
+        """Move tensors to the device and give them the values of the column's first rank."""
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self._backend.device).contiguous()
+        self._backend.column_broadcast_all([(tensor.data, self._backend.column[0]) for tensor in tensors])
 
     def completed(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
-        """Whole tensors in host memory, from all ranks' slices; on the first of the column. A collective."""
+        """Return whole tensors in host memory, on the column's first rank; None on the others. A collective.
+
+        One tensor at a time is whole on the device.
+        """
 
         def complete(part: DTensor) -> Tensor:
             whole = part.full_tensor()
@@ -83,25 +113,27 @@ class Slices:
         return done if self.is_first else None
 
     def of_optimizer(self, optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
-        """Of what an optimizer knows of parameters, by their numbers, this rank's slices. A collective."""
+        """Return this rank's slices of what an optimizer knows of parameters, by their numbers.
+
+        Args:
+            state: of whole tensors on the host, the same on all ranks.
+        """
         parameters = list(parameters_of(optimizer))
-        with self._backend.activity.waiting():
-            return {
-                number: {key: _sliced(value, parameters[number]) for key, value in its.items()}
-                for number, its in sorted(state.items())
-            }
+        return {
+            number: {key: _sliced(value, parameters[number]) for key, value in its.items()}
+            for number, its in state.items()
+        }
 
     def of_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The same of the state of a model, by name. A collective."""
-        with self._backend.activity.waiting():
-            return {name: _sliced(state[name], ours) for name, ours in model.state_dict().items() if name in state}
+        """Return the same of the state of a model, by name."""
+        return {name: _sliced(state[name], ours) for name, ours in model.state_dict().items() if name in state}
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
         """Every rank computes as often as the one with most batches: none can gather a block alone."""
         batches = loader.evaluation()
         while True:
             batch = next(batches, None)
-            if not int(self._backend.all_reduce(torch.tensor(int(batch is not None)), "max")):
+            if not any(self._backend.all_reduce_numbers([batch is not None], "max")):
                 return
             yield batch
 
@@ -137,8 +169,27 @@ class SlicedStageStep(SlicedStep, StageStep):
         return squares.sqrt()
 
 
+def gathering_policy(device: torch.device, precision: str) -> MixedPrecisionPolicy:
+    """Return in which type blocks are gathered for the computation: half the bytes in bf16, on an accelerator.
+
+    Slices, the sums of gradients and the update stay fp32, and autocast goes on choosing what each operation is
+    computed in. But parameters that it would use in fp32, those of norms and embeddings, are rounded by this. On
+    the CPU the numbers stay those of whole copies.
+    """
+    if precision != "bf16" or accelerator.is_host(device):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
 def _sliced(value: Any, like: Any) -> Any:
-    """This rank's slice of a tensor that has the shape of a sharded one; others as they are. A collective."""
-    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-    return value
+    """Return this rank's slice of a tensor that has the shape of a sharded one, on the device; others as they are.
+
+    Cut where the value is, so that the device never has all of it.
+    """
+    if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape):
+        return value
+    mesh = like.device_mesh
+    length = -(-len(value) // mesh.size())
+    start = mesh.get_local_rank() * length
+    mine = value[start : start + length].to(like.device, copy=True)
+    return DTensor.from_local(mine, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

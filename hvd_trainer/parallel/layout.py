@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.backends.same_model import parameters_of
+from hvd_trainer.backends.same_model import parameters_of, start_equal
 from hvd_trainer.config import TrainOptions
 from hvd_trainer.data import Batch, Loader, Share
 from hvd_trainer.errors import OptionError
@@ -75,7 +75,7 @@ class Layout(ABC):
             # Tensors in slices are half a second of imports that only this needs.
             from hvd_trainer.parallel.full_shard import Slices
 
-            self._slices = Slices(backend)
+            self._slices = Slices(backend, train.precision)
         self.is_whole = options.stages == 1 and self._slices is None
 
     @abstractmethod
@@ -190,9 +190,12 @@ class Whole(Layout):
         to_train = self._blocks_of(model)
         if self._slices is not None:
             self._slices.check(model)
-            self._backend.prepare(to_train, optimizer, exchange=False)
-            blocks = list(model.children()) if isinstance(model, nn.Sequential) else []
-            self._slices.cut(model, [to_train], blocks, optimizer)
+            start_equal(self._backend, to_train, optimizer)
+            blocks = []
+            if isinstance(model, nn.Sequential):
+                block_names(model, "--shard full")  # a parameter of two blocks would become two
+                blocks = list(model.children())
+            self._slices.cut([to_train], blocks, optimizer)
             self._backend.learn_names(model)
             return to_train, optimizer
         if self._everyone is not None:

@@ -23,6 +23,8 @@ from hvd_trainer.backends.same_model import parameters_of
 
 BUCKET_BYTES = 4 * 2**20
 """Of parameters that are sent together: a copy of them is made, and the engines hold on to the last ones."""
+UNDER_WAY = 16
+"""Buckets that are sent before the first is waited for: so many copies there are at once."""
 
 
 def share_out(sizes: Sequence[int], owners: int) -> list[int]:
@@ -85,23 +87,29 @@ class SharedUpdates:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        owned = zip(self._backend.column, self._by_owner, strict=True)
+        waiting = [(bucket, rank) for rank, parameters in owned for bucket in buckets(parameters)]
         with self._backend.activity.waiting():
-            for rank, parameters in zip(self._backend.column, self._by_owner, strict=True):
-                for bucket in buckets(parameters):
-                    self._send(bucket, rank)
+            for first in range(0, len(waiting), UNDER_WAY):
+                self._send(waiting[first : first + UNDER_WAY])
 
-    def _send(self, parameters: Sequence[Tensor], rank: int) -> None:
-        """Parameters of one type, from the rank that has updated them, in one piece."""
-        if len(parameters) == 1 and parameters[0].is_contiguous():
-            self._backend.column_broadcast(parameters[0].detach(), rank)
-            return
-        flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
-        self._backend.column_broadcast(flat, rank)
-        if rank != self._backend.world.rank:
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.copy_(part.view_as(parameter))
+    def _send(self, sent: Sequence[tuple[Sequence[Tensor], int]]) -> None:
+        """Send buckets, each in one piece from the rank that has updated it."""
+        pieces = [(_in_one_piece(parameters), rank) for parameters, rank in sent]
+        self._backend.column_broadcast_all(pieces)
+        for (parameters, rank), (piece, _) in zip(sent, pieces, strict=True):
+            if rank != self._backend.world.rank and piece.data_ptr() != parameters[0].data_ptr():
+                for parameter, part in zip(parameters, piece.split([p.numel() for p in parameters]), strict=True):
+                    parameter.copy_(part.view_as(parameter))
 
     def close(self) -> None:
         """The optimizer updates all that it has again."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _in_one_piece(parameters: Sequence[Tensor]) -> Tensor:
+    """Return a copy of parameters of one type as a flat tensor; of a contiguous one alone, itself."""
+    if len(parameters) == 1 and parameters[0].is_contiguous():
+        return parameters[0].detach()
+    return torch.cat([parameter.reshape(-1) for parameter in parameters])

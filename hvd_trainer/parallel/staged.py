@@ -91,10 +91,11 @@ class Staged(Layout):
         drop_other_state(optimizer, self.owns)
         optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
         stage = nn.ModuleList(self._mine.values())
-        backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange and self._slices is None)
-        if self._slices is not None:
+        if self._slices is None:
+            backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)
+        else:
             blocks = [block for part in self._mine.values() for block in part.blocks]
-            self._slices.cut(model, list(stage), blocks, optimizer)
+            self._slices.cut(list(stage), blocks, optimizer)
         backend.learn_names(model)
         self._share_updates(optimizer)
         return model, optimizer
@@ -118,10 +119,13 @@ class Staged(Layout):
         return self._backend.devices[number if self._options.stages == 1 else 0]
 
     def _blocks(self, model: nn.Module, number: int) -> Blocks:
-        """One part, on its device."""
+        """One part, on its device; those that are to be cut into slices stay where they are."""
         blocks, device = list(model.children()), self._device(number)
+        if self._slices is None:
+            for i in self.parts[number].blocks:
+                blocks[i].to(device)
         return Blocks(
-            [(i, blocks[i].to(device)) for i in self.parts[number].blocks],
+            [(i, blocks[i]) for i in self.parts[number].blocks],
             device=device,
             precision=self._train.precision,
             recompute=self._options.activation_checkpointing == "blocks",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import resource
 import runpy
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvd_trainer.launch import detect
+from hvd_trainer.memory import MB, peak_bytes
 from hvd_trainer.step_times import FOLDER, OTHER, PARTS, Clock, HostClock, clock_of
 
 
@@ -36,6 +36,7 @@ class Probe:
 
     def __init__(self, log: Path, rank: int) -> None:
         self._file = log / FOLDER / f"rank-{rank}.npz"
+        self._device = torch.device("cpu")
         self._clock: Clock = HostClock()
         self._began_at, self._first_step_at = time.time(), 0.0
         self._ends: list[Any] = []
@@ -78,7 +79,8 @@ class Probe:
     def _begin(self, optimizer: Optimizer) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._parameters = sum(tensor.numel() for tensor in tensors)
-        self._clock = clock_of(tensors[0].device)
+        self._device = tensors[0].device
+        self._clock = clock_of(self._device)
         self._clock.settle()
         self._first_step_at = time.time()
         # Now, so that it is called before what the script's own libraries do at the end, which may fail.
@@ -99,8 +101,7 @@ class Probe:
             lr=np.array(self._rates),
             cpu_s=np.diff(self._cpu),
             parameters=self._parameters,
-            # Of the whole process since its start, in MB; Linux counts in kB.
-            peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            peak_memory_mb=peak_bytes(self._device) / MB,
             began_at=self._began_at,
             first_step_at=self._first_step_at,
         )

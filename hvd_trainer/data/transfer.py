@@ -1,0 +1,65 @@
+"""Copies of batches to an accelerator, beside its computations; on the CPU nothing is copied.
+
+copy stream      | batch 1 | batch 2 |         | batch 3 |
+compute stream             | step 1            | step 2            | step 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from hvd_trainer import accelerator
+from hvd_trainer.data.batch import tensors_in, to_device
+
+T = TypeVar("T")
+
+
+class Transfer:
+    """Moves batches to a device, one batch ahead of whoever takes them, on a stream of its own.
+
+    Args:
+        device: where batches are to be; on the CPU each is handed on when it comes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if accelerator.is_host(device) else accelerator.new_stream(device)
+
+    def moved(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches with all their tensors on the device.
+
+        Args:
+            batches: of tensors in tuples, lists and dictionaries; in page-locked memory the copy holds nobody up.
+                Their memory may be freed or written to as PyTorch's allocators allow, which know of the copy.
+        """
+        if self._stream is None:
+            for batch in batches:
+                yield to_device(batch, self._device)
+            return
+        started: tuple[T, Any] | None = None
+        for batch in batches:
+            following = self._start(batch)
+            if started is not None:
+                yield self._finish(*started)
+            started = following
+        if started is not None:
+            yield self._finish(*started)
+
+    def _start(self, batch: T) -> tuple[T, Any]:
+        """Begin to copy a batch; return it as it will be, and the event of its arrival."""
+        with accelerator.on_stream(self._stream):
+            moved = to_device(batch, self._device)
+        arrival = accelerator.event(self._device)
+        arrival.record(self._stream)
+        return moved, arrival
+
+    def _finish(self, moved: T, arrival: Any) -> T:
+        """Let the computations that follow wait for a batch, and its memory stay until they are done with it."""
+        current = accelerator.current_stream(self._device)
+        current.wait_event(arrival)
+        for tensor in tensors_in(moved):
+            tensor.record_stream(current)
+        return moved

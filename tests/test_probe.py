@@ -1,0 +1,34 @@
+"""The stopwatch for scripts of others: what it writes of their memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_trainer import accelerator
+from hvd_trainer.tools.probe import Probe
+
+
+def recorded(folder: Path) -> float:
+    """The peak memory of one step, in MB, as the probe keeps it."""
+    probe = Probe(folder, 0)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    probe._gradients = True
+    probe._before_step()
+    probe._after_step(optimizer)
+    probe._write()
+    with np.load(folder / "steps" / "rank-0.npz") as found:
+        return float(found["peak_memory_mb"])
+
+
+def test_memory_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's was compared with the trainer's on a GPU, as if both were one thing."""
+    assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
+    monkeypatch.setattr(accelerator, "is_host", lambda device: False)
+    monkeypatch.setattr(accelerator, "peak_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr("hvd_trainer.tools.probe.clock_of", lambda device: Probe(tmp_path, 0)._clock)
+    assert recorded(tmp_path) == 3

@@ -1,0 +1,180 @@
+"""Copies of a run's state for the writer, from an accelerator too: for which a stand-in is used."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_trainer import accelerator, checkpoint
+from hvd_trainer import saver as saver_module
+from hvd_trainer.config import SaveOptions
+from hvd_trainer.keeper import Keeper
+from hvd_trainer.saver import PinnedMemory, Saver, on_host, placed
+
+
+class Accelerator:
+    """All tensors are an accelerator's; page-locked memory and waiting are noted."""
+
+    def __init__(self) -> None:
+        self.pinned_bytes: list[int] = []
+        self.calls: list[str] = []
+
+    def is_host(self, device: torch.device) -> bool:
+        return False
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.pinned_bytes.append(shape[0])
+        return torch.empty(shape, dtype=dtype)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append("synchronize")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    made = Accelerator()
+    for name in ("is_host", "pinned", "synchronize"):
+        monkeypatch.setattr(accelerator, name, getattr(made, name))
+    return made
+
+
+def state(number: int) -> dict[str, Any]:
+    """Of several types and forms."""
+    return {
+        "model": collections.OrderedDict(
+            half=torch.full((3,), number, dtype=torch.bfloat16),
+            image=torch.full((1, 2, 3, 3), float(number)).contiguous(memory_format=torch.channels_last),
+            nothing=torch.empty(0, 4),
+        ),
+        "optimizer": {0: [torch.tensor(number), (torch.tensor([True, False]), "text")]},
+        "kinds": collections.Counter(a=number),
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.stride() == other.stride() and one.equal(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Saver]:
+    made = Saver(tmp_path, SaveOptions(keep=5))
+    yield made
+    made.close()
+
+
+def hand_over(saver: Saver, number: int) -> None:
+    saver.hand_over(time.perf_counter(), state(number), step=number, epoch=0, figures={})
+
+
+def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: Accelerator) -> None:
+    """Each had page-locked memory of its own, allocated in the first save and rounded up to a power of two."""
+    memory, first = PinnedMemory(), state(1)
+    copied = on_host(first, memory)
+    assert equal(copied, first)
+    assert type(copied["kinds"]) is collections.Counter
+    assert gpu.pinned_bytes == [512], "of 320 bytes with what aligns them"
+    assert gpu.calls == ["synchronize"]
+    places = [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()]
+    copied = on_host(state(2), memory)
+    assert equal(copied, state(2))
+    assert [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()] == places
+    assert gpu.pinned_bytes == [512]
+    larger = {**state(3), "more": torch.zeros(1000)}
+    assert equal(on_host(larger, memory), larger)
+    assert gpu.pinned_bytes == [512, 8192]
+    assert equal(on_host(state(4), memory), state(4))
+    assert gpu.pinned_bytes == [512, 8192]
+
+
+def test_the_host_copies_as_it_did() -> None:
+    before = state(1)
+    copied = on_host(before, PinnedMemory())
+    assert equal(copied, before)
+    assert copied["model"]["image"].data_ptr() != before["model"]["image"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "block", "places"),
+    [
+        ([1], 0, 64, [(0, 0)]),
+        ([64, 65, 1], 0, 256, [(0, 0), (0, 64), (0, 192)]),
+        ([300] * 9, 0, 512, [(number, 0) for number in range(9)]),
+        ([300] * 3, 1024, 1024, [(0, 0), (0, 320), (0, 640)]),
+        ([0, 64, 0], 0, 64, [(0, 0), (0, 0), (0, 64)]),
+    ],
+)
+def test_tensors_are_placed_one_after_the_other(
+    sizes: list[int], least: int, block: int, places: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "FEW_BYTES", 256)
+    assert placed(sizes, least) == (block, places)
+
+
+def test_of_many_tensors_little_memory_is_left_over() -> None:
+    """172 MB each, as in models of 7 billion parameters: rounded up one by one they took 1.5 times as much."""
+    sizes = [172 * 2**20] * 400
+    block, places = placed(sizes)
+    assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
+
+
+def test_only_the_state_is_written(gpu: Accelerator, saver: Saver, tmp_path: Path) -> None:
+    """Of slices of one tensor PyTorch writes all of it, or refuses them if they are of several types."""
+    saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
+    hand_over(saver, 1)
+    saver.wait()
+    assert equal(checkpoint.load(tmp_path / "step-000000001"), state(1))
+    assert (tmp_path / "step-000000001" / "state.pt").stat().st_size < 10_000
+
+
+def test_a_save_does_not_change_the_one_that_is_being_written(
+    gpu: Accelerator, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, save = threading.Event(), checkpoint.save
+
+    def slow(*args: Any, **kwargs: Any) -> Path:
+        assert may_write.wait(10)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    hand_over(saver, 1)
+    following = threading.Thread(target=hand_over, args=(saver, 2))
+    following.start()
+    may_write.set()
+    following.join()
+    saver.wait()
+    for number in (1, 2):
+        assert equal(checkpoint.load(tmp_path / f"step-{number:09d}"), state(number))
+
+
+def test_steps_that_still_run_do_not_count_as_saving(gpu: Accelerator) -> None:
+    """`save_stall_s` began when the host was done with a step, and the accelerator was steps behind."""
+    backend = SimpleNamespace(
+        driver=None, device=torch.device("meta"), activity=SimpleNamespace(enter=lambda phase: None)
+    )
+    began: list[float] = []
+    mine: Any = SimpleNamespace(
+        _backend=backend,
+        _guard=SimpleNamespace(check=lambda: gpu.calls.append("check")),
+        _state=SimpleNamespace(collect=lambda meter, everywhere: None),
+        _progress=SimpleNamespace(step=1, epoch=0),
+        _saver=SimpleNamespace(hand_over=lambda at, state, **_: began.append(at)),
+    )
+    settled: list[float] = []
+    gpu.calls = SimpleNamespace(append=lambda call: settled.append(time.perf_counter()))  # type: ignore[assignment]
+    Keeper._save(mine, None, to_disk=True)
+    assert settled[0] < began[0] < settled[1], "synchronize, the clock, and then the guard"

@@ -1,0 +1,197 @@
+"""How batches come to an accelerator: which copies, on which stream, in which order. It is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from data_checks import Stream
+from torch import Tensor
+
+from hvd_trainer import accelerator, banner
+from hvd_trainer.data import LoaderPlan, TensorData, make_loader
+from hvd_trainer.data import batch as batch_module
+from hvd_trainer.data.transfer import Transfer
+from hvd_trainer.launch import World
+
+DEVICE = torch.device("meta")
+"""Stands for the accelerator; batches that are sent there stay where they are, so that they can be looked at."""
+
+
+class Accelerator:
+    """Takes the place of `hvd_trainer.accelerator`'s functions: any device is one, and all calls are noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.pinned_types: list[torch.dtype] = []
+        self.free, self._events, self._stream = 1000, 0, "compute"
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("is_host", "new_stream", "event", "current_stream", "on_stream", "pinned", "free_bytes"):
+            monkeypatch.setattr(accelerator, name, getattr(self, name))
+        monkeypatch.setattr("hvd_trainer.data.transfer.to_device", self.to_device)
+        monkeypatch.setattr(
+            Tensor,
+            "record_stream",
+            lambda tensor, stream: self.calls.append(f"{tensor.tolist()} stays for compute"),
+        )
+
+    def is_host(self, device: torch.device) -> bool:
+        return False
+
+    def free_bytes(self, device: torch.device) -> int:
+        return self.free
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.pinned_types.append(dtype)
+        return torch.empty(shape, dtype=dtype)
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        self.calls.append(f"copy {numbers_of(batch)} on {self._stream}")
+        return batch
+
+    def new_stream(self, device: torch.device) -> str:
+        return "side"
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_event=lambda event: self.calls.append(f"compute waits for {event.number}"))
+
+    @contextmanager
+    def on_stream(self, stream: str) -> Iterator[None]:
+        self._stream = stream
+        yield
+        self._stream = "compute"
+
+    def event(self, device: torch.device) -> Any:
+        self._events += 1
+        number = self._events
+        return SimpleNamespace(
+            number=number, record=lambda stream: self.calls.append(f"event {number} on {stream}")
+        )
+
+
+def numbers_of(batch: Any) -> list[Any]:
+    return [tensor.tolist() for tensor in batch_module.tensors_in(batch)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """A machine whose only device is an accelerator ."""
+    made = Accelerator()
+    made.install(monkeypatch)
+    return made
+
+
+def backend(device: torch.device = DEVICE) -> Any:
+    return SimpleNamespace(world=World(0, 1, 0, 1, 0, 1, "python"), device=device, peers=[])
+
+
+def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: Accelerator) -> None:
+    """On the compute stream its copy would stand between two steps."""
+    taken = Transfer(DEVICE).moved(torch.tensor([number]) for number in (1, 2))
+    assert next(taken).tolist() == [1]
+    assert gpu.calls == [
+        *("copy [[1]] on side", "event 1 on side"),
+        *("copy [[2]] on side", "event 2 on side"),
+        *("compute waits for 1", "[1] stays for compute"),
+    ]
+    gpu.calls.clear()
+    assert [batch.tolist() for batch in taken] == [[2]]
+    assert gpu.calls == ["compute waits for 2", "[2] stays for compute"]
+
+
+def test_all_tensors_of_a_batch_stay_until_the_computation_is_done(gpu: Accelerator) -> None:
+    batch = ({"a": torch.tensor([1]), "b": (torch.tensor([2]), "text")}, torch.tensor([3]))
+    assert list(Transfer(DEVICE).moved([batch])) == [batch]
+    assert gpu.calls[-3:] == [f"[{number}] stays for compute" for number in (1, 2, 3)]
+
+
+def test_on_the_cpu_nothing_is_fetched_ahead() -> None:
+    fetched = []
+
+    def batches() -> Iterator[Tensor]:
+        for number in range(3):
+            fetched.append(number)
+            yield torch.tensor([number])
+
+    assert next(Transfer(torch.device("cpu")).moved(batches())).tolist() == [0]
+    assert fetched == [0]
+
+
+class Halve:
+    """A transform."""
+
+    deterministic = True
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs / 2
+
+
+def pixels(count: int) -> TensorData:
+    """Sample i has the pixel i; 9 bytes each."""
+    inputs = torch.arange(count, dtype=torch.uint8).unsqueeze(1)
+    return TensorData(inputs, torch.arange(count), Halve(), name="pixels")
+
+
+def test_pixels_are_sent_in_their_compact_form_from_page_locked_memory(
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were gathered in pageable memory first, and copied to page-locked memory from there."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda *_: pytest.fail("one copy too many"))
+    gpu.free = 0
+    loader = make_loader(pixels(6), backend(), LoaderPlan(4, shuffle=False))
+    batches = [(inputs.tolist(), targets.tolist()) for inputs, targets in loader.epoch(0)]
+    assert batches == [([[0.0], [0.5], [1.0], [1.5]], [0, 1, 2, 3]), ([[2.0], [2.5]], [4, 5])]
+    assert gpu.pinned_types == [torch.uint8, torch.int64] * 2
+    assert gpu.calls[:2] == ["copy [[[0], [1], [2], [3]], [0, 1, 2, 3]] on side", "event 1 on side"]
+
+
+@pytest.mark.parametrize(("free", "sent"), [(901, False), (900, True)])
+def test_data_stay_on_the_accelerator_if_they_take_a_tenth_of_it(free: int, sent: bool, gpu: Accelerator) -> None:
+    """They took up to half of what was free before the model had come, and as much again to be tested on."""
+    gpu.free = free
+    loader = make_loader(pixels(10), backend(), LoaderPlan(4))
+    assert loader.is_sent == sent
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        (False, False, "; all in the GPU's memory"),
+        (False, None, "; all in the GPU's memory"),
+        (True, False, "; those to train on are sent from the host"),
+        (True, True, "; those to train on and to test on are sent from the host"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_the_banner_says_where_the_data_are(train: bool, test: bool | None, said: str) -> None:
+    def loader(sent: bool | None) -> Any:
+        return None if sent is None else SimpleNamespace(name="digits", num_samples=20, is_sent=sent)
+
+    trainer: Any = SimpleNamespace(device=DEVICE, train_loader=loader(train), test_loader=loader(test))
+    assert banner._data(trainer).endswith(f"to test on{said}")
+
+
+def test_on_the_cpu_the_banner_says_nothing_of_it() -> None:
+    loader: Any = SimpleNamespace(name="digits", num_samples=20, is_sent=False)
+    trainer: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=loader, test_loader=None)
+    assert banner._data(trainer) == "digits: 20 samples to train on, none to test on"
+
+
+def test_ranks_agree_on_a_streams_batches_without_the_accelerator() -> None:
+    """By its tensors, each step waited for all that the accelerator had still to do."""
+    asked = []
+
+    def all_reduce_numbers(values: list[float], op: str) -> list[float]:
+        asked.append((values, op))
+        return [min(1, *values)]
+
+    mine = backend(torch.device("cpu"))
+    mine.all_reduce_numbers = all_reduce_numbers
+    loader = make_loader(Stream(3), mine, LoaderPlan(2, num_workers=0))
+    assert [inputs.tolist() for inputs, _ in loader.epoch(0)] == [[[0]], [[2]]]
+    assert asked == [([2], "min"), ([1], "min"), ([0], "min")]
