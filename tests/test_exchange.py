@@ -14,6 +14,8 @@ from hvd_trainer.backends import horovod_exchange
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
 from hvd_trainer.backends.horovod_exchange import Waiter
 from hvd_trainer.backends.member import BROKEN
+from hvd_trainer.watch import Activity
+from hvd_trainer.watch.activity import ExchangeAbortedError
 
 # Gradients in buckets.
 
@@ -127,11 +129,17 @@ def test_a_wait_sleeps_at_once_on_cpus_and_asks_first_on_accelerators(clocked: A
 
 def test_a_wait_ends_when_another_rank_has_failed(clocked: Any) -> None:
     """It once waited for the time limit, and elastic training with it."""
-    failed_s = 2.0
-    clock, waiter = clocked(float("inf"), is_over=lambda: clock.now > failed_s)
-    with pytest.raises(ConnectionAbortedError, match="another rank has failed or ended") as caught:
+    activity, failed_s = Activity(60), 2.0
+
+    def check() -> None:
+        if clock.now > failed_s:
+            activity.abort()
+        activity.check()
+
+    clock, waiter = clocked(float("inf"), check=check)
+    with pytest.raises(ExchangeAbortedError, match="another rank has failed") as caught:
         waiter.wait(7)
-    assert clock.now < failed_s + 0.001
+    assert failed_s < clock.now < failed_s + 0.001
     assert isinstance(caught.value, BROKEN), "as a broken exchange"
 
 
@@ -143,5 +151,7 @@ def test_a_wait_has_a_limit(clocked: Any) -> None:
 
 
 def test_what_is_done_is_returned_although_a_rank_has_failed_since(clocked: Any) -> None:
-    _, waiter = clocked(0.0, is_over=lambda: True)
+    activity = Activity(60)
+    activity.abort()
+    _, waiter = clocked(0.0, check=activity.check)
     assert waiter.result(3) == "result 3"

@@ -51,7 +51,7 @@ class Waiter:
     Args:
         timeout_s: how long one operation may take.
         spin_s: ask so long without a pause: `SPIN_S` where the work is an accelerator's, 0 on CPUs.
-        is_over: returns True once a wait cannot end: another rank has failed.
+        check: called between two looks at an operation; raises when that cannot end: another rank has failed.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Waiter:
         timeout_s: float,
         *,
         spin_s: float = 0.0,
-        is_over: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hvd, self._timeout_s, self._spin_s, self._is_over = hvd, timeout_s, spin_s, is_over
+        self._hvd, self._timeout_s, self._spin_s, self._check = hvd, timeout_s, spin_s, check
 
     def result(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
 
         Raises:
-            OSError: as `wait`.
+            TimeoutError: as `wait`, which also raises what `check` does.
         """
         self.wait(handle)
         return self._hvd.synchronize(handle)
@@ -78,7 +78,7 @@ class Waiter:
 
         Raises:
             TimeoutError: the other ranks did not take part in time.
-            ConnectionAbortedError: another rank has failed meanwhile.
+            Exception: what `check` raises.
         """
         poll, pause = self._hvd.poll, SHORTEST_PAUSE_S
         began = time.monotonic()
@@ -86,8 +86,7 @@ class Waiter:
             waited = time.monotonic() - began
             if waited < self._spin_s:
                 continue
-            if self._is_over():
-                raise ConnectionAbortedError("An exchange cannot end: another rank has failed or ended")
+            self._check()
             if waited > self._timeout_s:
                 raise TimeoutError(
                     f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
