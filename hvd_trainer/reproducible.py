@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,12 +86,14 @@ class ReproducibleStep(TrainStep):
             refuse_unused(self._names, self.optimizer)
         flats = []
         for parameters, buffers in self._by_type():
-            used = torch.tensor([p.grad is not None for p in parameters], device=self.backend.device)
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             # The mean of statistics: a power of two divides without rounding.
             parts += [buffer / self._virtual_ranks for buffer in buffers]
             flat = [part.detach().reshape(-1) for part in parts]
-            flats.append(torch.cat([*flat, used.to(flat[0].dtype)] if self._find_unused else flat))
+            if self._find_unused:
+                used = [p.grad is not None for p in parameters]
+                flat.append(torch.tensor(used, dtype=flat[0].dtype, device=self.backend.device))
+            flats.append(torch.cat(flat))
         for parameter in self._parameters:
             parameter.grad = None
         return flats
@@ -151,14 +154,19 @@ def one_way_to_compute(device: torch.device) -> Iterator[None]:
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic  # its attribute is made at import, which mypy does not see
+    fills = memory.fill_uninitialized_memory
     if accelerator.is_host(device):
         torch.set_num_threads(1)
     else:
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+    # PyTorch would fill each new tensor with NaN first, which its operations then overwrite.
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.benchmark = benchmark
+        memory.fill_uninitialized_memory = fills
         torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ import torch
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
 from hvd_trainer.backends.base import pairwise_sum
-from hvd_trainer.reproducible import TreeSum
+from hvd_trainer.reproducible import TreeSum, one_way_to_compute
 
 pytestmark = requires("horovod")
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]
@@ -60,6 +60,15 @@ def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
     for leaf in leaves:
         sums.add([leaf])
     assert sums.total()[0].equal(pairwise_sum(leaves))
+
+
+def test_new_tensors_are_not_filled_meanwhile() -> None:
+    """Deterministic mode would write NaN into each of them first."""
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    with one_way_to_compute(torch.device("cpu")):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory == filling
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.parallel.chunks import cut
 from hvd_trainer.parallel.devices import ticks
 from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, buckets, share_out
 from hvd_trainer.parallel.split import balanced, block_names, make_parts, read_balance
+from hvd_trainer.parallel.staged import refuse_stages_on_gloo
+from hvd_trainer.progress import Progress
+from hvd_trainer.train_step import StepParts
 
 
 @pytest.mark.parametrize(
@@ -167,3 +173,37 @@ def test_too_few_gpus_for_all() -> None:
         BackendError, match="need 8 GPUs, and 4 are visible. Type --devices-per-rank 1, or start 2"
     ):
         gpu_numbers(0, 4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "uses_nccl", "refused"), [("cpu", False, False), ("cuda:1", True, False), ("cuda:1", False, True)]
+)
+def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -> None:
+    """Gloo would take a GPU's address for one of the host's memory, and the job would crash."""
+    backend: Any = SimpleNamespace(device=torch.device(device), uses_nccl=uses_nccl)
+    if not refused:
+        refuse_stages_on_gloo(backend, 2)
+        return
+    with pytest.raises(OptionError, match=r"--stages 2 sends tensors of cuda:1 .* Leave out --transport gloo"):
+        refuse_stages_on_gloo(backend, 2)
+
+
+def test_the_norm_asks_for_its_places_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a list to a GPU waits for all that it was asked for: it once did in each step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend: Any = SimpleNamespace(device=torch.device("cpu"))
+    guard: Any = SimpleNamespace(policy="stop")
+    runner: Any = SimpleNamespace(group=None)
+    parts = StepParts(backend, model, model, optimizer, nn.functional.mse_loss, Progress(), guard)
+    step = StageStep(parts, runner=runner, chunks=1, chunk_size=2, seed=0, replica=0)
+    copies: list[list[int]] = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, **how: copies.append(data) or tensor(data, **how))
+    both = {"weight": torch.full((2, 2), 2.0), "bias": torch.full((2,), 3.0)}
+    for names in (["weight", "bias"], ["weight", "bias"], ["bias"], ["bias"]):
+        for name, parameter in model.named_parameters():
+            parameter.grad = both[name] if name in names else None
+        grads = [both[name] for name in names]
+        assert step.total_norm(grads) == nn.utils.get_total_norm(grads)
+    assert copies == [[0, 1], [1]]

@@ -5,7 +5,7 @@ Two engines give the same bits only if they lay the gradients out alike. So the 
 buffer per bucket, assigned by the same PyTorch function, at first in the order of the parameters and from the
 second exchange on in the order in which backward finished them.
 
-    backward    fc2  fc1  conv2 | conv1          each gradient is written into its place, times 1/n
+    backward    fc2  fc1  conv2 | conv1          gradients are written into their places, times 1/n
     buckets     [fc2 fc1 conv2]   [conv1]        a full bucket is sent while backward goes on
 """
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from hvd_trainer import accelerator
 
 
 @dataclass
@@ -56,6 +58,9 @@ class GradientBuckets:
     ) -> None:
         self._limit, self._factor, self._send, self._passes = limit_bytes, 1.0 / size, send, passes
         self._parameters = list(parameters)
+        # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
+        # more than most of them take: there a full bucket is written by two.
+        self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
         self._seen: list[nn.Parameter] | None = [] if reorder else None
         self.collecting = True
         first_limit = sys.maxsize if reorder else limit_bytes
@@ -86,30 +91,42 @@ class GradientBuckets:
         if self._seen is not None:
             self._seen.append(parameter)
         bucket, view = self._place[parameter]
-        assert parameter.grad is not None
-        torch.mul(parameter.grad, self._factor, out=view)
-        parameter.grad = view
         bucket.waiting.discard(parameter)
+        if self._writes_at_once:
+            self._write(parameter, view)
         if not bucket.waiting:
             self._dispatch(bucket)
 
+    def _write(self, parameter: nn.Parameter, view: Tensor) -> None:
+        """Write one gradient into its place; None goes as zero."""
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            torch.mul(parameter.grad, self._factor, out=view)
+        parameter.grad = view
+
+    def _write_all(self, bucket: Bucket) -> None:
+        """Write all gradients of a bucket: the same products as by `_write`, parameter by parameter."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+        torch._foreach_copy_(bucket.views, grads)
+        bucket.flat.mul_(self._factor)
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            parameter.grad = view
+
     def _dispatch(self, bucket: Bucket) -> None:
+        if not self._writes_at_once:
+            self._write_all(bucket)
+        else:
+            for parameter in bucket.waiting:
+                self._write(parameter, self._place[parameter][1])
         bucket.sent = True
         self._send(bucket)
 
     def send_rest(self) -> None:
         """Sends the buckets of which backward left some parameter out; a gradient that is None goes as zero."""
         for bucket in self.buckets:
-            if bucket.sent:
-                continue
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter in bucket.waiting:
-                    if parameter.grad is None:
-                        view.zero_()
-                    else:
-                        torch.mul(parameter.grad, self._factor, out=view)
-                    parameter.grad = view
-            self._dispatch(bucket)
+            if not bucket.sent:
+                self._dispatch(bucket)
 
     def received(self) -> bool:
         """Makes the buckets ready for the next step, once all have come back. True if they were laid out anew."""

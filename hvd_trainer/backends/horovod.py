@@ -24,6 +24,7 @@ from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
 from hvd_trainer.backends.horovod_exchange import (
+    SPIN_S,
     BucketExchange,
     Exchange,
     Waiter,
@@ -76,7 +77,6 @@ class HorovodBackend(Backend):
 
     def __enter__(self) -> Self:
         self._hvd = _import_horovod()
-        self._waiter = Waiter(self._hvd, self.options.startup_timeout_s)
         self._exchange: Exchange | None = None
         self._set: Any = None
         self._ending = threading.Lock()
@@ -91,6 +91,12 @@ class HorovodBackend(Backend):
     def _start(self) -> None:
         hvd = self._hvd
         self._refuse_cpu_build()
+        self._waiter = Waiter(
+            hvd,
+            self.options.startup_timeout_s,
+            spin_s=0.0 if accelerator.is_host(self.device) else SPIN_S,
+            check=self.activity.check,
+        )
         if hvd.is_initialized():
             check_world(self.world, "Horovod, already initialised,", hvd.rank(), hvd.size())
             raise BackendError(

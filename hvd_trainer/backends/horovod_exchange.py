@@ -1,10 +1,30 @@
-"""Two ways to exchange gradients by `hvd.DistributedOptimizer`: in buckets laid out as DDP's, or Horovod's own."""
+"""Two ways to exchange gradients by `hvd.DistributedOptimizer`: in buckets laid out as DDP's, or Horovod's own.
+
+With HOROVOD_ENABLE_ASYNC_COMPLETION a handle on an accelerator is done as soon as NCCL has the operation in its
+queue, and nothing here waits for the device. Why what follows may be queued at once (lines of Horovod v0.28.1):
+
+- Before a handle is done, the device's default stream is made to wait for an event after the operation:
+  torch/mpi_ops_v2.cc:99-109 (all-reduce), :201-218 (groups), :325-331 (all-gather), :556-563 (broadcast), :635-647
+  (all-to-all); the event is recorded at common/ops/gpu_operations.cc:114. The callback's thread has no stream of
+  its own, so that `GetGPUStream` gives it the default one. So all that reads a result (decompression, a copy, the
+  optimizer, tree sums) must be queued on the default stream, or on one that waits for that, after `wait`.
+- The next gradients are written into a bucket on the same stream, thus after the operation; and NCCL's stream
+  waits for the event that the next call records (torch/ready_event.cc:56, common/ops/nccl_operations.cc:180).
+- `.grad.set_` in `synchronize` (torch/optimizer.py:299) changes what the tensor refers to, not memory.
+- The operation holds its tensors until the default stream waits (gpu_operations.cc:85, :131), and memory that is
+  freed is given out again in that stream's order. What an all-gather allocates, NCCL's stream waits for as well
+  (nccl_operations.cc:942-953).
+- With a timeline the host waits after all (gpu_operations.cc:93), by events that operations record only if it is
+  on when they begin: it must be started where no operation is on its way, which is between two steps.
+- What happens after the ranks have agreed on an operation, such as an error of NCCL or the end of a rank, is not
+  seen here any more, but where the host next waits for the device.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +36,9 @@ from hvd_trainer.backends.buckets import Bucket, GradientBuckets
 from hvd_trainer.backends.same_model import parameters_of
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
+SPIN_S = 50e-6
+"""How long a wait asks without a pause where that is worth a core: a sleep takes the system 50 us more than asked
+for, and on an accelerator the next step's first operations wait for it."""
 _NUMBERS = itertools.count()
 
 
@@ -24,16 +47,28 @@ class Waiter:
 
     Horovod's own wait spins, so that with more ranks than cores it takes the time that it waits for, and it has
     no limit: its stall check neither warned nor ended anything when a rank was stuck.
+
+    Args:
+        timeout_s: how long one operation may take.
+        spin_s: ask so long without a pause: `SPIN_S` where the work is an accelerator's, 0 on CPUs.
+        check: called between two looks at an operation; raises when that cannot end: another rank has failed.
     """
 
-    def __init__(self, hvd: ModuleType, timeout_s: float) -> None:
-        self._hvd, self._timeout_s = hvd, timeout_s
+    def __init__(
+        self,
+        hvd: ModuleType,
+        timeout_s: float,
+        *,
+        spin_s: float = 0.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._hvd, self._timeout_s, self._spin_s, self._check = hvd, timeout_s, spin_s, check
 
     def result(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
 
         Raises:
-            TimeoutError: as `wait`.
+            TimeoutError: as `wait`, which also raises what `check` does.
         """
         self.wait(handle)
         return self._hvd.synchronize(handle)
@@ -43,17 +78,22 @@ class Waiter:
 
         Raises:
             TimeoutError: the other ranks did not take part in time.
+            Exception: what `check` raises.
         """
         poll, pause = self._hvd.poll, SHORTEST_PAUSE_S
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
         while not poll(handle):
-            time.sleep(pause)
-            pause = min(1.25 * pause, LONGEST_PAUSE_S)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited < self._spin_s:
+                continue
+            self._check()
+            if waited > self._timeout_s:
                 raise TimeoutError(
                     f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
                     f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"
                 )
+            time.sleep(pause)
+            pause = min(1.25 * pause, LONGEST_PAUSE_S)
 
 
 class BucketExchange:

@@ -1,8 +1,11 @@
-"""Batch norm over the global batch: one implementation for both engines, on CPUs and GPUs.
+"""Batch norm over the global batch, the same for both engines.
 
 PyTorch's and Horovod's own SyncBatchNorm refuse CPU tensors and differ from each other in rounding. Here one
 collective carries each rank's mean, variance and count, which are combined by the formula of Chan, Golub and
 LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+
+On accelerators PyTorch has five kernels for that, each of which takes the place of several operations here; the
+CPU has none of them. The collectives are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hvd_trainer import accelerator
 from hvd_trainer.errors import BackendError
 
 if TYPE_CHECKING:
@@ -35,6 +39,65 @@ class _SumOverRanks(Function):
         return ctx.backend.all_reduce(grads[0].contiguous()), None
 
 
+class _FusedBatchNorm(Function):
+    """Batch norm over all ranks by PyTorch's kernels for accelerators; it also updates the running statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm, momentum: float
+    ) -> Tensor:
+        input = input.contiguous(memory_format=_memory_order(input))
+        mean, invstd = torch.batch_norm_stats(input, layer.eps)
+        rows = layer.gather(torch.cat([mean, invstd, mean.new_full((1,), _samples(input))]))
+        means, invstds, counts = rows.split([len(mean), len(mean), 1], dim=1)
+        # The counts have the type of the running statistics, or of the first argument: fp16 ends at 65,504.
+        typed = mean if layer.running_mean is None else layer.running_mean
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            input if layer.running_mean is not None else mean,
+            means,
+            invstds,
+            layer.running_mean,
+            layer.running_var,
+            momentum,
+            layer.eps,
+            counts.flatten().to(typed.dtype),
+        )
+        ctx.backend = layer.backend
+        ctx.save_for_backward(input, weight, mean, invstd, counts.flatten().to(torch.int32))
+        output: Tensor = torch.batch_norm_elemt(input, weight, bias, mean, invstd, layer.eps)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight, mean, invstd, counts = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=_memory_order(input))
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            grad, input, mean, invstd, weight, needs_input, needs_weight, needs_bias
+        )
+        grad_input = None
+        if needs_input:
+            sums = ctx.backend.all_reduce(torch.cat([sum_dy, sum_dy_xmu]))
+            sum_dy, sum_dy_xmu = sums.split(len(mean))
+            scale = None if weight is None else weight.to(mean.dtype)
+            grad_input = torch.batch_norm_backward_elemt(
+                grad, input, mean, invstd, scale, sum_dy, sum_dy_xmu, counts
+            )
+        # The gradients of weight and bias are this rank's: the engine averages them with all others.
+        return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None
+
+
+def _memory_order(tensor: Tensor) -> torch.memory_format:
+    """Channels last if the tensor is laid out so, else the usual order: the kernels know no others."""
+    orders = (torch.channels_last, torch.channels_last_3d)
+    return next((order for order in orders if tensor.is_contiguous(memory_format=order)), torch.contiguous_format)
+
+
+def _samples(input: Tensor) -> int:
+    """How many values each channel has."""
+    return input.numel() // input.shape[1]
+
+
 class SyncBatchNorm(BatchNorm):
     """Batch norm of (N, C, ...) inputs over all ranks' N, with BatchNorm's parameters and state names."""
 
@@ -48,9 +111,13 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
+        momentum = self._count_batch()
+        if not accelerator.is_host(input.device):
+            output: Tensor = _FusedBatchNorm.apply(input, self.weight, self.bias, self, momentum)
+            return output
         mean, var, count = self._global_statistics(input)
         if self.track_running_stats:
-            self._track(mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)))
+            self._track(mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)), momentum)
         shape = (1, -1) + (1,) * (input.dim() - 2)
         out = (input - mean.to(input.dtype).view(shape)) * ((var + self.eps).rsqrt().to(input.dtype).view(shape))
         if self.affine:
@@ -58,28 +125,35 @@ class SyncBatchNorm(BatchNorm):
         return out
 
     def _global_statistics(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        world = self.backend.world
         dims = [0, *range(2, input.dim())]
         local_var, local_mean = torch.var_mean(input.float(), dims, correction=0)
-        count = local_mean.new_full((1,), input.numel() / input.shape[1])
-        row = torch.cat([local_mean, local_var, count])
-        # One row per rank, zero but for this rank's: their sum is a gather that autograd can follow.
-        rows = _SumOverRanks.apply(
-            torch.nn.functional.pad(row[None], (0, 0, world.rank, world.size - world.rank - 1)), self.backend
-        )
+        rows = self.gather(torch.cat([local_mean, local_var, local_mean.new_full((1,), _samples(input))]))
         means, variances, counts = rows.split([input.shape[1], input.shape[1], 1], dim=1)
         weights = counts / counts.sum()
         mean = (weights * means).sum(0)
         var = (weights * (variances + (means - mean) ** 2)).sum(0)
         return mean, var, counts.detach().sum()
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
+    def gather(self, row: Tensor) -> Tensor:
+        """Return the rows of all ranks: (n) becomes (ranks, n). A collective, also in backward."""
+        world = self.backend.world
+        # Zeros in place of the others' rows: their sum is a gather that autograd can follow.
+        padded = nn.functional.pad(row[None], (0, 0, world.rank, world.size - world.rank - 1))
+        rows: Tensor = _SumOverRanks.apply(padded, self.backend)
+        return rows
+
+    def _count_batch(self) -> float:
+        """Count one more batch, and return by how much it moves the running statistics."""
+        if not self.track_running_stats:
+            return 0.0
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased_var: Tensor, momentum: float) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
 

@@ -184,6 +184,8 @@ class StageStep(TrainStep):
         self._runner, self._chunks, self._chunk_size = runner, chunks, chunk_size
         self._seed, self._replica = seed, replica
         self._batch = 0
+        self._there: list[int] = []
+        self._places = torch.empty(0, dtype=torch.long)
         if self.scaler is not None and runner.group is not None:
             # Where one stage overflows, all must leave the step out.
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -232,7 +234,10 @@ class StageStep(TrainStep):
         there = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         norms = torch.zeros(len(parameters), device=self.backend.device)
         if there:
-            norms[torch.tensor(there, device=norms.device)] = self.norms(grads)
+            if there != self._there:
+                # A copy to an accelerator waits for it, and these are the same in each step.
+                self._there, self._places = there, torch.tensor(there, device=norms.device)
+            norms[self._places] = self.norms(grads)
         if self._runner.group is not None:
             with self.backend.activity.waiting():
                 # One stage has each of them, and zeros change nothing.

@@ -51,6 +51,7 @@ class Staged(Layout):
         self._group: dist.ProcessGroup | None = None
         self._pipeline: Runner | None = None
         if options.stages > 1:
+            refuse_stages_on_gloo(backend, options.stages)
             self._group = backend.group_of(self.grid.rows)
 
     def check_batch(self, batch_size: int) -> None:
@@ -199,6 +200,21 @@ class Staged(Layout):
     def close(self) -> None:
         super().close()
         self._group = self._pipeline = None
+
+
+def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
+    """Refuse stages that would send each other an accelerator's tensors by Gloo, which takes them for the host's.
+
+    Raises:
+        OptionError: they would.
+    """
+    if not accelerator.is_host(backend.device) and not backend.uses_nccl:
+        library = accelerator.collectives(backend.device)
+        raise OptionError(
+            f"--stages {stages} sends tensors of {backend.device} to other ranks, and Gloo sends the host's. "
+            f"Leave out --transport gloo, so that {library} sends them between ranks with a GPU each, or train on "
+            f"CPUs with --device cpu"
+        )
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:

@@ -1,0 +1,157 @@
+"""Gradients in buckets, and waiting for Horovod: decisions, with tensors of the CPU in place of a GPU's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_trainer.backends import buckets as buckets_module
+from hvd_trainer.backends import horovod_exchange
+from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.backends.horovod_exchange import Waiter
+from hvd_trainer.backends.member import BROKEN
+from hvd_trainer.watch import Activity
+from hvd_trainer.watch.activity import ExchangeAbortedError
+
+# Gradients in buckets.
+
+
+class Model(nn.Module):
+    """Parameters of several shapes, memory orders and types; one may get no gradient."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.linear = nn.Linear(4, 5)
+        self.short = nn.Parameter(torch.full((3,), 0.3, dtype=torch.bfloat16))
+        if unused:
+            self.unused = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.conv(images).mean((2, 3))).square().sum() + (self.short.square() / 7).sum()
+
+
+def exchanged(
+    steps: int, *, passes: int = 1, keeps_grads: bool = False, unused: bool = False
+) -> tuple[list[Any], list[int]]:
+    """What is sent in each step, of how many parameters, and what `.grad` is then; 3 ranks, so that 1/3 rounds."""
+    torch.manual_seed(0)
+    model = Model(unused)
+    sent: list[Any] = []
+    sizes: list[int] = []
+
+    def send(bucket: Bucket) -> None:
+        sent.append(bucket.flat.clone())
+        sizes.append(len(bucket.parameters))
+
+    exchange = GradientBuckets(list(model.parameters()), 100, 3, send, reorder=True, passes=passes)
+    for _ in range(steps):
+        model.zero_grad(set_to_none=not keeps_grads)
+        for _ in range(passes):
+            model(torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)).backward()
+        exchange.send_rest()
+        for bucket in exchange.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                assert parameter.grad is view
+                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+        sent += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        exchange.received()
+    exchange.remove()
+    return sent, sizes
+
+
+@pytest.mark.parametrize("options", [{}, {"passes": 2}, {"keeps_grads": True}, {"unused": True}], ids=str)
+def test_an_accelerator_gets_the_same_bits_by_two_operations_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    expected, sizes = exchanged(3, **options)
+    written: list[int] = []
+    copy = torch._foreach_copy_
+
+    def noted(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        written.append(len(views))
+        copy(views, grads)
+
+    monkeypatch.setattr(buckets_module.accelerator, "is_host", lambda device: False)
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    monkeypatch.setattr(torch, "mul", None)  # the one that takes one parameter at a time
+    found, found_sizes = exchanged(3, **options)
+    assert written == found_sizes == sizes
+    assert len(found) == len(expected)
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+
+
+# Waiting for Horovod.
+
+
+class Clock:
+    """Time that passes by 10 us with each look at an operation, and as long as a sleep asks for."""
+
+    def __init__(self, done_after_s: float) -> None:
+        self.now, self.done_s, self.slept = 0.0, done_after_s, 0
+
+    def poll(self, handle: int) -> bool:
+        self.now += 10e-6
+        return self.now > self.done_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += 1
+        self.now += seconds
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(done_after_s: float, **options: Any) -> tuple[Clock, Waiter]:
+        clock = Clock(done_after_s)
+        times = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
+        monkeypatch.setattr(horovod_exchange, "time", times)
+        hvd: Any = SimpleNamespace(poll=clock.poll, synchronize=lambda handle: f"result {handle}")
+        return clock, Waiter(hvd, 60, **options)
+
+    return make
+
+
+def test_a_wait_sleeps_at_once_on_cpus_and_asks_first_on_accelerators(clocked: Any) -> None:
+    clock, waiter = clocked(40e-6)
+    assert waiter.result(7) == "result 7"
+    assert clock.slept == 1
+    clock, waiter = clocked(40e-6, spin_s=horovod_exchange.SPIN_S)
+    waiter.wait(7)
+    assert clock.slept == 0
+    clock, waiter = clocked(1e-3, spin_s=horovod_exchange.SPIN_S)
+    waiter.wait(7)
+    assert 0 < clock.slept < 20, "nor does it hold a core for long"
+
+
+def test_a_wait_ends_when_another_rank_has_failed(clocked: Any) -> None:
+    """It once waited for the time limit, and elastic training with it."""
+    activity, failed_s = Activity(60), 2.0
+
+    def check() -> None:
+        if clock.now > failed_s:
+            activity.abort()
+        activity.check()
+
+    clock, waiter = clocked(float("inf"), check=check)
+    with pytest.raises(ExchangeAbortedError, match="another rank has failed") as caught:
+        waiter.wait(7)
+    assert failed_s < clock.now < failed_s + 0.001
+    assert isinstance(caught.value, BROKEN), "as a broken exchange"
+
+
+def test_a_wait_has_a_limit(clocked: Any) -> None:
+    clock, waiter = clocked(float("inf"))
+    with pytest.raises(TimeoutError, match="did not take part in an exchange within 60 s"):
+        waiter.wait(7)
+    assert 60 < clock.now < 60.001
+
+
+def test_what_is_done_is_returned_although_a_rank_has_failed_since(clocked: Any) -> None:
+    activity = Activity(60)
+    activity.abort()
+    _, waiter = clocked(0.0, check=activity.check)
+    assert waiter.result(3) == "result 3"
