@@ -278,7 +278,9 @@ class Keeper:
         state = self._state.collect(meter, everywhere=everywhere)
         progress = self._progress
         if everywhere:
-            self._memory.step, self._memory.state = progress.step, on_host(state)
+            copied = on_host(state)
+            self._backend.activity.check()  # of an exchange that was given up, the weights have nothing good
+            self._memory.step, self._memory.state = progress.step, copied
         if to_disk:
             figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}
             self._saver.hand_over(began, state, step=progress.step, epoch=progress.epoch, figures=figures)

@@ -24,10 +24,12 @@ from hvd_trainer import (
     accuracy,
     backends,
     checkpoint,
+    keeper,
 )
 from hvd_trainer.elastic import RescaleError
 from hvd_trainer.errors import CheckpointError, LaunchError
 from hvd_trainer.launch import World
+from hvd_trainer.watch.activity import ExchangeAbortedError
 
 STEPS = 10
 """of the one epoch"""
@@ -122,6 +124,24 @@ def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world
     monkeypatch.setattr(checkpoint, "save", full_once)
     with pytest.raises(CheckpointError, match="the disk is full"):
         figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
+
+
+def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted kernel of NCCL ends, and the copy that waited for it takes whatever it has left."""
+    trainers: list[Trainer] = []
+
+    def abort_during_the_next_copy(trainer: Trainer) -> None:
+        trainers.append(trainer)
+
+        def copy(state: Any) -> Any:
+            trainer.backend.activity.abort()
+            return state
+
+        monkeypatch.setattr(keeper, "on_host", copy)
+
+    with pytest.raises(ExchangeAbortedError):
+        figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)
+    assert trainers[0].keeper._memory.step == 2
 
 
 def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
