@@ -152,8 +152,8 @@ def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, i
         least: bytes that a block has at least.
 
     Returns:
-        The bytes of each block: enough for the largest tensor, a sixteenth of all, and all if they are few. And for
-        each tensor the number of its block, and where in that it begins.
+        The bytes of each block: enough for the largest tensor, a sixteenth of all, and all if they are few. And
+        for each tensor the number of its block, and where in that it begins.
     """
     sizes = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
     needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), FEW_BYTES), 1)
