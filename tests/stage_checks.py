@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from hvd_trainer import (
     non_finite,
 )
 from hvd_trainer.errors import UserError
+from hvd_trainer.parallel import full_shard
+from hvd_trainer.parallel.make import make_layout
 
 non_finite.MOST = 5  # so that the ranks look at their losses in the middle of an epoch, all of them or none
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
@@ -174,6 +178,68 @@ def fit_unused(parallel: dict[str, Any]) -> None:
     whole = nn.Sequential(*model(), Unused())
     with Trainer(options) as trainer:
         trainer.fit(whole, two_groups(whole), nn.functional.cross_entropy, data())
+
+
+def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Lays out a model with a state of its optimizer, of which each copy has drawn its own: what became of it."""
+    options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel))
+    with Trainer(options) as trainer:
+        backend = trainer.backend
+        torch.manual_seed(0 if backend.column[0] == backend.world.rank else 1)
+        whole = model()
+        whole[1].register_buffer("noise", torch.randn(3))
+        optimizer = two_groups(whole)
+        whole(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights, state = backend.broadcast_object((whole.state_dict(), optimizer.state_dict()["state"]))
+        layout = make_layout(backend, options.parallel, options.train)
+        layout.check_batch(16)
+        held = _watched_cuts(whole)
+        layout.prepare(whole, optimizer, lambda: None)
+        mine = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
+        merged, updates = layout.merged(mine), layout.merged_updates(optimizer.state_dict()["state"])
+        layout.close()
+        if merged is None or updates is None:
+            return backend.world.rank, {"held": held}
+        same = {
+            "weights": all(value.equal(merged[name]) for name, value in weights.items()),
+            "state": all(v.equal(updates[number][key]) for number, its in state.items() for key, v in its.items()),
+        }
+        return backend.world.rank, {"held": held, **same}
+
+
+def _watched_cuts(whole: nn.Module) -> list[str]:
+    """From now on: the blocks that were held whole when the next one was cut. Nothing may be moved as a whole."""
+    held: list[str] = []
+    earlier: dict[str, Any] = {}
+    fully_shard = full_shard.fully_shard
+
+    def watched(module: nn.Module, **options: Any) -> Any:
+        gc.collect()
+        held.extend(name for name, parameter in earlier.items() if parameter() is not None)
+        own = [parameter for parameter in module.parameters() if not hasattr(parameter, "to_local")]
+        earlier.update({f"{module} {number}": weakref.ref(parameter) for number, parameter in enumerate(own)})
+        return fully_shard(module, **options)
+
+    def refused(module: nn.Module, device: Any) -> nn.Module:
+        if str(device) == "meta":
+            return to(module, device)
+        raise AssertionError(f"{type(module).__name__} was moved as a whole")
+
+    to = nn.Module.to
+    full_shard.fully_shard = watched  # type: ignore[assignment]
+    nn.Module.to = refused  # type: ignore[method-assign, assignment]
+    return held
+
+
+def fit_tied() -> None:
+    """A training of a model whose blocks share a parameter."""
+    options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(shard="full"))
+    whole = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    whole[2].weight = whole[0].weight
+    with Trainer(options) as trainer:
+        trainer.fit(whole, torch.optim.SGD(whole.parameters(), lr=0.1), nn.functional.cross_entropy, data())
 
 
 def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.horovod import HorovodBackend
 from hvd_trainer.backends.pinning import gpu_numbers
 from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.parallel import sharded_optimizer
 from hvd_trainer.parallel.chunks import cut
 from hvd_trainer.parallel.devices import ticks
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.parallel.schedule import bubble, check_chunks
-from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, buckets, share_out
+from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, SharedUpdates, buckets, share_out
 from hvd_trainer.parallel.split import balanced, block_names, make_parts, read_balance
 from hvd_trainer.parallel.staged import refuse_stages_on_gloo
 from hvd_trainer.progress import Progress
@@ -146,6 +151,56 @@ def test_what_is_sent_together_is_small() -> None:
     ]
     for bucket in found:
         assert len(bucket) == 1 or sum(p.numel() * p.element_size() for p in bucket) <= BUCKET_BYTES
+
+
+@pytest.mark.parametrize("engine", [DDPBackend, HorovodBackend])
+def test_broadcasts_are_all_under_way_before_one_is_waited_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod takes 0.15 ms and more from the request to the answer: each bucket was waited for."""
+    calls: list[str] = []
+
+    def started(*_: Any, **__: Any) -> Any:
+        calls.append("start")
+        return SimpleNamespace(wait=lambda: calls.append("wait"))
+
+    monkeypatch.setattr(dist, "broadcast", started)
+    backend: Any = SimpleNamespace(
+        _hold=lambda tensor: None,
+        _column_group=None,
+        _set=None,
+        _hvd=SimpleNamespace(broadcast_async_=started),
+        _waiter=SimpleNamespace(result=lambda handle: handle.wait()),
+    )
+    engine.column_broadcast_all(backend, [(torch.zeros(1), 0)] * 3)
+    assert calls == ["start"] * 3 + ["wait"] * 3
+
+
+def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they are waited for less often; copies of all of them would be as large as the model."""
+    monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 8)
+    sent: list[list[int]] = []
+
+    def column_broadcast_all(pairs: list[tuple[torch.Tensor, int]]) -> None:
+        sent.append([rank for _, rank in pairs])
+        for tensor, rank in pairs:
+            if rank == 1:
+                tensor.fill_(7)
+
+    backend: Any = SimpleNamespace(
+        column=[0, 1],
+        world=SimpleNamespace(rank=0),
+        activity=SimpleNamespace(waiting=nullcontext),
+        column_broadcast_all=column_broadcast_all,
+    )
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * UNDER_WAY)]  # two fit into a bucket
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    updates = SharedUpdates(backend, optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert sent == [[0] * UNDER_WAY, [1] * UNDER_WAY]
+    assert [p.item() for p in parameters] == [-1 if updates.owns(p) else 7 for p in parameters]
 
 
 def test_updates_are_shared_out_evenly() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import stage_checks
+import torch
 from launchers import RankError, requires, run_ranks
+
+from hvd_trainer.parallel.full_shard import gathering_policy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ENGINES = ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])]
@@ -193,6 +196,42 @@ def test_sharing_out_everything_of_each_stage(name: str) -> None:
 
 def test_sharing_out_everything_with_chunks_alone() -> None:
     close(trained("ddp", 2)[0]["sliced, in chunks"], trained("single", 1)[0]["whole"])
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [(2, {"shard": "full"}), (4, {"stages": 2, "chunks": 3, "shard": "full", "balance": "bytes"})],
+    ids=str,
+)
+def test_a_model_larger_than_a_gpu_is_cut_block_by_block(size: int, parallel: dict[str, Any]) -> None:
+    """It was moved to every rank's GPU as a whole, and cut there."""
+    ranks = run_ranks(stage_checks.cut_on_the_host, num_processes=size, args=(parallel,))
+    assert [rank["held"] for rank in ranks] == [[]] * size
+    assert ranks[0]["weights"], "those of the first copy"
+    assert ranks[0]["state"]
+
+
+def test_blocks_that_share_a_parameter_are_not_cut_apart() -> None:
+    """Each had one of its own from then on, and the optimizer knew of one only."""
+    with pytest.raises(RankError, match="--shard full: the blocks 0 and 2 share a parameter"):
+        run_ranks(stage_checks.fit_tied, num_processes=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "gathered", "summed"),
+    [
+        ("cuda:0", "bf16", torch.bfloat16, torch.float32),
+        ("cuda:0", "fp32", None, None),
+        ("cuda:0", "fp16", None, None),
+        ("cpu", "bf16", None, None),
+    ],
+)
+def test_blocks_are_gathered_in_bf16_on_gpus(device: str, precision: str, gathered: Any, summed: Any) -> None:
+    """In fp32 they are twice as many bytes; on CPUs bf16 has the bits of whole copies."""
+    policy = gathering_policy(torch.device(device), precision)
+    assert (policy.param_dtype, policy.reduce_dtype) == (gathered, summed)
+    assert policy.output_dtype is None
+    assert policy.cast_forward_inputs == (gathered is None), "autocast does it"
 
 
 @pytest.mark.parametrize("parallel", [{"shard": "full"}, {"stages": 2}], ids=str)
