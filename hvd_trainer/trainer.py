@@ -407,8 +407,7 @@ class Trainer:
     ) -> None:
         train = self.options.train
         self.model = model
-        if train.compile:
-            model.compile(mode=train.compile_mode)
+        self.layout.compile(model)
         wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)

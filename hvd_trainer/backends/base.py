@@ -130,6 +130,15 @@ class Backend(Member):
 
     # Training.
 
+    def compile(self, model: nn.Module, mode: str, *, exchange: bool) -> None:
+        """Compile a model in place, before `prepare`, such that gradients can be exchanged during backward.
+
+        Args:
+            mode: as in `torch.compile`.
+            exchange: as in `prepare`.
+        """
+        model.compile(mode=mode)
+
     @abstractmethod
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True

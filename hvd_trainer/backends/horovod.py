@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
 from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
+from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_exchange import (
     SPIN_S,
     BucketExchange,
@@ -232,6 +233,12 @@ class HorovodBackend(Backend):
         torch_group.stop()
 
     # Training.
+
+    def compile(self, model: nn.Module, mode: str, *, exchange: bool) -> None:
+        if exchange and self.world.size > 1:
+            compile_in_buckets(model, mode, int(self.options.bucket_mb * 2**20))
+        else:
+            super().compile(model, mode, exchange=exchange)
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True

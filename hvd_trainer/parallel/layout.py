@@ -86,6 +86,11 @@ class Layout(ABC):
             OptionError: they are fewer than the chunks.
         """
 
+    def compile(self, model: nn.Module) -> None:
+        """Compile a model in place, if that is asked for."""
+        if self._train.compile:
+            self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
+
     @abstractmethod
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]

@@ -1,0 +1,75 @@
+"""Compiled models: gradients are exchanged while backward still runs, and the engines give the same bits."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import compiled_checks
+import pytest
+import torch
+from launchers import requires, run_ranks
+from torch import nn
+
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.backends.compiled import compile_in_buckets
+from hvd_trainer.backends.horovod import HorovodBackend
+from hvd_trainer.launch import World
+
+pytestmark = requires("horovod")
+
+
+@cache
+def ranks(backend: str) -> list[dict[str, Any]]:
+    """Compiling takes each rank some 10 s."""
+    return run_ranks(compiled_checks.train, num_processes=2, args=(backend,), timeout_s=300)
+
+
+def test_buckets_are_sent_between_the_parts_of_a_compiled_backward() -> None:
+    """A compiled backward was one function, and the exchange began when it had ended."""
+    for rank in ranks("horovod"):
+        # Each part's weight; the bias of the first layer is left over for a bucket of its own.
+        assert rank["events"] == [*["backward", "sent"] * compiled_checks.LAYERS, "sent"]
+
+
+@pytest.mark.long
+def test_compiled_models_have_the_same_bits_on_either_engine() -> None:
+    assert len({rank["weights"] for name in ("horovod", "ddp") for rank in ranks(name)}) == 1
+    assert [rank["events"] for rank in ranks("ddp")] == [["backward"] * compiled_checks.LAYERS] * 2, "cut as ours"
+
+
+@pytest.mark.parametrize(("size", "exchange", "cut"), [(2, True, True), (2, False, False), (1, True, False)])
+def test_a_model_is_cut_where_there_is_an_exchange_to_hide(
+    monkeypatch: pytest.MonkeyPatch, size: int, exchange: bool, cut: bool
+) -> None:
+    """Where there is none, one function is quicker; and with --reproducible it is the same on any ranks."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(nn.Module, "compile", lambda model, **how: asked.update(how))
+    backend = HorovodBackend(EngineOptions(backend="horovod"), environ={})
+    backend.world = World(rank=0, size=size, local_rank=0, local_size=size, launcher="torchrun")
+    backend.compile(nn.Linear(2, 2), "reduce-overhead", exchange=exchange)
+    assert callable(asked.get("backend")) == cut
+    assert asked.get("mode") == (None if cut else "reduce-overhead")
+
+
+def test_a_graph_is_cut_by_buckets_and_for_evaluation_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    compiled: list[list[tuple[int, ...]]] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> torch.fx.GraphModule:
+        assert options == torch._inductor.list_mode_options("max-autotune")
+        compiled.append([tuple(its.shape) for its in inputs if isinstance(its, nn.Parameter)])
+        return graph
+
+    monkeypatch.setattr(torch._inductor, "compile", note)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    compile_in_buckets(model, "max-autotune", limit_bytes=2 * 4 * 4 * 4)
+    inputs = torch.ones(3, 4)
+    with torch.no_grad():
+        expected = model(inputs)
+    assert [len(graph) for graph in compiled] == [4]
+    compiled.clear()
+    assert torch.equal(model(inputs), expected)
+    assert [len(graph) for graph in compiled] == [2, 2]
+    torch._dynamo.reset()
