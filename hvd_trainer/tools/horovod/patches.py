@@ -144,6 +144,7 @@ PATH_CHANGES = (
         "    get_filename_component(_DIR ${_LIB} DIRECTORY)\n"
         "    list(APPEND HVD_RPATH ${_DIR})\n"
         "endforeach()\n"
+        "list(APPEND HVD_RPATH $ENV{HVD_TRAINER_NCCL_FOLDER})\n"
         "set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES\n"
         '    BUILD_WITH_INSTALL_RPATH TRUE INSTALL_RPATH "${HVD_RPATH}")\n'
         'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES SUFFIX "${Python_SUFFIX}")',
