@@ -392,15 +392,46 @@ def fp16_on_the_wire(backend: Backend) -> None:
     assert weight_of(optimizer).dtype == torch.float32
 
 
+@check(compression="bf16")
+def bf16_on_the_wire(backend: Backend) -> None:
+    prepared, optimizer = linear(backend, weight=0.0)
+    backward(backend, prepared, backend.world.size * (1.0 + 2**-9))  # bfloat16 has 7 bits after the point
+    backend.step(optimizer)
+    assert weight_of(optimizer).item() == -float(backend.world.size)
+    assert weight_of(optimizer).dtype == torch.float32
+
+
 @check()
 def sums_of_halves_are_rounded_once(backend: Backend) -> None:
     """Horovod's Gloo gave one summand for the sum of some: it took bits for a number when it compared."""
     rank, size = backend.world.rank, backend.world.size
-    pairs = torch.randn(2, 200_003, generator=torch.Generator().manual_seed(3)).mul(1e4).half()
-    # Others add zeros, so that the order of the sum does not matter.
-    mine = pairs[rank].clone() if rank < 2 else torch.zeros_like(pairs[0])
-    expected = pairs.float().sum(0).half() if size > 1 else pairs[0]
-    assert torch.equal(backend.all_reduce(mine.to(backend.device), "sum").cpu(), expected)
+    for dtype in (torch.float16, torch.bfloat16):
+        pairs = torch.randn(2, 200_003, generator=torch.Generator().manual_seed(3)).mul(1e4).to(dtype)
+        # Others add zeros, so that the order of the sum does not matter.
+        mine = pairs[rank].clone() if rank < 2 else torch.zeros_like(pairs[0])
+        expected = pairs.float().sum(0).to(dtype) if size > 1 else pairs[0]
+        assert torch.equal(backend.all_reduce(mine.to(backend.device), "sum").cpu(), expected)
+
+
+@check()
+def bfloat16_is_a_number_like_others(backend: Backend) -> None:
+    """On Horovod, a model of that type could not even be broadcast."""
+    rank, ranks = backend.world.rank, ranks_of(backend)
+    everyone = torch.tensor([[float(r), -float(r), float("inf"), float("nan")] for r in ranks])
+    mine = everyone[rank].bfloat16().to(backend.device)
+    for op, expected in (("max", everyone.amax(0)), ("min", everyone.amin(0)), ("mean", everyone.mean(0))):
+        found = backend.all_reduce(mine, op).cpu()  # type: ignore[arg-type]
+        assert torch.equal(found[:3], expected[:3].bfloat16()), (op, found)
+        assert found[3].isnan()
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    nn.init.constant_(model.weight, 1.0 + rank)
+    prepared, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    slope = torch.full((1, 1), float(len(ranks)), dtype=torch.bfloat16, device=backend.device)
+    with backend.gradient_sync(prepared, True):
+        prepared(slope).sum().backward()
+    backend.step(optimizer)
+    assert weight_of(optimizer).dtype == torch.bfloat16
+    assert weight_of(optimizer).item() == 1.0 - len(ranks)
 
 
 @check(bucket_mb=0.001)

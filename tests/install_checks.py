@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hvd_trainer.tools.horovod.patches import RECORD_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 # A port on which nobody listens: pip is refused at once, as on a machine without a network.
@@ -36,3 +40,32 @@ def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
+
+
+def put_nccl(home: Path, library: str | None = "lib/libnccl.so.2", header: bool = True) -> Path:
+    """NCCL 2.28.9 as some package has it."""
+    (home / "include").mkdir(parents=True)
+    if header:
+        text = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
+        (home / "include/nccl.h").write_text(text, encoding="utf-8")
+    if library is not None:
+        (home / library).parent.mkdir(parents=True)
+        (home / library).touch()
+    return home
+
+
+def record_of(file: Path) -> dict[str, Any]:
+    """What a Horovod was built for, by the file with its record."""
+    values: dict[str, Any] = {}
+    exec(file.read_text(encoding="utf-8"), values)
+    record: dict[str, Any] = values["RECORD"]
+    return record
+
+
+def installed_record() -> dict[str, Any]:
+    """The same of the Horovod that is installed; empty if another tool has built it."""
+    spec = importlib.util.find_spec("horovod")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent.parent / RECORD_FILE
+    return record_of(file) if file.is_file() else {}

@@ -102,7 +102,7 @@ def test_a_training_of_a_grown_size_is_measured(tmp_path: Path) -> None:
 
 
 SLOW = Link(100.0, 20.0)
-BOTH = Plan((2,), 1, (SLOW,), ("horovod", "ddp"), ("none", "bf16"), (1,), 64, 32, 960, 5, "digits")
+BOTH = Plan((2,), 1, (SLOW,), ("horovod", "ddp"), ("none", "powersgd"), (1,), 64, 32, 960, 5, "digits")
 
 
 def runs_of(plan: Plan, rounds: int) -> list[Run]:
@@ -122,9 +122,9 @@ def test_the_cost_of_a_slow_link_beside_that_of_a_fast_one() -> None:
     said = markdown(Measured(runs_of(BOTH, 3), 3, BOTH.steps), BOTH, BOTH.cases(fit=False), "here")
     rows = [line for line in said.splitlines() if line.startswith("| 2 |")]
     assert len(rows) == 4
-    assert rows[1] == "| 2 | horovod | 1 | bf16 | not on this engine |  |  |  |  |  |  |"
+    assert rows[1] == "| 2 | horovod | 1 | powersgd | not on this engine |  |  |  |  |  |  |"
     times = "11.0 | 21.0 (20.0 to 22.0) | 301.0 (300.0 to 302.0) | 0.3 | 4.5"
-    assert rows[3] == f"| 2 | ddp | 1 | bf16 | {times} | 0.5000 ± 0.0000 | 0.2600 ± 0.0100 |"
+    assert rows[3] == f"| 2 | ddp | 1 | powersgd | {times} | 0.5000 ± 0.0000 | 0.2600 ± 0.0100 |"
 
 
 def test_the_points_for_a_model_of_costs() -> None:
@@ -133,11 +133,11 @@ def test_the_points_for_a_model_of_costs() -> None:
     points = as_points(Measured(runs, 2, BOTH.steps), BOTH.cases(fit=True), "here")
     assert (points["format"], points["machine"]) == (1, "here")
     assert [(point["compression"], point["link_mbit"]) for point in points["points"]] == [
-        *(("none", None), ("none", 100.0), ("bf16", None), ("bf16", 100.0)),
+        *(("none", None), ("none", 100.0), ("powersgd", None), ("powersgd", 100.0)),
     ]
     assert points["points"][3] == {
         **{"backend": "ddp", "hosts": 2, "ranks_per_host": 1, "link_mbit": 100.0, "delay_ms": 20.0},
-        **{"compression": "bf16", "accumulation": 1, "batch_size": 32},
+        **{"compression": "powersgd", "accumulation": 1, "batch_size": 32},
         **{"gradient_mb": 4 * (784 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10) / 2**20, "num_tensors": 6},
         **{"step_ms": [300.0, 301.0], "compute_ms": 10.5, "loss": 0.255, "samples": 960},
     }
@@ -167,7 +167,7 @@ def test_what_has_been_measured_is_not_measured_again(
     output.mkdir()
     for done in runs_of(BOTH, 1):
         append_run(output, done)
-    words = [*NARROW, "--compressions", "none", "bf16", "--output", str(output)]
+    words = [*NARROW, "--compressions", "none", "powersgd", "--output", str(output)]
     assert slow_link.main([*words, "--rounds", "1"]) == 0
     assert (tmp_path / "table.md").read_text() == capsys.readouterr().out
     assert len(json.loads((tmp_path / "table.json").read_text())["points"]) == 6

@@ -43,6 +43,7 @@ RECORD = {
     "cuda": None,
     "nccl": None,
     "mpi": None,
+    "proved": True,
 }
 
 

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from install_checks import NO_NETWORK, ROOT, script, tool_folder
+from install_checks import NO_NETWORK, ROOT, put_nccl, script, tool_folder
 
 from hvd_trainer.tools.horovod import tool, toolchain
 from hvd_trainer.tools.horovod.errors import InstallError
 from hvd_trainer.tools.horovod.patches import PATCH_SET
 from hvd_trainer.tools.horovod.plan import python_tag
-from hvd_trainer.tools.horovod.probe import HorovodFacts, TorchFacts, probe
+from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts, probe
 from hvd_trainer.tools.horovod.steps import run_logged
 
 T = TypeVar("T")
@@ -99,20 +99,15 @@ def test_nccl_for_a_torch_without_cuda() -> None:
         toolchain.find_cuda(TorchFacts(version="2.15.0+cpu"))
 
 
-def test_nccl_without_pytorchs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
-    with pytest.raises(InstallError, match="pip install nvidia-nccl-cu13"):
-        toolchain.find_cuda(TorchFacts(version="2.15.0+cu132", cuda="13.2"))
-
-
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TorchFacts:
-    """A PyTorch for CUDA 13.2 on a machine without any toolkit."""
+    """A PyTorch for CUDA 13.2, with NCCL, on a machine without any toolkit."""
+    put_nccl(tmp_path / "nccl")
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", tool_folder(tmp_path / "bin"))
     monkeypatch.setattr(toolchain, "USUAL_CUDA_HOME", str(tmp_path / "no_cuda"))
-    return TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_home="/nccl", nccl_version="2.30")
+    return TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_home=str(tmp_path / "nccl"), nccl_version="2.28.9")
 
 
 def fake_toolkit(home: Path, version: str) -> str:
@@ -269,6 +264,7 @@ RECORD = {
     "cuda": None,
     "nccl": None,
     "mpi": None,
+    "proved": True,
 }
 NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
 
@@ -289,6 +285,7 @@ NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
         (RECORD | {"python": "cpython-39"}, None, {"gpu": "none"}, "python cpython-39"),
         (RECORD | {"patch_set": 0}, None, {"gpu": "none"}, "patch_set 0"),
         (RECORD, "undefined symbol", {"gpu": "none"}, "undefined symbol"),
+        (RECORD | {"proved": None}, None, {"gpu": "none"}, "it was not proved, or that failed"),
         ({}, None, {}, "not built by this tool"),
         ({}, "no PyTorch extension", {}, "no PyTorch extension"),
     ],
@@ -301,9 +298,21 @@ def test_what_counts_as_usable(
     assert found is reason is None or reason in str(found)
 
 
+@pytest.mark.parametrize("gpu", ["auto", "none"])
+def test_a_build_for_the_cpu_says_so_where_gpus_may_be_meant(
+    no_cuda: TorchFacts, gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on the login node of a cluster. Later, on a GPU node, nothing said why gradients went through the CPU."""
+    facts = Facts(no_cuda, HorovodFacts(record=RECORD))
+    assert tool._already_usable(tool.Options(gpu=gpu), facts)  # type: ignore[arg-type]
+    *_, why, last = ["", *capsys.readouterr().out.splitlines()]
+    assert (gpu == "auto") == why.startswith("This Horovod is for CPUs only: looked in HOROVOD_CUDA_HOME")
+    assert (gpu == "auto") == last.startswith("For GPUs type: python -m hvd_trainer install-horovod --gpu nccl")
+
+
 def test_an_installed_one_is_kept(tmp_path: Path) -> None:
     facts = probe()
-    if facts.horovod is None or not facts.horovod.record or facts.horovod.error:
+    if facts.horovod is None or facts.horovod.error or not facts.horovod.record.get("proved"):
         pytest.skip("needs a Horovod built by: python -m hvd_trainer install-horovod")
     options = ["--mpi"] if facts.horovod.record["mpi"] else []
     options += ["--gpu", "nccl" if facts.horovod.record["cuda"] else "none"]

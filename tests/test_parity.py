@@ -80,6 +80,33 @@ def test_engines_give_the_same_bits(size: int) -> None:
                 assert torch.equal(horovod[name][key], tensor), f"{name}: {key}"
 
 
+def train_in_bfloat16(backend: str, compression: str) -> tuple[int, tuple[float, dict[str, Tensor]]]:
+    """Final loss and weights: of a model of that type, or of one whose gradients have it on the wire."""
+    engine = EngineOptions(backend=backend, compression=compression)  # type: ignore[arg-type]
+    train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH)
+    with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
+        dtype = torch.bfloat16 if compression == "none" else torch.float32
+        model, its = small_net().to(dtype), data((16,))
+        train_data = TensorData(its.inputs.to(dtype), its.targets)
+        history = trainer.fit(model, sgd(model), nn.functional.cross_entropy, train_data)
+        return trainer.world.rank, (history.epochs[-1]["train_loss"], model.state_dict())
+
+
+@requires("horovod")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> None:
+    """On three ranks a gradient on the wire is divided after it was rounded by DDP, and before it by Horovod."""
+    runs = {
+        backend: run_ranks(train_in_bfloat16, num_processes=size, args=(backend, compression))
+        for backend in ("horovod", "ddp")
+    }
+    (loss, weights), *others = runs["horovod"] + ([] if (size, compression) == (3, "bf16") else runs["ddp"])
+    assert loss < 1.0
+    for _, other in others:
+        assert all(torch.equal(weights[key], tensor) for key, tensor in other.items())
+
+
 @pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
 def test_ranks_equal_one_process(backend: str, size: int) -> None:

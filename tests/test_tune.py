@@ -52,7 +52,7 @@ def test_only_what_differs_is_tried() -> None:
     assert [label for label in labels("exchange", parameters=20_000) if "bucket-mb" in label] == []
     assert labels("exchange", parameters=20_000) == ["--static-graph", "--no-bucket-views"]
     assert labels("compression") == ["--compression fp16", "--compression bf16", "--compression powersgd"]
-    assert labels("compression", "horovod") == ["--compression fp16"]
+    assert labels("compression", "horovod") == ["--compression fp16", "--compression bf16"]
     assert "--cache-capacity 2048" in labels("exchange", "horovod", parameter_tensors=1500)
     assert not any("cache" in label for label in labels("exchange", "horovod"))
 

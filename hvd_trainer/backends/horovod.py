@@ -50,8 +50,9 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 """For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
-WAKES, LEAVES = 3, 15
-"""The first of our builds that have `tools/horovod/waking.py`, and all of `elastic.py` and `endings.py` there."""
+WAKES, LEAVES, BFLOAT16 = 3, 15, 16
+"""The first of our builds that have `waking.py`, all of `elastic.py` and `endings.py`, and `bfloat16.py` of
+`tools/horovod`."""
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
@@ -65,7 +66,6 @@ class HorovodBackend(Backend):
         "bucket_views": DDP_ONLY,
         "powersgd_rank": DDP_ONLY,
         "compression=powersgd": DDP_ONLY,
-        "compression=bf16": "Horovod 0.28 has no bfloat16; use --compression fp16 or --backend ddp",
     }
 
     @property
@@ -243,6 +243,7 @@ class HorovodBackend(Backend):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
     ) -> tuple[nn.Module, Optimizer]:
+        self._check_formats(model)
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
@@ -256,6 +257,26 @@ class HorovodBackend(Backend):
         self._exchange = self._make_exchange(model, optimizer) if connected else None
         return model, optimizer
 
+    def _check_formats(self, model: nn.Module) -> None:
+        """Refuse bfloat16, of the model or on the wire, where this Horovod cannot exchange it.
+
+        Raises:
+            OptionError: Adasum is asked for.
+            BackendError: this Horovod was built without.
+        """
+        formats = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
+        if torch.bfloat16 not in formats and self.options.compression != "bf16":
+            return
+        if self.options.adasum:
+            raise OptionError("--adasum combines fp16, fp32 and fp64 only, not bfloat16. Leave one of them out.")
+        if _patch_set() < BFLOAT16:
+            raise BackendError(
+                f"This Horovod has no bfloat16. Type: {INSTALL}, or train without it: --backend ddp"
+            )
+
+    def _compression(self) -> Any:
+        return getattr(self._hvd.Compression, self.options.compression)
+
     def _broadcast_model(self, model: nn.Module) -> None:
         """Gives rank 0's parameters and buffers to all. Horovod takes contiguous tensors only."""
         state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -267,7 +288,7 @@ class HorovodBackend(Backend):
 
     def _make_exchange(self, model: nn.Module, optimizer: Optimizer) -> Exchange:
         hvd, options = self._hvd, self.options
-        compression = hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none
+        compression = self._compression()
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
         if options.adasum:
             return WrappedExchange(
@@ -287,6 +308,7 @@ class HorovodBackend(Backend):
         )
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
+        self._check_formats(stage)
         if self._exchange is not None:
             self._exchange.close()
         hvd = self._hvd
@@ -295,7 +317,7 @@ class HorovodBackend(Backend):
             self._waiter,
             stage,
             limit_bytes=int(self.options.bucket_mb * 2**20),
-            compression=hvd.Compression.fp16 if self.options.compression == "fp16" else hvd.Compression.none,
+            compression=self._compression(),
             reorder=True,
             process_set=self._set,
             passes=passes,

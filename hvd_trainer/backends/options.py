@@ -25,7 +25,7 @@ class EngineOptions:
     """the network card that joins the nodes, such as eth1: for the ranks' meeting, Gloo and NCCL; None: the one
     on the route to rank 0's node"""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """format of the gradients on the wire (bf16 and powersgd: ddp only)"""
+    """format of the gradients on the wire (powersgd: ddp only)"""
     threads: int | None = None
     """CPU threads of each rank; None: as OMP_NUM_THREADS says, else its share of the cores (another number adds in
     another order, so that last bits differ)"""

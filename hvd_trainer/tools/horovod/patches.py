@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvd_trainer.tools.horovod import messages
+from hvd_trainer.tools.horovod.bfloat16 import BFLOAT16_CHANGES
 from hvd_trainer.tools.horovod.elastic import ELASTIC_CHANGES
 from hvd_trainer.tools.horovod.endings import ENDING_CHANGES
+from hvd_trainer.tools.horovod.gpu_failures import GPU_FAILURE_CHANGES
 from hvd_trainer.tools.horovod.interfaces import INTERFACE_CHANGES
 from hvd_trainer.tools.horovod.security import SECURITY_CHANGES
 from hvd_trainer.tools.horovod.source import Replacement
@@ -19,7 +21,7 @@ from hvd_trainer.tools.horovod.tokens import TOKEN_CHANGES
 from hvd_trainer.tools.horovod.waking import WAKING_CHANGES
 
 # Raised with every change below, so that wheels built before it are not taken for current ones.
-PATCH_SET = 15
+PATCH_SET = 16
 
 # Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
@@ -69,6 +71,8 @@ def apply_patches(source: Path, cxx_standard: int, record: Mapping[str, object])
         *ENDING_CHANGES,
         *STOPPING_CHANGES,
         *TIMELINE_CHANGES,
+        *GPU_FAILURE_CHANGES,
+        *BFLOAT16_CHANGES,
     ):
         replacement.apply(source)
     shutil.copyfile(messages.__file__, source / "horovod/runner/elastic/messages.py")
@@ -140,6 +144,7 @@ PATH_CHANGES = (
         "    get_filename_component(_DIR ${_LIB} DIRECTORY)\n"
         "    list(APPEND HVD_RPATH ${_DIR})\n"
         "endforeach()\n"
+        "list(APPEND HVD_RPATH $ENV{HVD_TRAINER_NCCL_FOLDER})\n"
         "set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES\n"
         '    BUILD_WITH_INSTALL_RPATH TRUE INSTALL_RPATH "${HVD_RPATH}")\n'
         'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES SUFFIX "${Python_SUFFIX}")',

@@ -7,6 +7,7 @@ import platform
 import sysconfig
 from dataclasses import asdict, dataclass
 
+from hvd_trainer.tools.horovod.nccl import Nccl
 from hvd_trainer.tools.horovod.patches import PATCH_SET
 from hvd_trainer.tools.horovod.probe import TorchFacts
 from hvd_trainer.tools.horovod.toolchain import CudaToolkit, cpu_flags
@@ -50,6 +51,7 @@ class BuildPlan:
 
     torch: TorchFacts
     cuda: CudaToolkit | None
+    nccl: Nccl | None
     mpi: str | None
     jobs: int
 
@@ -62,7 +64,7 @@ class BuildPlan:
             python=python_tag(),
             machine="_".join([platform.machine(), *cpu_flags()]),
             cuda=self.cuda.version if self.cuda else None,
-            nccl=self.torch.nccl_version if self.cuda else None,
+            nccl=self.nccl.version if self.nccl else None,
             mpi=self.mpi,
         )
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.tools.horovod.nccl import Nccl, find_nccl
+
 PROBE_TIMEOUT_S = 300
 
 
@@ -25,6 +27,7 @@ class TorchFacts:
     error: str | None = None
     version: str = ""
     cuda: str | None = None
+    hip: str | None = None
     cxx_standard: int = 0
     gpu_count: int = 0
     # Compute capabilities that this PyTorch has kernels for: "75,80,90".
@@ -71,15 +74,16 @@ def _torch_facts() -> TorchFacts:
         import torch
     except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
         return TorchFacts(error=f"{type(error).__name__}: {error}")
-    nccl = _nccl_home()
+    nccl = _nccl_wheel()
     return TorchFacts(
         version=str(torch.__version__),
         cuda=torch.version.cuda,
+        hip=torch.version.hip,
         cxx_standard=_cxx_standard(Path(torch.__file__).parent),
         gpu_count=torch.cuda.device_count() if torch.version.cuda else 0,
         compute_capabilities=_compute_capabilities(torch),
-        nccl_home=str(nccl) if nccl else None,
-        nccl_version=_nccl_version(nccl) if nccl else None,
+        nccl_home=str(nccl.include.parent) if nccl else None,
+        nccl_version=nccl.version if nccl else None,
     )
 
 
@@ -97,26 +101,13 @@ def _compute_capabilities(torch: Any) -> str:
     return ",".join(sorted(set(re.findall(r"sm_(\d+)\b", flags)), key=int))
 
 
-def _nccl_home() -> Path | None:
-    """The folder of the NCCL wheel that PyTorch loads, with `include` and `lib` in it."""
+def _nccl_wheel() -> Nccl | None:
+    """Return the NCCL wheel that PyTorch loads."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / "include/nccl.h").is_file() and _nccl_library(Path(folder)):
-            return Path(folder)
-    return None
-
-
-def _nccl_library(home: Path) -> bool:
-    return (home / "lib/libnccl.so.2").is_file()
-
-
-def _nccl_version(home: Path) -> str:
-    text = (home / "include/nccl.h").read_text(encoding="utf-8")
-    parts = dict(re.findall(r"^#define NCCL_(MAJOR|MINOR|PATCH) (\d+)", text, re.MULTILINE))
-    return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return find_nccl((spec.submodule_search_locations or []) if spec else [])
 
 
 def _horovod_facts() -> HorovodFacts | None:

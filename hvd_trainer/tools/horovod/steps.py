@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_trainer.tools.horovod.errors import InstallError, explain
+from hvd_trainer.tools.horovod.nccl import Nccl
 from hvd_trainer.tools.horovod.plan import VERSION, BuildPlan
-from hvd_trainer.tools.horovod.probe import TorchFacts
-from hvd_trainer.tools.horovod.toolchain import cpu_flags, nccl_home
+from hvd_trainer.tools.horovod.toolchain import cpu_flags
 
 # Of the published source package; pip checks it before anything in it runs.
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -125,10 +125,12 @@ def build_environment(plan: BuildPlan, cxx: str, folder: Path) -> dict[str, str]
         "CMAKE_GENERATOR": "Unix Makefiles",
         "MAKEFLAGS": f"-j{plan.jobs}",
     }
-    if plan.cuda:
+    if plan.cuda and plan.nccl:
+        if plan.torch.nccl_home is None:  # so that it is not beside PyTorch, either, when Horovod is loaded
+            options["HVD_TRAINER_NCCL_FOLDER"] = str(plan.nccl.library.parent)
         options |= {
             "HOROVOD_GPU_OPERATIONS": "NCCL",
-            "HOROVOD_NCCL_HOME": str(_linkable_nccl(plan.torch, folder)),
+            "HOROVOD_NCCL_HOME": str(_linkable_nccl(plan.nccl, folder)),
             "HOROVOD_NCCL_LINK": "SHARED",
             "HOROVOD_CUDA_HOME": str(plan.cuda.home),
             "CUDA_HOME": str(plan.cuda.home),
@@ -139,15 +141,14 @@ def build_environment(plan: BuildPlan, cxx: str, folder: Path) -> dict[str, str]
     return options
 
 
-def _linkable_nccl(torch: TorchFacts, folder: Path) -> Path:
-    """NCCL's wheel has no libnccl.so, which linkers look for: a folder of links that has."""
-    home = nccl_home(torch)
-    assert home is not None  # find_cuda has seen to it
+def _linkable_nccl(nccl: Nccl, folder: Path) -> Path:
+    """Make a folder of links, with lib/libnccl.so: the wheel has none of that name, and Debian's is not in lib."""
     links = folder / "nccl"
-    (links / "lib").mkdir(parents=True)
-    (links / "include").symlink_to(home / "include")
-    library = next(path for name in ("libnccl.so.2", "libnccl.so") if (path := home / "lib" / name).exists())
-    (links / "lib/libnccl.so").symlink_to(library)
+    for name in ("lib", "include"):
+        (links / name).mkdir(parents=True)
+    for header in nccl.include.glob("nccl*"):
+        (links / "include" / header.name).symlink_to(header)
+    (links / "lib/libnccl.so").symlink_to(nccl.library)
     return links
 
 

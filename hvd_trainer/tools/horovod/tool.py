@@ -8,10 +8,8 @@ environment, installs it, and runs real collectives on two ranks under horovodru
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,16 +18,16 @@ from typing import Literal
 
 import tyro
 
-from hvd_trainer.tools.horovod import selftest
 from hvd_trainer.tools.horovod.errors import InstallError
 from hvd_trainer.tools.horovod.patches import PATCH_SET
 from hvd_trainer.tools.horovod.plan import VERSION, BuildPlan, default_jobs, python_tag
 from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts, probe
+from hvd_trainer.tools.horovod.proof import prove
 from hvd_trainer.tools.horovod.steps import pip, run_logged
-from hvd_trainer.tools.horovod.toolchain import CudaToolkit, find_cuda, find_mpi
+from hvd_trainer.tools.horovod.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.tools.horovod.wheel import build_wheel, cached_wheel, locked
 
-PROOF_TIMEOUT_S = 300
+COMMAND = "python -m hvd_trainer install-horovod"
 
 
 def default_wheel_dir() -> Path:
@@ -60,7 +58,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     """The tool's entry; raises InstallError for everything that a user can mend."""
-    options = tyro.cli(Options, prog="python -m hvd_trainer install-horovod", args=argv)
+    options = tyro.cli(Options, prog=COMMAND, args=argv)
     # As an exception, so that the compilers end with the installer.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     install(options)
@@ -74,8 +72,11 @@ def install(options: Options) -> None:
         InstallError: what was asked, what was found, what to type.
     """
     facts = _probe_torch()
-    if not options.force and _already_usable(options, facts):
-        return
+    if options.force or not _already_usable(options, facts):
+        _install(options, facts)
+
+
+def _install(options: Options, facts: Facts) -> None:
     wheel_dir = options.wheel_dir.expanduser().resolve()
     with locked(wheel_dir) as waited:
         if waited and not options.force and _already_usable(options, _probe_torch()):
@@ -95,6 +96,8 @@ def install(options: Options) -> None:
             os.environ,
         )
         prove(plan, log)
+        if plan.cuda is None:
+            _point_to_gpus(options, facts.torch)
 
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
@@ -128,6 +131,7 @@ def make_plan(options: Options, torch: TorchFacts) -> BuildPlan:
     return BuildPlan(
         torch=torch,
         cuda=cuda if isinstance(cuda, CudaToolkit) else None,
+        nccl=nccl_for(torch) if isinstance(cuda, CudaToolkit) else None,
         mpi=find_mpi() if options.mpi else None,
         jobs=options.jobs or default_jobs(),
     )
@@ -145,6 +149,17 @@ def choose_cuda(gpu: str, torch: TorchFacts) -> CudaToolkit | str:
         return error.found
 
 
+def _point_to_gpus(options: Options, torch: TorchFacts) -> None:
+    """Say last that this build is for the CPU, where nobody has asked for that and PyTorch can use GPUs."""
+    why = choose_cuda(options.gpu, torch)
+    if options.gpu == "auto" and isinstance(why, str) and (torch.cuda or torch.hip):
+        print(
+            f"This Horovod is for CPUs only: {why}\n"
+            f"For GPUs type: {COMMAND} --gpu nccl    (it says what to do about that)",
+            flush=True,
+        )
+
+
 def _already_usable(options: Options, facts: Facts) -> bool:
     if facts.horovod is None:
         return False
@@ -154,6 +169,8 @@ def _already_usable(options: Options, facts: Facts) -> bool:
         kind = f"NCCL {record['nccl']}" if record["cuda"] else "CPU only"
         mpi = f", MPI {record['mpi']}" if record["mpi"] else ""
         print(f"Horovod {VERSION} for torch {facts.torch.version} ({kind}{mpi}) is installed already")
+        if not record["cuda"]:
+            _point_to_gpus(options, facts.torch)
         return True
     print(f"the installed Horovod does not fit: {reason}", flush=True)
     return False
@@ -174,13 +191,15 @@ def unfit(horovod: HorovodFacts, torch: TorchFacts, options: Options) -> str | N
         "torch": torch.version,
         "python": python_tag(),
     }
-    if record.get("cuda"):
+    if record.get("cuda") and torch.nccl_version:
         wanted["nccl"] = torch.nccl_version
     for name, value in wanted.items():
         if record.get(name) != value:
             return f"it was built for {name} {record.get(name)}, and this is {value}"
     if horovod.error:
         return horovod.error
+    if not record.get("proved"):
+        return "no ranks have exchanged tensors by it yet: it was not proved, or that failed"
     if bool(record.get("mpi")) != options.mpi:
         return f"it was built {'with' if record.get('mpi') else 'without'} MPI"
     return _unfit_gpu(bool(record.get("cuda")), torch, options)
@@ -192,45 +211,3 @@ def _unfit_gpu(has_cuda: bool, torch: TorchFacts, options: Options) -> str | Non
     if has_cuda or (options.gpu == "auto" and isinstance(choose_cuda("auto", torch), str)):
         return None
     return "it was built for the CPU only"
-
-
-def prove(plan: BuildPlan, log: Path) -> None:
-    """Two ranks on the CPU; with NCCL and a visible GPU also on up to two GPUs.
-
-    Raises:
-        InstallError: a run failed or did not end in time.
-    """
-    _prove_run("cpu", 2, log, "--gloo")
-    if plan.mpi and shutil.which("mpirun"):
-        _prove_run("cpu", 2, log, "--mpi")
-    if plan.cuda and plan.torch.gpu_count:
-        # NCCL refuses two ranks on one GPU.
-        _prove_run("cuda", min(2, plan.torch.gpu_count), log, "--gloo")
-
-
-def _prove_run(device: str, num_processes: int, log: Path, controller: str) -> None:
-    horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
-    command = [
-        str(horovodrun),
-        controller,
-        "-np",
-        str(num_processes),
-        "-H",
-        f"localhost:{num_processes}",
-        sys.executable,
-        "-m",
-        selftest.__name__,
-        device,
-    ]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_", "PMIX_"))
-    }
-    run_logged(
-        f"Horovod was installed, but {num_processes} ranks could not exchange {device} tensors.",
-        command,
-        log,
-        # An empty PYTHONOPTIMIZE keeps the proof's assertions.
-        environment | {"OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": ""},
-        timeout_s=PROOF_TIMEOUT_S,
-    )
-    print(f"proved: {num_processes} ranks, {device} tensors, {controller[2:]} controller", flush=True)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_trainer.tools.horovod.errors import InstallError
+from hvd_trainer.tools.horovod.nccl import LIBRARY_FOLDERS, Nccl, find_nccl
 from hvd_trainer.tools.horovod.probe import TorchFacts
 
 USUAL_CUDA_HOME = "/usr/local/cuda"
+USUAL_NCCL_HOMES = ("/usr", "/usr/local")
 
 # PyTorch's own headers use these; the first g++ that has them all is 9 (C++17) or 11 (C++20).
 CXX_TRIALS = {
@@ -119,18 +121,25 @@ def find_cuda(torch: TorchFacts) -> CudaToolkit:
     """
     asked = "An NCCL build was asked for (--gpu nccl)"
     cpu_instead = "python -m hvd_trainer install-horovod --gpu none    (a build for the CPU)"
+    if torch.hip is not None:
+        raise InstallError(
+            f"{asked}, but this PyTorch is built for ROCm.",
+            f"torch {torch.version}; Horovod 0.28.1's code for ROCm does not fit ROCm 6 and later",
+            f"train on GPUs by --backend ddp, which uses RCCL, or {cpu_instead}",
+        )
     if torch.cuda is None:
         raise InstallError(
             f"{asked}, but this PyTorch is built without CUDA.",
             f"torch {torch.version}",
             f"pip install a CUDA build of torch, or {cpu_instead}",
         )
-    if nccl_home(torch) is None:
+    if nccl_for(torch) is None:
+        homes, folders = ", ".join(map(str, _nccl_homes(torch))), ", ".join(LIBRARY_FOLDERS)
         raise InstallError(
-            f"{asked}, but PyTorch's own NCCL is not there.",
-            "no package nvidia-nccl with include/nccl.h and lib/libnccl.so.2 in this environment",
-            f"pip install nvidia-nccl-cu{torch.cuda.partition('.')[0]}, or set HOROVOD_NCCL_HOME, "
-            f"or {cpu_instead}",
+            f"{asked}, but NCCL's header and library are not there.",
+            f"no package nvidia-nccl, and no include/nccl.h with libnccl.so in {folders} below {homes}",
+            f"pip install nvidia-nccl-cu{torch.cuda.partition('.')[0]}, or apt-get install libnccl-dev, "
+            f"or set HOROVOD_NCCL_HOME to the folder with both, or {cpu_instead}",
         )
     toolkits = find_toolkits()
     major = torch.cuda.partition(".")[0]
@@ -151,10 +160,14 @@ def find_cuda(torch: TorchFacts) -> CudaToolkit:
     )
 
 
-def nccl_home(torch: TorchFacts) -> Path | None:
-    """NCCL's folder: PyTorch's wheel, or HOROVOD_NCCL_HOME where PyTorch brings none."""
-    home = torch.nccl_home or os.environ.get("HOROVOD_NCCL_HOME")
-    return Path(home) if home else None
+def nccl_for(torch: TorchFacts) -> Nccl | None:
+    """Return the NCCL to build against: PyTorch's wheel; if there is none, HOROVOD_NCCL_HOME's or the system's."""
+    return find_nccl(_nccl_homes(torch))
+
+
+def _nccl_homes(torch: TorchFacts) -> list[str | Path]:
+    named = [home for home in (torch.nccl_home, os.environ.get("HOROVOD_NCCL_HOME")) if home]
+    return [*named, *(toolkit.home for toolkit in find_toolkits()), *USUAL_NCCL_HOMES]
 
 
 def find_mpi() -> str:

@@ -128,7 +128,7 @@ def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def _compression(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
-    kinds = ("fp16", "bf16", "powersgd") if backend == "ddp" else ("fp16",)
+    kinds = ("fp16", "bf16", "powersgd") if backend == "ddp" else ("fp16", "bf16")
     for kind in kinds:
         if kind != settings.get("compression", facts["compression"]):
             yield Change("compression", "compression", kind)

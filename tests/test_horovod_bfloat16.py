@@ -1,0 +1,40 @@
+"""bfloat16 under a Horovod that cannot exchange it: refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_trainer import EngineOptions, OptionError, backends
+from hvd_trainer.backends import horovod
+from hvd_trainer.errors import BackendError
+
+
+def check(model: nn.Module, **options: Any) -> None:
+    backend = backends.create(EngineOptions(backend="horovod", **options), {})
+    assert isinstance(backend, horovod.HorovodBackend)
+    backend._check_formats(model)
+
+
+@pytest.mark.parametrize("patch_set", [0, horovod.BFLOAT16 - 1, horovod.BFLOAT16])
+def test_a_horovod_that_was_built_without_it(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
+    monkeypatch.setattr(horovod, "_patch_set", lambda: patch_set)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    check(model)
+    half = nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16))
+    for its, options in ((half, {}), (model, {"compression": "bf16"})):
+        if patch_set == horovod.BFLOAT16:
+            check(its, **options)
+        else:
+            with pytest.raises(BackendError, match="no bfloat16. Type: python -m hvd_trainer install-horovod"):
+                check(its, **options)
+
+
+def test_adasum_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "_patch_set", lambda: horovod.BFLOAT16)
+    with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
+        check(nn.Linear(2, 2).bfloat16(), adasum=True)

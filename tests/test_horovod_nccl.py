@@ -1,0 +1,117 @@
+"""Where NCCL is found, and what a Horovod that was built with it is linked to."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from install_checks import put_nccl
+from launchers import requires
+
+from hvd_trainer.tools.horovod import toolchain
+from hvd_trainer.tools.horovod.errors import InstallError
+from hvd_trainer.tools.horovod.nccl import Nccl, find_nccl
+from hvd_trainer.tools.horovod.plan import BuildPlan
+from hvd_trainer.tools.horovod.probe import TorchFacts
+from hvd_trainer.tools.horovod.steps import build_environment
+
+TRIPLET = f"{platform.machine()}-linux-gnu"
+CUDA_TORCH = TorchFacts(version="2.15.0+cu132", cuda="13.2")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without CUDA and NCCL; its /usr is the folder returned."""
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "HOROVOD_NCCL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(toolchain, "USUAL_CUDA_HOME", str(tmp_path / "no_cuda"))
+    monkeypatch.setattr(toolchain, "USUAL_NCCL_HOMES", (str(tmp_path / "usr"),))
+    return tmp_path / "usr"
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        *("lib/libnccl.so.2", "lib/libnccl.so", "lib64/libnccl.so.2", f"lib/{TRIPLET}/libnccl.so.2"),
+        "targets/sbsa-linux/lib/libnccl.so",
+    ],
+)
+def test_nccl_is_found_where_packages_have_it(bare: Path, library: str) -> None:
+    """That of Debian and NVIDIA's images was a StopIteration, or a build for the CPU that nobody had asked for."""
+    put_nccl(bare, library)
+    assert toolchain.nccl_for(CUDA_TORCH) == Nccl(bare / "include", bare / library, "2.28.9")
+
+
+def test_the_nccl_of_pytorch_comes_before_others(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, named = put_nccl(tmp_path / "wheel"), put_nccl(tmp_path / "named")
+    put_nccl(bare)
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(named))
+    torch = TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_home=str(wheel))
+    for facts, home in ((torch, wheel), (CUDA_TORCH, named)):
+        found = toolchain.nccl_for(facts)
+        assert found is not None
+        assert found.include == home / "include"
+
+
+def test_half_an_nccl_is_none(bare: Path, tmp_path: Path) -> None:
+    homes = [put_nccl(tmp_path / "a", library=None), put_nccl(tmp_path / "b", header=False), tmp_path / "c"]
+    assert find_nccl(homes) is None
+    put_nccl(bare, library=None)  # libnccl2 without libnccl-dev is the other way round
+    with pytest.raises(InstallError, match="NCCL's header and library are not there") as error:
+        toolchain.find_cuda(CUDA_TORCH)
+    assert f"lib/{TRIPLET}, targets/*/lib below {bare}" in str(error.value)
+    assert "apt-get install libnccl-dev" in str(error.value)
+
+
+def test_a_pytorch_for_rocm(bare: Path) -> None:
+    with pytest.raises(InstallError, match=r"built for ROCm[^$]*--backend ddp, which uses RCCL"):
+        toolchain.find_cuda(TorchFacts(version="2.15.0+rocm7.0", hip="7.0"))
+
+
+def test_the_build_gets_nccl_as_cmake_looks_for_it(bare: Path, tmp_path: Path) -> None:
+    nccl = find_nccl([put_nccl(bare, f"lib/{TRIPLET}/libnccl.so.2")])
+    (bare / "include/stdlib.h").touch()
+    plan = BuildPlan(CUDA_TORCH, toolchain.CudaToolkit(tmp_path / "cuda", "13.0"), nccl, None, 1)
+    assert plan.key.name.endswith("-cuda13.0-nccl2.28.9")
+    options = build_environment(plan, "g++", tmp_path)
+    home = Path(options["HOROVOD_NCCL_HOME"])
+    assert (home / "lib/libnccl.so").resolve() == bare / f"lib/{TRIPLET}/libnccl.so.2"
+    assert [file.name for file in (home / "include").iterdir()] == ["nccl.h"]
+    assert options["HVD_TRAINER_NCCL_FOLDER"] == str(bare / "lib" / TRIPLET)
+
+
+LOAD = "import horovod.torch; print(open('/proc/self/maps').read())"
+
+
+def symbols(library: Path, kind: str) -> dict[str, str]:
+    """The letter of each of a library's defined or undefined symbols, by name."""
+    text = subprocess.check_output(["nm", "-D", f"--{kind}-only", str(library)], text=True)
+    return {words[-1].partition("@")[0]: words[-2] for line in text.splitlines() if (words := line.split())}
+
+
+@requires("horovod")
+def test_all_that_horovod_needs_is_in_what_it_names() -> None:
+    """Also on a machine without a GPU: it names no library of the driver's, and uses nothing of it."""
+    if shutil.which("nm") is None or shutil.which("readelf") is None:
+        pytest.skip("needs nm and readelf: apt-get install binutils")
+    maps = subprocess.check_output([sys.executable, "-c", LOAD], text=True, timeout=120)
+    loaded = {Path(path) for path in re.findall(r" (/\S+)$", maps, re.MULTILINE)}
+    (horovod,) = (path for path in loaded if path.name.startswith("mpi_lib_v2"))
+    named = re.findall(r"\(NEEDED\).*\[(.+)\]", subprocess.check_output(["readelf", "-d", horovod], text=True))
+    if not any(name.startswith("libnccl.") for name in named):
+        pytest.skip("needs a Horovod with NCCL (nvcc and: python -m hvd_trainer install-horovod --gpu nccl)")
+    assert not [name for name in named if name.startswith("libcuda.")]
+    # libstdc++.so.6 is a link to libstdc++.so.6.0.30. Python's own symbols are in whoever loads an extension.
+    providers = [path for path in loaded if path.name.startswith((*named, "libpython"))]
+    there = {name for path in (*providers, Path(sys.executable).resolve()) for name in symbols(path, "defined")}
+    wanted = symbols(horovod, "undefined")
+    assert {"ncclAllReduce", "ncclCommAbort", "cudaEventQuery"} <= wanted.keys()
+    assert [name for name, letter in wanted.items() if name not in there and letter not in "wv"] == []

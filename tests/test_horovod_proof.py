@@ -1,0 +1,121 @@
+"""What was not proved is not installed, and a proof that fails names its cause."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from install_checks import NO_NETWORK, ROOT, installed_record, record_of
+from launchers import requires
+
+from hvd_trainer.tools.horovod import proof
+from hvd_trainer.tools.horovod.errors import InstallError
+from hvd_trainer.tools.horovod.patches import RECORD_FILE, RECORD_TEMPLATE
+from hvd_trainer.tools.horovod.plan import BuildPlan
+from hvd_trainer.tools.horovod.probe import TorchFacts
+
+FOR_CPUS = BuildPlan(torch=TorchFacts(version="2.15.0"), cuda=None, nccl=None, mpi=None, jobs=1)
+SSH = "horovodrun: could not connect to some hosts via ssh"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Horovod of ours that pip has just installed: the file with its record."""
+    package = tmp_path / "site/horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    record = tmp_path / "site" / RECORD_FILE
+    record.write_text(RECORD_TEMPLATE.format(record='{"mpi": null}'), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    return record
+
+
+def fail(asked: str, *args: object, **options: object) -> None:
+    raise InstallError(asked, SSH, "look at the log")
+
+
+def test_only_a_proof_that_holds_leaves_its_mark(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "run_logged", fail)
+    with pytest.raises(InstallError, match="2 ranks could not exchange cpu tensors"):
+        proof.prove(FOR_CPUS, tmp_path / "log")
+    assert record_of(installed) == {"mpi": None}
+    monkeypatch.setattr(proof, "run_logged", lambda *args, **options: None)
+    proof.prove(FOR_CPUS, tmp_path / "log")
+    assert record_of(installed) == {"mpi": None, "proved": True}
+
+
+def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new chroot without /etc/hosts, horovodrun only said that it could not connect by ssh."""
+
+    def unknown(host: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(proof, "run_logged", fail)
+    with pytest.raises(InstallError, match=SSH):
+        proof.prove(FOR_CPUS, tmp_path / "log")
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    with pytest.raises(InstallError, match=r"localhost leads to no address[^$]*>> /etc/hosts"):
+        proof.prove(FOR_CPUS, tmp_path / "log")
+
+
+@requires("horovod")
+def test_localhost_is_unknown(tmp_path: Path) -> None:
+    """The same for real, with an empty /etc/hosts."""
+    (tmp_path / "hosts").touch()
+    hide = f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
+    hidden = ["unshare", "--mount", "sh", "-c", hide, "sh", sys.executable, "-c"]
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare, to hide /etc/hosts")
+    seen = subprocess.run([*hidden, "import socket; socket.gethostbyname('localhost')"], stderr=subprocess.PIPE)
+    if b"gaierror" not in seen.stderr:
+        pytest.skip(f"this machine knows localhost without /etc/hosts, or hides no file {seen.stderr.decode()}")
+    code = (
+        "from pathlib import Path\n"
+        "from hvd_trainer.tools.horovod import proof\n"
+        f"proof._prove_run('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
+    )
+    done = subprocess.run([*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert "the name localhost leads to no address" in done.stderr
+    assert "Could not resolve hostname localhost" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+@requires("horovod")
+def test_one_that_was_not_proved_is_installed_anew(tmp_path: Path) -> None:
+    """As after a proof that failed, or a run that was interrupted; it was taken as "installed already"."""
+    built, spec = installed_record(), importlib.util.find_spec("horovod")
+    assert spec is not None
+    assert spec.origin is not None
+    real, planted = Path(spec.origin).parent, tmp_path / "horovod"
+    planted.mkdir()
+    for path in real.iterdir():
+        (planted / path.name).symlink_to(path)
+    record = tmp_path / RECORD_FILE
+    text = record.read_text(encoding="utf-8").replace(proof.MARK, "")
+    folder = str(tmp_path / "wheels")
+    options = [
+        "--wheel-dir",
+        folder,
+        *(["--mpi"] if built["mpi"] else []),
+        "--gpu",
+        "nccl" if built["cuda"] else "none",
+    ]
+    record.unlink()
+    for mark, said in ((proof.MARK, "is installed already"), ("", "it was not proved, or that failed")):
+        record.write_text(text + mark, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "hvd_trainer", "install-horovod", *options],
+            env={**os.environ, **NO_NETWORK, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert said in done.stdout, done.stdout + done.stderr
+        assert done.returncode == (0 if mark else 2)
