@@ -13,6 +13,7 @@ NP ?= 4
 # Options of the Horovod build: make mnist HOROVOD_ARGS="--gpu none --mpi"
 HOROVOD_ARGS ?=
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 # make test LONG=1: also the tests that take long; LONG=all: those of `.ci/run` for one more engine or cause, too
 LONG ?=
 # Files of tests that run at the same time; 0: all in one process, one after the other.
@@ -25,13 +26,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup mnist test image-test lint audit clean
+.PHONY: help setup mnist test image-test gpu-test lint audit clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make mnist   train MNIST: horovodrun -np $(NP) python -m hvd_trainer.mnist"
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
+	@echo "make gpu-test  prove on this machine's GPUs what can be proved, in 25 minutes; writes a report"
+	@echo "             options: GPU_ARGS=\"--out folder --data-dir mnist --stages facts,nccl\""
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff and mypy"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
@@ -47,11 +50,15 @@ mnist: $(STAMPS)/horovod
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	    -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image" $(PYTEST_ARGS)
+	    -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image and not gpu" $(PYTEST_ARGS)
 
 # Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
 image-test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m image --timeout 3600 tests/test_image.py $(PYTEST_ARGS)
+
+# It builds Horovod itself. Without a GPU it says so and exits with 69.
+gpu-test: $(STAMPS)/package
+	PATH="$(abspath $(BIN)):$$PATH" python tests/gpu $(GPU_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import NO_GPUS
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 WORDS = ("terminate called", "Traceback", "Fatal", "Signal", "error:")
@@ -39,7 +41,7 @@ def command(launcher: str, ranks: int, job: list[str]) -> list[str]:
 
 def end_of_one_run(line: list[str], limit_s: float) -> str:
     """`clean`, or in short what was wrong."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **NO_GPUS, "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(line, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
 from hvd_trainer.tools.step_figures import read_steps
 
@@ -78,13 +79,19 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
     )
 
 
-def finish(command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float) -> int:
-    """Run the command to its end or to the limit, leave no process of it; returns its exit code."""
+def finish(
+    command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float, *, gpus: bool = False
+) -> int:
+    """Run the command to its end or to the limit, leave no process of it; return its exit code.
+
+    Args:
+        gpus: let it see the machine's GPUs. The scripts that ours are compared with know CPUs only.
+    """
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=environment,
+            env=environment if gpus else environment | NO_GPUS,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import NO_GPUS
 from benchmarks.hosts import Cluster, Host, hosts, missing
 from benchmarks.results import describe_machine
 from benchmarks.run import REPOSITORY
@@ -114,6 +115,7 @@ def _exit_code(
             stack.callback(taken[place].end_all)
             environ = {
                 **taken[place].environ,
+                **NO_GPUS,
                 **{"RANK": str(rank), "WORLD_SIZE": str(size)},
                 **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks_per_host)},
                 **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), MARK: str(folder)},

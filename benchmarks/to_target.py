@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--until", default="test_accuracy=0.99", help="as the job's option")
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one run")
+    parser.add_argument("--gpus", action="store_true", help="train on a GPU, not on the CPU")
     parser.add_argument("options", nargs="*", help="of the job, behind --")
     args = parser.parse_args()
     if args.seeds < 1:
@@ -106,7 +107,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="hvd-to-target-") as folder:
             log, output = Path(folder) / "log", Path(folder) / "output"
             command = command_for(args.until, seed, args.data_dir.resolve(), log, args.options)
-            exit_code = finish(command, dict(os.environ), output, args.limit_s)
+            exit_code = finish(command, dict(os.environ), output, args.limit_s, gpus=args.gpus)
             try:
                 its = outcome_of(log, args.until)
             except (OSError, ValueError, KeyError, StopIteration):

@@ -18,6 +18,8 @@ import pytest
 import slurm_cluster
 import warm
 
+from benchmarks import NO_GPUS
+
 _SET_BY_IMPORTS = {
     # pytest itself
     "PYTEST_CURRENT_TEST",
@@ -50,6 +52,8 @@ LONGEST = (
     *("test_doctor", "test_parity_tool", "test_tune"),
 )
 _LEFT_BEHIND = pytest.StashKey[str]()
+_GPUS = pytest.StashKey[dict[str, str]]()
+"""The variables that choose GPUs, as they were."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A make inside `make test` would take over its options, and say that it enters and leaves a folder.
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
+    # Ranks would share a GPU, or one that is in use, and have another arithmetic than the CPU's.
+    config.stash[_GPUS] = {name: os.environ[name] for name in NO_GPUS if name in os.environ}
+    os.environ.update(NO_GPUS)
     # A shell that starts a job in the background lets it ignore Ctrl-C, and a program inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,6 +96,16 @@ def _environment_is_restored() -> Iterator[None]:
             del os.environ[name]
     if changed:
         pytest.fail(f"the test left changes in os.environ: {', '.join(sorted(changed))}")
+
+
+@pytest.fixture(autouse=True)
+def _gpus_are_seen_by_tests_of_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by nobody else; what such a test starts sees them, while this process may have looked before."""
+    if request.node.get_closest_marker("gpu") is not None:
+        for name in NO_GPUS:
+            monkeypatch.delenv(name)
+        for name, value in request.config.stash[_GPUS].items():
+            monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)

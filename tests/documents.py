@@ -10,7 +10,10 @@ from functools import cache
 
 from launchers import REPOSITORY
 
-WITH_COMMANDS = ("README.md", "examples/mnist/README.md", "examples/slurm/README.md", "CONTRIBUTING.md")
+WITH_COMMANDS = (
+    *("README.md", "examples/mnist/README.md", "examples/slurm/README.md", "CONTRIBUTING.md"),
+    "docs/gpu.md",
+)
 ALL = (
     *WITH_COMMANDS,
     *("CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "docker/README.md", "examples/kubernetes/README.md"),

@@ -30,6 +30,16 @@ def hold_the_interpreter() -> None:
     re.match("(a+)+$", 40 * "a" + "b")
 
 
+def use_a_label_out_of_range() -> None:
+    """A GPU finds it while it computes, long after the call, and is lost to the process; a CPU raises at once."""
+    nn.functional.cross_entropy(torch.zeros(1, 2), torch.tensor([2]))
+
+
+def take_too_much_memory() -> None:
+    """More than any address space has."""
+    torch.empty(2**50)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": raise_an_error,
     "exits": lambda: sys.exit(0),
@@ -38,6 +48,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loops": loop_for_ever,
     "is stuck": hold_the_interpreter,
+    "asserts on the device": use_a_label_out_of_range,
+    "takes too much memory": take_too_much_memory,
     "lives": lambda: None,
 }
 
@@ -54,7 +66,9 @@ class Grief(Callback):
             print("steps", flush=True)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if (trainer.world.rank, trainer.progress.step) == self.place and not restarts:
-            FAULTS[self.what]()
+            print(f"strikes at {time.time():.3f}", flush=True)
+            with trainer.device:
+                FAULTS[self.what]()
         time.sleep(0.01)
 
 

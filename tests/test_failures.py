@@ -69,6 +69,8 @@ CASES = [
     Case("torchrun", "ddp", "is killed", 1, GONE),
     Case("torchrun", "ddp", "loops", 1, LATE),
     Case("torchrun", "horovod", "is killed", 0, GONE),
+    Case("torchrun", "ddp", "asserts on the device", 0, "raised an exception"),
+    Case("torchrun", "ddp", "takes too much memory", 1, "raised an exception"),
     Case("mpirun", "horovod", "is killed", 1, GONE),
     Case("mpirun", "ddp", "is stopped", 0, SILENT),
     Case("srun", "ddp", "is killed", 0, GONE),

@@ -58,6 +58,11 @@ TYPED_ELSEWHERE = {
     "make lint": (".ci/run", "make lint"),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
+    # Its stages need a GPU; that these forms are there is tested without one.
+    **dict.fromkeys(
+        (command for command in documents.commands() if "gpu-test" in command or "tests/gpu" in command),
+        ("tests/test_gpu_runner.py", "test_the_commands_of_the_page_are_there"),
+    ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install --quiet -c constraints.txt"),
     "python -m hvd_trainer install-horovod": ("tests/test_install_horovod.py", '"install-horovod"'),
@@ -181,8 +186,6 @@ def typed(command: str, root: Path, timeout_s: float = 150.0) -> Result:
     changes: dict[str, str | None] = {
         "PATH": os.pathsep.join([str(HOROVODRUN.parent), os.environ["PATH"]]),
         "PYTHONPATH": str(REPOSITORY),
-        # The transcript is that of CPUs.
-        "CUDA_VISIBLE_DEVICES": "",
         # Open MPI refuses root, and more ranks than cores, unless told.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -255,7 +258,10 @@ def test_the_main_command_prints_what_is_shown(root: Path, mnist_dir: Path) -> N
         assert float(accuracy[1]) >= 97
 
 
-TESTED = 'python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not nightly and not image"'
+TESTED = (
+    "python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "
+    '-m "not long and not nightly and not image and not gpu"'
+)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +348,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer project",
         "benchmarks",
         "benchmarks.slow_link",
+        "tests/gpu/__main__.py",
     ):
         known |= documents.options_in(help_of(what))
     for document in documents.ALL:

@@ -13,6 +13,8 @@ from pathlib import Path
 import process_tree
 from child_environment import child_environment
 
+from benchmarks import NO_GPUS
+
 HERE = Path(__file__).parent
 START_S = 60.0
 _servers: list[Server] = []
@@ -26,7 +28,7 @@ class Server:
         self._folder = Path(tempfile.mkdtemp(prefix="hvd-warm-"))
         self.address = str(self._folder / "socket")
         mark = f"{os.environ.get(process_tree.MARK, 'session')}/warm"
-        environ = child_environment(os.environ, {}, mark=mark, folder=self._folder)
+        environ = child_environment(os.environ, NO_GPUS, mark=mark, folder=self._folder)
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "warm_server.py"), self.address],
             env=environ,

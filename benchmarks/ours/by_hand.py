@@ -30,7 +30,7 @@ def main() -> None:
         model, optimizer = backend.prepare(bare, torch.optim.Adam(bare.parameters(), lr=1e-4))
 
         model.train()
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(3, dtype=torch.float64, device=backend.device)
         for image, target in loader.epoch(0):
             with backend.gradient_sync(model, enabled=True):
                 logits = model(image)

@@ -1,0 +1,126 @@
+"""The report: what is proven, what failed, and what this machine could not show; as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu.bench import Check, Ran
+
+PROVEN, FAILED, NOT_HERE = "proven", "failed", "not provable here"
+Status = Literal["proven", "failed", "not provable here"]
+MAX_TAIL_LINES, MAX_TAIL_CHARACTERS = 25, 4_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check."""
+
+    stage: str
+    name: str
+    finds: str
+    status: Status
+    why: str
+    """what failed, or what is missing"""
+    seconds: float
+    figures: dict[str, Any] = field(default_factory=dict)
+    commands: list[dict[str, Any]] = field(default_factory=list)
+    """each with its exit code, seconds and the tail of its output"""
+
+
+def outcome(
+    stage: str, check: Check, status: Status, why: str, seconds: float, figures: dict[str, Any], ran: Sequence[Ran]
+) -> Outcome:
+    """Return an outcome with the tails of what the commands printed."""
+    commands = [
+        {"command": its.command, "exit_code": its.code, "seconds": round(its.seconds, 1), "tail": tail(its.output)}
+        for its in ran
+    ]
+    return Outcome(stage, check.name, check.finds, status, why, round(seconds, 1), figures, commands)
+
+
+def tail(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-MAX_TAIL_LINES:])[-MAX_TAIL_CHARACTERS:]
+
+
+class Report:
+    """Written anew after each check, so that it is there whatever happens.
+
+    Args:
+        folder: for gpu-report.md and gpu-report.json.
+        about: the machine, and how the runner was called.
+        earlier: a gpu-report.json, whose outcomes of other stages stay; or None.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], earlier: Path | None, stages: Sequence[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.about = folder, about
+        before = json.loads(earlier.read_text())["checks"] if earlier is not None else []
+        self.kept = [Outcome(**its) for its in before if its["stage"] not in stages]
+        self.new: list[Outcome] = []
+
+    def add(self, its: Outcome) -> None:
+        self.new.append(its)
+        everything = [*self.kept, *self.new]
+        content = {"about": self.about, "checks": [asdict(one) for one in everything]}
+        (self.folder / "gpu-report.json").write_text(json.dumps(content, indent=1, default=str))
+        (self.folder / "gpu-report.md").write_text(markdown(self.about, everything))
+
+    def summary(self) -> str:
+        counts = [
+            f"{sum(its.status == status for its in self.new)} {status}" for status in (PROVEN, FAILED, NOT_HERE)
+        ]
+        return f"{', '.join(counts)}: {self.folder / 'gpu-report.md'}"
+
+
+def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+    lines = ["# gpu-test", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    if about["device"] == "cpu":
+        lines += ["**On the CPU: it shows that the checks run, and nothing of GPUs.**", ""]
+    lines += ["| findings | |", "|---|---|", *by_finding(outcomes), ""]
+    for status in (FAILED, NOT_HERE):
+        lines += [f"## {status.capitalize()}", ""]
+        lines += [f"- {its.stage}, {its.name}: {plain(its.why)}" for its in outcomes if its.status == status]
+        lines += [""]
+    lines += [
+        "## All checks",
+        "",
+        "| stage | check | findings | status | figures | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for its in outcomes:
+        figures = "; ".join(f"{name}: {value}" for name, value in its.figures.items())
+        cells = (its.stage, its.name, its.finds, its.status, plain(figures), str(its.seconds))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Commands, and the ends of what they printed", ""]
+    for its in outcomes:
+        lines += [f"<details><summary>{its.stage}, {its.name}: {its.status}</summary>", ""]
+        for one in its.commands:
+            shown = one["tail"] if its.status == FAILED else "\n".join(one["tail"].splitlines()[-5:])
+            lines += [f"exit code {one['exit_code']} after {one['seconds']} s", "", "````", one["command"], shown]
+            lines += ["````", ""]
+        lines += ["</details>", ""]
+    return "\n".join(lines)
+
+
+def by_finding(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a row per finding: the checks that show it mended, and what is against that."""
+    rows = []
+    found = {name for its in outcomes for name in its.finds.split()}
+    for name in sorted(found, key=lambda text: (text[0], int(text[1:]))):
+        about = [its for its in outcomes if name in its.finds.split()]
+        parts = []
+        for status in (FAILED, PROVEN, NOT_HERE):
+            count = sum(its.status == status for its in about)
+            parts += [f"{count} {status}"] if count else []
+        rows.append(f"| {name} | {', '.join(parts)} |")
+    return rows
+
+
+def plain(text: str) -> str:
+    """Return a text that keeps within a cell of a table."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")

@@ -1,0 +1,84 @@
+"""Which options are tried: data, to be corrected where options come or go. One that is missing is said so."""
+
+from __future__ import annotations
+
+ENGINES = ("single", "ddp", "horovod")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+ONE_RANK = {
+    "compiled into CUDA graphs": "--backend single --compile --compile-mode reduce-overhead",
+    "whole steps as CUDA graphs": "--backend single --cuda-graph",
+    "TF32, channels last, cuDNN's benchmark": "--backend single --tf32 --channels-last --cudnn-benchmark",
+    "a GPU and the CPU": "--backend single --devices {device}:0 cpu --chunks 2",
+    "loader processes": "--backend ddp --workers 2",
+}
+
+NO_WAITS = {
+    "plain": "--batch-size 32",
+    "fp16": "--batch-size 32 --precision fp16",
+    "chunks": "--batch-size 32 --chunks 4",
+    "reproducible": "--batch-size 8 --reproducible 4",
+    "loader processes": "--batch-size 32 --workers 2",
+    "clipped, accumulated": "--batch-size 16 --accumulate 2 --max-norm 1",
+}
+"""All of 32 samples a step, so that 30 steps are within an epoch of the digits."""
+
+GLOO = {
+    "plain": "",
+    "accumulated": "--accumulate 2",
+    "bf16": "--precision bf16",
+}
+
+NCCL = {
+    "plain": "",
+    "fp16 on the wire": "--compression fp16",
+    "fp16": "--precision fp16",
+    "bf16": "--precision bf16",
+    "batch norm over all ranks": "--sync-batch-norm --model quick",
+    "accumulated": "--accumulate 2",
+    "optimizer sharded": "--shard optimizer",
+    "clipped": "--max-norm 1",
+}
+NCCL_OF_ONE = {
+    "horovod": {"groups": "--num-groups 2"},
+    "ddp": {
+        "bf16 on the wire": "--compression bf16",
+        "PowerSGD": "--compression powersgd",
+        "compiled": "--compile",
+    },
+}
+TEXTS = {
+    "two stages": ("horovod", "--stages 2 --max-steps 5"),
+    "two stages on ddp": ("ddp", "--stages 2 --max-steps 5"),
+    "all sharded": ("ddp", "--shard full --max-steps 5"),
+}
+
+FAULTS = {
+    "is killed": (1, 0),
+    "raises": (1,),
+    "loops": (1,),
+    "is stopped": (1,),
+    "asserts on the device": (0, 1),
+    "takes too much memory": (1,),
+}
+"""Of tests/faulty_job.py, each with the ranks that it strikes."""
+
+SPEED = {
+    "plain": "",
+    "optimizer fused, steps as CUDA graphs": "--cuda-graph",
+    "compiled into CUDA graphs": "--compile --compile-mode reduce-overhead",
+}
+"""Ways to train MNIST to 99 %, and to take steps of `quick`."""
+
+RESNET = {
+    "plain": "",
+    "channels last": "--channels-last",
+    "channels last, compiled": "--channels-last --compile",
+    "channels last, cuDNN's benchmark": "--channels-last --cudnn-benchmark",
+}
+"""Each beside a raw loop with the same."""
+
+
+def options_in(text: str) -> tuple[str, ...]:
+    """Return the names of the options in a row of these tables."""
+    return tuple(word for word in text.split() if word.startswith("--"))
