@@ -251,6 +251,14 @@ def test_horovod_completes_asynchronously_on_gpus_only() -> None:
     assert backend._tuning()["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
 
 
+def test_horovod_aborts_nccl_where_ranks_go_on_without_one() -> None:
+    backend = HorovodBackend(EngineOptions(), {})
+    backend._hvd, backend.device = SimpleNamespace(nccl_built=lambda: True), GPU
+    assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
+    backend.driver = SimpleNamespace()
+    assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
+
+
 def test_tensors_on_a_gpu_are_not_kept_after_their_exchange() -> None:
     """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
     backend = SingleBackend(EngineOptions(backend="single"), {})

@@ -192,6 +192,10 @@ class HorovodBackend(Backend):
             # A handle is done when NCCL has been asked for it, and the default stream waits for the rest: without
             # it the host waits, and asks the GPU for the update and the next step only when it has run dry.
             wanted["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
+            if self.driver is not None:
+                # Else it would wait on the GPU for a rank that is gone. With it, it asks NCCL for errors all the
+                # while, which takes a core: only where there is another world to go on in.
+                wanted["HOROVOD_NCCL_ABORT"] = "1"
         if self._records:
             wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
