@@ -348,6 +348,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer project",
         "benchmarks",
         "benchmarks.slow_link",
+        "benchmarks.to_target",
         "tests/gpu/__main__.py",
     ):
         known |= documents.options_in(help_of(what))

@@ -38,19 +38,19 @@ def one_rank(bench: Bench) -> Iterable[Check]:
             yield Check(f"{engine} {precision}", "B1", trains(*options), needs_of(engine))
     yield Check("the same bits twice", "W1 S13", the_same_bits)
     for name, text in list(table.NO_WAITS.items())[: 1 if bench.quick else None]:
-        yield Check(f"no waits: {name}", "S5 S6 S7 W2", no_waits(text), table.options_in(text))
+        yield Check(f"no waits: {name}", "S5 S6 S7 W2", no_waits(text), table.needs_in(text))
     if bench.quick:
         return
     for name, text in table.ONE_RANK.items():
         device = "cpu" if not bench.on_gpu else bench.device
         words = text.format(device=device).replace("cpu:0", "cpu").split()
-        yield Check(name, "S4 S15", trains(*words, *STEPS), table.options_in(text))
+        yield Check(name, "S4 S15", trains(*words, *STEPS), table.needs_in(text))
     yield Check("verify-resume", "B5", verify_resume)
     yield Check("benchmarks' loop by hand", "B7", by_hand, ("mnist",))
 
 
 def needs_of(engine: str, text: str = "") -> tuple[str, ...]:
-    return (*(["horovod"] if engine == "horovod" else []), *table.options_in(text))
+    return (*(["horovod"] if engine == "horovod" else []), *table.needs_in(text))
 
 
 def the_same_bits(bench: Bench) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def gloo(bench: Bench) -> Iterable[Check]:
     for name, text in list(table.GLOO.items())[: 1 if bench.quick else None]:
         job = (*MNIST, *shared, *STEPS, *text.split())
         yield Check(
-            name, "B5", lambda its, job=job: accuracy(both(its, *job, own_hosts=False)), table.options_in(text)
+            name, "B5", lambda its, job=job: accuracy(both(its, *job, own_hosts=False)), table.needs_in(text)
         )
 
     def same(bench: Bench) -> dict[str, Any]:

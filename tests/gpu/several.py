@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,8 +46,6 @@ def links(bench: Bench) -> dict[str, Any]:
 
 def contexts(bench: Bench) -> dict[str, Any]:
     """By the processes that the driver sees on each GPU while two ranks train; in a container it may see none."""
-    import threading
-
     seen: set[tuple[str, ...]] = set()
     done = threading.Event()
 

@@ -26,7 +26,7 @@ from hvd_trainer.config import parse
 from hvd_trainer.data.dataset import Normalise
 from hvd_trainer.models import MODELS
 
-WARM, BLOCKS = 20, 3
+WARM, BLOCKS = 30, 3
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "hipLaunchKernel", "hipExtLaunch")
 
 
@@ -35,6 +35,7 @@ class Steps:
 
     def __init__(self, device: torch.device, block: int) -> None:
         self.device, self.block, self.number = device, block, 0
+        self._began = 0.0
         self.timed = WARM + BLOCKS * block
         self.total = self.timed + 5
         self._wall: list[float] = []

@@ -7,7 +7,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 ONE_RANK = {
     "compiled into CUDA graphs": "--backend single --compile --compile-mode reduce-overhead",
-    "whole steps as CUDA graphs": "--backend single --cuda-graph",
+    "whole steps as CUDA graphs": "--backend single --capture-step --batch-size 32",
     "TF32, channels last, cuDNN's benchmark": "--backend single --tf32 --channels-last --cudnn-benchmark",
     "a GPU and the CPU": "--backend single --devices {device}:0 cpu --chunks 2",
     "loader processes": "--backend ddp --workers 2",
@@ -38,14 +38,12 @@ NCCL = {
     "accumulated": "--accumulate 2",
     "optimizer sharded": "--shard optimizer",
     "clipped": "--max-norm 1",
+    "bf16 on the wire": "--compression bf16",
+    "steps as CUDA graphs": "--capture-step --batch-size 32",
 }
 NCCL_OF_ONE = {
     "horovod": {"groups": "--num-groups 2"},
-    "ddp": {
-        "bf16 on the wire": "--compression bf16",
-        "PowerSGD": "--compression powersgd",
-        "compiled": "--compile",
-    },
+    "ddp": {"PowerSGD": "--compression powersgd", "compiled": "--compile"},
 }
 TEXTS = {
     "two stages": ("horovod", "--stages 2 --max-steps 5"),
@@ -65,7 +63,7 @@ FAULTS = {
 
 SPEED = {
     "plain": "",
-    "optimizer fused, steps as CUDA graphs": "--cuda-graph",
+    "captured as one CUDA graph": "--capture-step",
     "compiled into CUDA graphs": "--compile --compile-mode reduce-overhead",
 }
 """Ways to train MNIST to 99 %, and to take steps of `quick`."""
@@ -79,6 +77,10 @@ RESNET = {
 """Each beside a raw loop with the same."""
 
 
-def options_in(text: str) -> tuple[str, ...]:
-    """Return the names of the options in a row of these tables."""
-    return tuple(word for word in text.split() if word.startswith("--"))
+GPUS_ONLY = {"--capture-step"}
+
+
+def needs_in(text: str) -> tuple[str, ...]:
+    """Return what a row of these tables needs, as in `Bench.lacks`: its options, and a GPU for some."""
+    options = tuple(word for word in text.split() if word.startswith("--"))
+    return (*options, *(["gpu"] if GPUS_ONLY & {*options} else []))
