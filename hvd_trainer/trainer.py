@@ -310,7 +310,7 @@ class Trainer:
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
-        progress.skipped_steps += result.skipped
+        progress.count_skipped(result.skipped)
         self._count(progress.step)
         for callback in self.callbacks:
             callback.on_step_end(self, result)
@@ -444,7 +444,7 @@ class Trainer:
 
     def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:
         train = self.options.train
-        self.guard = NonFiniteGuard(self.backend, train.non_finite)
+        self.guard = NonFiniteGuard(self.backend, train.non_finite, self.model)
         parts = StepParts(
             self.backend,
             wrapped,
@@ -455,6 +455,7 @@ class Trainer:
             self.guard,
             max_norm=train.max_norm,
             precision=train.precision,
+            norm=any(callback.needs_norm for callback in self.callbacks),
         )
         if train.reproducible is None:
             return self.layout.make_step(parts)
@@ -474,6 +475,7 @@ class Trainer:
     def _position(self) -> dict[str, Any]:
         """The work accounting of every line in metrics.jsonl."""
         progress, world = self.progress, self.world
+        progress.read_skipped(self.backend.read)
         return {
             "backend": self.backend.name,
             "launcher": world.launcher,

@@ -51,8 +51,9 @@ TotalNorm = Callable[[Sequence[Tensor]], Tensor]
 class StepResult:
     """What one optimizer step did."""
 
-    skipped: bool = False
-    """True if the update was left out, on all ranks: the gradient was not finite."""
+    skipped: bool | Tensor = False
+    """True if the update was left out, on all ranks: the gradient was not finite. A 1 or 0 on the device where it
+    alone knows: with a scaler and a fused optimizer."""
     grad_norm: Tensor | None = None
     """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
     losses: tuple[Tensor, ...] = ()
@@ -233,20 +234,17 @@ class Backend(Member):
         if max_norm is not None and size is not None:
             nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, size)
         if scaler is None:
-            skipped = skip_non_finite and size is not None and not math.isfinite(float(size))
+            skipped = skip_non_finite and size is not None and not math.isfinite(self.read(size))
             if not skipped:
                 self._update(optimizer)
             return StepResult(skipped=skipped, grad_norm=size)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = scaler.get_scale() < scale
+        left_out = _scaled_update(scaler, optimizer)
         if skip_non_finite:
-            skipped = size is not None and not math.isfinite(float(size))
+            left_out = size is not None and not math.isfinite(self.read(size))
             if scaler.get_scale() < 1:
                 # Bad data halves the scale each time, as if the scale were to blame, down to nothing.
                 scaler.update(1.0)
-        return StepResult(skipped=skipped, grad_norm=size)
+        return StepResult(skipped=left_out, grad_norm=size)
 
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:
@@ -422,6 +420,24 @@ class Backend(Member):
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
+
+
+def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | Tensor:
+    """Update the parameters unless the gradients overflowed; return whether the update was left out.
+
+    Most optimizers are not called then: the scaler has waited for the device to know. A fused one is always
+    called, and given the device's own flag.
+    """
+    flags: list[Tensor | None] = []
+    hook = optimizer.register_step_pre_hook(lambda its, *_: flags.append(getattr(its, "found_inf", None)))
+    try:
+        scaler.step(optimizer)
+    finally:
+        hook.remove()
+    scaler.update()
+    if not flags:
+        return True
+    return False if flags[0] is None else flags[0]
 
 
 def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
