@@ -100,7 +100,16 @@ class TrainStep:
         return self.update(meter, before)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
-        """Forward and backward of one batch, whose mean loss counts by `weight`."""
+        """Forward and backward of one batch, whose mean loss counts by `weight`, and its figures."""
+        passed = self.passes(batch, weight)
+        self._losses.append(passed.loss)
+        if self.skips:
+            self._uncounted.append(passed)
+        else:
+            meter.add(*passed)
+
+    def passes(self, batch: Batch, weight: float) -> Pass:
+        """Forward and backward of one batch: its gradients are added to those that are there."""
         activity = self.backend.activity
         activity.enter("forward")
         inputs, targets = batch
@@ -113,13 +122,7 @@ class TrainStep:
         scaled = share if self.scaler is None else self.scaler.scale(share)
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
-        loss = loss.detach()
-        self._losses.append(loss)
-        passed = Pass(loss, outputs, targets, samples_in(batch))
-        if self.skips:
-            self._uncounted.append(passed)
-        else:
-            meter.add(*passed)
+        return Pass(loss.detach(), outputs, targets, samples_in(batch))
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         """Loss and metrics of one batch, without gradients.

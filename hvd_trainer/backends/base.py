@@ -15,8 +15,8 @@ import math
 import pickle
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -125,6 +125,11 @@ class Backend(Member):
     def version(self) -> str: ...
 
     @property
+    def exchanges_in_graph(self) -> bool:
+        """Whether a step's exchange is in the device's queue, so that it can be captured with the rest of it."""
+        return True
+
+    @property
     def copies(self) -> int:
         """Of the model that this process trains at once, each on its own share of the batch."""
         return 1
@@ -224,7 +229,7 @@ class Backend(Member):
         """
         self.activity.enter("reduce")
         self._finish_exchange(optimizer)
-        self._mark_exchange()
+        self.mark_exchange()
         self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -250,7 +255,7 @@ class Backend(Member):
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         """Waits until `.grad` of all parameters is the average over ranks."""
 
-    def _mark_exchange(self) -> None:
+    def mark_exchange(self) -> None:
         """Let the monitor see whether the device has come to the end of this step's exchange.
 
         The host only puts exchanges into the device's queue and runs ahead; where it stops in the end, for want
@@ -259,6 +264,16 @@ class Backend(Member):
         if self._exchanged is not None:
             self._exchanged.record(accelerator.current_stream(self.device))
             self.activity.is_exchanging = self._is_exchanging
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside, the device is asked for things that it does later: nobody takes the time of them."""
+        listeners, self.activity.listeners = self.activity.listeners, []
+        exchanged, self._exchanged = self._exchanged, None
+        try:
+            yield
+        finally:
+            self.activity.listeners, self._exchanged = listeners, exchanged
 
     def _is_exchanging(self) -> bool:
         return not self._exchanged.query()
