@@ -6,8 +6,9 @@ counting devices creates no context on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def unsupported() -> str | None:
     """Return the type of an accelerator that is here and that ranks cannot train on, such as `mps`."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in COLLECTIVES else found.type
+
+
+def built_for() -> str:
+    """Return which accelerators this PyTorch was built for, such as `CUDA 13.2`."""
+    version = torch.version
+    found = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
+    return ", ".join(f"{name} {its}" for name, its in found.items() if its) or "CUDA none"
 
 
 def count(type_: str | None) -> int:
@@ -110,6 +118,66 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Send this thread's work to a stream, inside the context."""
     context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
     return context
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Send this thread's work to a stream of its own, inside the context; what comes after waits for it."""
+    stream = new_stream(device)
+    stream.wait_stream(current_stream(device))
+    with on_stream(stream):
+        yield
+    current_stream(device).wait_stream(stream)
+
+
+# How it computes.
+
+
+def can_capture(device: torch.device) -> bool:
+    """Return True if what a device is asked for can be captured as a graph, and launched at once from then on."""
+    return device.type == "cuda"
+
+
+def capture(run: Callable[[], None]) -> Callable[[], None]:
+    """Capture what a function asks the current device for, without doing it; return what launches all of it.
+
+    The addresses of tensors are part of it: what it reads must stay where it is, and what it has made is
+    overwritten by each launch. Other threads, such as a loader's, may use the device meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def has_cudnn(device: torch.device) -> bool:
+    """Return True if convolutions are cuDNN's, or its like's on AMD's GPUs."""
+    return device.type == "cuda" and bool(torch.backends.cudnn.is_available())
+
+
+@contextmanager
+def fast_kernels(*, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
+    """Set for the whole process, inside the context, how kernels are chosen; nothing where both are False.
+
+    Args:
+        tf32: multiply float32 matrices with 10 bits of mantissa. (Convolutions do so by default.)
+        cudnn_benchmark: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest.
+    """
+    benchmark = torch.backends.cudnn.benchmark
+    with warnings.catch_warnings():
+        # The newer `matmul.fp32_precision` makes torch.compile fail where it still reads this one.
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        precision = torch.get_float32_matmul_precision() if tf32 else None
+        if tf32:
+            torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = benchmark or cudnn_benchmark
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
 
 # Memory, in bytes.

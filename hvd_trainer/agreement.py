@@ -14,8 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 
-import torch
-
 from hvd_trainer.backends import Backend
 
 INTERVAL_S = 0.5
@@ -54,9 +52,9 @@ class Agreement:
         wanted = [name in self._wanted for name in self._names]
         steps = self._steps_next() if self._backend.world.is_first else 0
         began = time.monotonic()
-        *agreed, steps = self._backend.all_reduce(torch.tensor([*wanted, steps]), "max").tolist()
+        *agreed, most = self._backend.all_reduce_numbers([*wanted, steps], "max")
         self._took_s = time.monotonic() - began
-        self._steps = self._left = steps
+        self._steps = self._left = int(most)
         answer = frozenset(name for name, yes in zip(self._names, agreed, strict=True) if yes)
         self._wanted -= answer
         return answer

@@ -14,12 +14,25 @@ if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
 
 
+KERNELS = {
+    "tf32": "TF32",
+    "channels_last": "channels last",
+    "cudnn_benchmark": "cuDNN's quickest",
+    "capture_step": "steps captured as a graph",
+}
+"""Options on how a device computes, with what is said of them."""
+
+
 def banner(trainer: Trainer) -> str:
     """The arithmetic that the run was given, so that a wrong set-up is seen at once."""
     backend, plan, options = trainer.backend, trainer.plan, trainer.options
     world, train = backend.world, options.train
-    threads = f", {plural(torch.get_num_threads(), 'thread')} each" if backend.device.type == "cpu" else ""
+    is_host = accelerator.is_host(backend.device)
+    threads = f", {plural(torch.get_num_threads(), 'thread')} each" if is_host else ""
     device = _device(trainer)
+    unused = accelerator.unsupported() if is_host else None
+    if unused is not None and options.engine.device == "auto":
+        device += f" (ranks cannot train on the {unused} device of this machine)"
     factor = plan.lr_factor(train.lr_scaling)
     scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
     steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
@@ -39,6 +52,7 @@ def banner(trainer: Trainer) -> str:
         + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
         "numbers": f"{train.precision}, seed {train.seed}"
         + (f", gradients sent as {options.engine.compression}" if options.engine.compression != "none" else "")
+        + "".join(f", {words}" for name, words in KERNELS.items() if getattr(train, name))
         + (", compiled" if train.compile else "")
         + (f" ({train.compile_mode})" if train.compile_mode != "default" else ""),
         "data": _data(trainer),
@@ -52,7 +66,7 @@ def banner(trainer: Trainer) -> str:
         )
     if options.log.verbose:
         lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.peers))
-        lines["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+        lines["torch"] = f"{torch.__version__}, {accelerator.built_for()}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
 
@@ -67,7 +81,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "launcher": world.launcher,
         "world_size": world.size,
         "num_nodes": world.num_nodes,
-        "device": "cpu" if backend.device.type == "cpu" else _device(trainer),
+        "device": "cpu" if accelerator.is_host(backend.device) else _device(trainer),
         "threads": torch.get_num_threads(),
         "batch_size": plan.batch_size,
         "passes": plan.passes,
@@ -76,6 +90,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "optimizer": type(trainer.optimizer).__name__,
         "lr": trainer.rate.full,
         "precision": trainer.options.train.precision,
+        **{name: getattr(trainer.options.train, name) for name in KERNELS},
         "compression": trainer.options.engine.compression,
         "bucket_mb": trainer.options.engine.bucket_mb,
         "in_memory": train.in_memory,

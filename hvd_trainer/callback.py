@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called by the trainer on every rank; override what you need."""
+    """Called by the trainer on every rank; override what you need.
+
+    Attributes:
+        needs_norm: whether each step's result shall have the gradient's norm, which costs a few operations.
+    """
+
+    needs_norm = False
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """After each optimizer step."""

@@ -37,6 +37,8 @@ EXCHANGE_OPTIONS = (
     *("adasum", "num_groups", "autotune", "cache_capacity"),
 )
 """Engine options about exchanging gradients that the engine does not exchange in reproducible mode."""
+NOT_CAPTURED = ("find_unused_parameters", "sync_batch_norm", "adasum", "num_groups")
+"""Engine options by which a step is not the same each time, or is Horovod's own."""
 MOST_YAML_BYTES = 100_000
 
 
@@ -76,6 +78,15 @@ class TrainOptions:
     """compile the model with torch.compile"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """its mode: on GPUs, reduce-overhead and max-autotune launch what they have compiled as CUDA graphs"""
+    tf32: bool = False
+    """on GPUs: multiply float32 matrices in TF32, several times as fast and with 10 bits of mantissa"""
+    channels_last: bool = False
+    """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
+    cudnn_benchmark: bool = False
+    """on GPUs: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest"""
+    capture_step: bool = False
+    """on CUDA GPUs: capture the step as a graph after its first 11 times, and launch it at once from then on; for
+    batches of one shape, with an optimizer made with fused=True (the jobs' own are)"""
     seed: int = 0
     """seed of weights, data order and dropout"""
     workers: int | None = None
@@ -165,6 +176,7 @@ class TrainerOptions:
             *more_than(0, max_norm=train.max_norm, save_every_s=save.save_every_s),
             *Target.mistakes(train.until),
             *self._reproducible_mistakes(),
+            *self._capture_mistakes(),
             *self.parallel.mistakes(train, self.engine),
             *self.measure.mistakes(self),
             *said_of(
@@ -187,6 +199,10 @@ class TrainerOptions:
                 (
                     train.compile_mode != "default" and not train.compile,
                     f"--compile-mode {train.compile_mode} says how to compile: add --compile",
+                ),
+                (
+                    train.channels_last and self.parallel.shard == "full",
+                    "--channels-last does not go with --shard full, which cuts tensors in their usual order",
                 ),
                 (
                     save.requeue and log.log_dir is None,
@@ -214,12 +230,43 @@ class TrainerOptions:
                 (
                     ranks < 1 or ranks.bit_count() != 1,
                     f"--reproducible must be a power of two, not {ranks}",
-                )
+                ),
+                (
+                    self.train.cudnn_benchmark,
+                    "--cudnn-benchmark computes in whatever way is quickest at the moment: leave it out, or "
+                    "leave out --reproducible",
+                ),
             ),
             *(
                 f"--reproducible sums gradients itself: leave out {name}"
                 for name in given(self.engine, EXCHANGE_OPTIONS)
             ),
+        ]
+
+    def _capture_mistakes(self) -> list[str]:
+        """What a step does that a graph cannot: decide by what it has computed, or ask other libraries."""
+        train, engine = self.train, self.engine
+        if not train.capture_step:
+            return []
+        others = {
+            "--accumulate": train.accumulate > 1,
+            "--reproducible": train.reproducible is not None,
+            "--precision fp16": train.precision == "fp16",
+            "--non-finite skip": train.non_finite == "skip",
+            f"--compile-mode {train.compile_mode}": train.compile_mode != "default",
+            "--stages, --chunks and --devices-per-rank": self.parallel.is_staged,
+            f"--shard {self.parallel.shard}": self.parallel.shard != "none",
+            "--activation-checkpointing": self.parallel.activation_checkpointing != "none",
+            "--trace-steps": self.measure.trace_steps is not None,
+            "--backend data-parallel": engine.backend == "data-parallel",
+            "--transport gloo": engine.transport == "gloo",
+            "--compression powersgd": engine.compression == "powersgd",
+            **dict.fromkeys(given(engine, NOT_CAPTURED), True),
+        }
+        return [
+            f"--capture-step launches one and the same step again and again: leave it out, or leave out {name}"
+            for name, is_there in others.items()
+            if is_there
         ]
 
 

@@ -147,6 +147,8 @@ def train(options: ImdbOptions) -> None:
             lr=network.lr,
             momentum=network.momentum,
             weight_decay=network.weight_decay,
+            device=trainer.device,
+            options=options,
         )
         loss = nn.functional.cross_entropy
         trainer.fit(model, optimizer, loss, texts.train, texts.test, metrics={"accuracy": accuracy})

@@ -1,4 +1,4 @@
-"""Metrics are sums and counts on the device, brought together over ranks once, at the end of a pass.
+"""Metrics are sums and counts, read from the device and brought together over ranks when they are asked for.
 
 A metric is a function of outputs and targets that gives one value per sample (N,) or their mean, or an object of
 the torchmetrics kind (see `merge.py`). Each sample counts once, whatever the number of ranks and however unequal
@@ -23,6 +23,8 @@ from hvd_trainer.merge import MetricObject, combined, kept, merged_values, refil
 MetricFunction = Callable[[Any, Any], Tensor]
 Metric = MetricFunction | MetricObject
 TAKEN = ("loss", "samples")
+MOST_UNREAD = 1000
+"""Batches whose figures stay on the device at most: a few hundred bytes of its memory each."""
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +35,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 class Meter:
     """Gathers the loss and the metrics of one pass over data.
 
-    Adding launches a few small operations and waits for nothing; only `recent` and `compute` are collectives.
+    Adding a batch launches what the metrics themselves need, and waits for nothing: what they give stays on the
+    device until a figure is asked for. Only `recent` and `compute` are collectives.
 
     Raises:
         OptionError: a metric has a name that is taken, or gives something else than promised.
@@ -45,30 +48,46 @@ class Meter:
         self._functions = {n: m for n, m in metrics.items() if not isinstance(m, MetricObject)}
         self._objects = {n: m for n, m in metrics.items() if isinstance(m, MetricObject)}
         self._backend = backend
-        self._sums = torch.zeros(1 + len(self._functions), dtype=torch.float64, device=backend.device)
-        self._before = self._sums.new_zeros(2 + len(self._functions))
+        self._sums = [0.0] * (1 + len(self._functions))
+        self._before = [0.0] * (2 + len(self._functions))
+        self._unread: list[tuple[int, list[Tensor]]] = []
         self.samples = 0
         for metric in self._objects.values():
             reset(metric, backend.device)
 
     @torch.no_grad()
     def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
-        """Adds one batch: `loss` is its mean loss (a scalar on the device)."""
-        self._sums[0] += loss.detach() * samples
-        for position, (name, metric) in enumerate(self._functions.items(), start=1):
-            self._sums[position] += _summed(name, metric(outputs, targets), samples)
+        """Add one batch: `loss` is its mean loss (a scalar on the device)."""
+        values = [_summed(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
+        self._unread.append((samples, [loss.detach(), *values]))
         for gatherer in self._objects.values():
             gatherer.update(outputs, targets)
         self.samples += samples
+        if len(self._unread) >= MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Take over what the device has: one wait for all batches, in whose order it is added up."""
+        if not self._unread:
+            return
+        samples, rows = zip(*self._unread, strict=True)
+        self._unread = []
+        losses, *others = zip(*rows, strict=True)
+        columns = [torch._foreach_mul(list(losses), samples), *others]
+        found = self._backend.read(torch.stack([torch.stack(list(column)).double() for column in columns]))
+        for place, column in enumerate(found):
+            for value in column:  # `sum` would round in another way
+                self._sums[place] += value
 
     def local_loss(self) -> float:
-        """This rank's mean loss so far: waits for the device, so ask seldom."""
-        return float(self._sums[0]) / max(1, self.samples)
+        """Return this rank's mean loss so far: waits for the device, so ask seldom."""
+        self._read()
+        return self._sums[0] / max(1, self.samples)
 
     def recent(self) -> dict[str, float]:
-        """Means over what was added since the last call; loss and functions only. A collective."""
+        """Return the means over what was added since the last call; loss and functions only. A collective."""
         now = self._totals()
-        figures = self._means(now - self._before)
+        figures = self._means([total - before for total, before in zip(now, self._before, strict=True)])
         self._before = now
         return figures
 
@@ -78,10 +97,11 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has gathered so far, as a checkpoint holds it."""
+        self._read()
         return {
             "names": list(self._functions),
-            "sums": self._sums.cpu(),
-            "before": self._before.cpu(),
+            "sums": torch.tensor(self._sums, dtype=torch.float64),
+            "before": torch.tensor(self._before, dtype=torch.float64),
             "samples": self.samples,
             "objects": {name: kept(metric) for name, metric in self._objects.items()},
         }
@@ -107,9 +127,9 @@ class Meter:
         there = {name: place for place, name in enumerate(["loss", *state["names"]])}
         for place, name in enumerate(names):
             if name in there:
-                self._sums[place] = state["sums"][there[name]]
-                self._before[place] = state["before"][there[name]]
-        self._before[-1] = state["before"][-1]
+                self._sums[place] = float(state["sums"][there[name]])
+                self._before[place] = float(state["before"][there[name]])
+        self._before[-1] = float(state["before"][-1])
         self.samples = state["samples"]
         anew = [name for name in names if name not in there]
         for name, metric in self._objects.items():
@@ -117,11 +137,12 @@ class Meter:
                 anew.append(name)
         return anew
 
-    def _totals(self) -> Tensor:
-        return self._backend.all_reduce(torch.cat([self._sums, self._sums.new_tensor([self.samples])]))
+    def _totals(self) -> list[float]:
+        self._read()
+        return self._backend.all_reduce_numbers([*self._sums, self.samples])
 
-    def _means(self, totals: Tensor) -> dict[str, float]:
-        *sums, samples = totals.tolist()
+    def _means(self, totals: Sequence[float]) -> dict[str, float]:
+        *sums, samples = totals
         names = ("loss", *self._functions)
         means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
         return {**means, "samples": int(samples)}

@@ -64,6 +64,8 @@ def train(options: MnistOptions) -> None:
                 lr=network.lr,
                 momentum=network.momentum,
                 weight_decay=network.weight_decay,
+                device=trainer.device,
+                options=options,
             ),
             nn.functional.cross_entropy,
             images.train,

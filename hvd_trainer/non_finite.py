@@ -1,16 +1,18 @@
 """Losses and gradients that are not finite: seen by all ranks alike, and without waiting for the device per step.
 
 A loss that is not finite makes the gradients of its rank so, and the exchange brings that to all ranks: so they
-judge a step by the norm of its averaged gradient, which they have in common, and need no exchange to agree.
+judge a step by the norm of its averaged gradient, which they have in common, and need no exchange to agree. Where
+nobody needs that norm in each step, the weights are looked at instead, as seldom as the losses are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import NonFiniteError
@@ -28,56 +30,82 @@ class NonFiniteGuard:
         backend: the engine.
         policy: `error` ends the run at the next check; `skip` leaves such steps out, which the step does by
             itself, so that a check has nothing to find.
+        model: whose weights are looked at, in place of gradients whose norm nobody has asked for: what is not
+            finite in a gradient stays in the weights for good.
     """
 
-    def __init__(self, backend: Backend, policy: Policy) -> None:
-        self._backend, self.policy = backend, policy
+    def __init__(self, backend: Backend, policy: Policy, model: nn.Module) -> None:
+        self._backend, self.policy, self._model = backend, policy, model
         self._losses: list[tuple[int, Tensor]] = []
         self._norms: list[tuple[int, Tensor]] = []
+        self._last = NEVER
+        self._one: Tensor | None = None
 
     def seed(self, loss: Tensor) -> Tensor:
-        """What backward starts from: 1, or NaN if the loss is not finite."""
-        return loss.detach() * 0 + 1
+        """Return what backward starts from: 1; under `skip` NaN if the loss is not finite.
 
-    def note(self, step: int, losses: list[Tensor], norm: Tensor | None) -> None:
-        """Remembers a step: its losses on this rank, and the norm of its averaged gradient if there is one.
+        There, all ranks must find by their common gradient that one of them had such a loss.
+        """
+        if self.policy == "skip":
+            return loss.detach() * 0 + 1
+        one = self._one
+        if one is None or (one.shape, one.dtype, one.device) != (loss.shape, loss.dtype, loss.device):
+            one = self._one = torch.ones_like(loss.detach())
+        return one
+
+    def note(self, step: int, losses: Sequence[Tensor], norm: Tensor | None) -> None:
+        """Remember a step: its losses on this rank, and the norm of its averaged gradient if there is one.
 
         Raises:
             NonFiniteError: as `check`, which it calls when there is much to remember.
         """
         if self.policy == "error":
-            self._losses += [(step, loss.detach()) for loss in losses]
-            self._norms += [] if norm is None else [(step, norm.detach())]
+            self._losses += [(step, loss) for loss in losses]
+            self._norms += [] if norm is None else [(step, norm)]
+            self._last = step
             if len(self._losses) >= MOST:
                 self.check()
 
     def check(self) -> None:
-        """Looks at all steps since the last check. A collective.
+        """Look at all steps since the last check. A collective.
 
         Raises:
             NonFiniteError: one had a loss or a gradient that was not finite; on all ranks.
         """
-        if self.policy == "skip":
+        if self._last == NEVER:  # as always under `skip`
             return
-        loss, norm = _first_bad(self._losses), _first_bad(self._norms)
-        self._losses, self._norms = [], []
-        if int(self._backend.all_reduce(torch.tensor(min(loss, norm)), "min")) == NEVER:
+        found = self._first_bad(self._losses), self._first_bad(self._norms), self._first_bad_weights()
+        self._losses, self._norms, self._last = [], [], NEVER
+        if self._backend.all_reduce_numbers([min(found)], "min") == [NEVER]:
             return
-        firsts = self._backend.all_gather_object((loss, norm))
-        step = min(min(pair) for pair in firsts)
-        ranks = [str(rank) for rank, (loss, _) in enumerate(firsts) if loss == step]
-        what = f"The loss of rank {', '.join(ranks)}" if ranks else "The gradient"
+        everyone = self._backend.all_gather_object(found)
+        step = min(map(min, everyone))
+        ranks = [str(rank) for rank, (loss, *_) in enumerate(everyone) if loss == step]
+        if ranks:
+            what = f"The loss of rank {', '.join(ranks)} was not finite in step {step:,}"
+        elif any(norm == step for _, norm, _ in everyone):
+            what = f"The gradient was not finite in step {step:,}"
+        else:
+            what = f"The weights were no longer finite after step {step:,}"
         raise NonFiniteError(
-            f"{what} was not finite in step {step:,}: the weights are of no use from there on, and no later "
-            f"checkpoint was made. Go on from the newest with a lower --lr or with --max-norm 1, or leave such "
-            f"steps out with --non-finite skip"
+            f"{what}: the weights are of no use from there on, and no later checkpoint was made. Go on from the "
+            f"newest with a lower --lr or with --max-norm 1, or leave such steps out with --non-finite skip"
         )
 
+    def _first_bad(self, values: list[tuple[int, Tensor]]) -> int:
+        """Return the first step whose value is not finite; `NEVER` if all are."""
+        if not values:
+            return NEVER
+        figures = self._backend.read(torch.stack([value for _, value in values]).double())
+        bad = (step for (step, _), value in zip(values, figures, strict=True) if not math.isfinite(value))
+        return next(bad, NEVER)
 
-def _first_bad(values: list[tuple[int, Tensor]]) -> int:
-    """The first step whose value is not finite; `NEVER` if all are."""
-    if not values:
-        return NEVER
-    figures = torch.stack([value.double() for _, value in values]).tolist()
-    bad = (step for (step, _), value in zip(values, figures, strict=True) if not math.isfinite(value))
-    return next(bad, NEVER)
+    def _first_bad_weights(self) -> int:
+        """Return the last step if a weight on this rank is not finite now; else `NEVER`."""
+        here = (p.detach() for p in self._model.parameters() if p.requires_grad and not p.is_meta)
+        weights = [w.to_local() if hasattr(w, "to_local") else w for w in here]  # a slice, with `--shard full`
+        weights = [w for w in weights if w.numel()]
+        if not weights:
+            return NEVER
+        largest = nn.utils.get_total_norm(weights, math.inf)
+        return NEVER if math.isfinite(self._backend.read(largest)) else self._last

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
+from torch import Tensor
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -37,7 +38,24 @@ class Progress:
     figures: dict[str, float] = field(default_factory=dict)
     """of the epoch that was finished last, such as test_loss"""
 
+    def __post_init__(self) -> None:
+        self._unread: Tensor | None = None
+
+    def count_skipped(self, skipped: bool | Tensor) -> None:
+        """Count a step that was left out; one of which only the device knows when `read_skipped` is called."""
+        if isinstance(skipped, bool):
+            self.skipped_steps += skipped
+        else:
+            self._unread = skipped if self._unread is None else self._unread + skipped
+
+    def read_skipped(self, read: Callable[[Tensor], Any] = Tensor.tolist) -> None:
+        """Bring `skipped_steps` up to date: waits for the device if that has something to tell."""
+        if self._unread is not None:
+            self.skipped_steps += int(read(self._unread))
+            self._unread = None
+
     def state_dict(self) -> dict[str, Any]:
+        self.read_skipped()
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -110,6 +110,7 @@ class Pending(NamedTuple):
     marks: Sequence[tuple[int, Any]]
     losses: tuple[Tensor, ...]
     grad_norm: Tensor | None
+    skipped: bool | Tensor
 
 
 class StepTimes(Observer):
@@ -124,6 +125,8 @@ class StepTimes(Observer):
         log_dir: the log folder, on this rank's node.
     """
 
+    needs_norm = True
+
     def __init__(self, trainer: Trainer, log_dir: str) -> None:
         self._trainer = trainer
         self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{trainer.world.rank}.npz"
@@ -132,7 +135,7 @@ class StepTimes(Observer):
         self._pending: list[Pending] = []
         self._seconds: list[list[float]] = []
         self._rows: list[tuple[float, ...]] = []
-        self._results: list[tuple[float, float]] = []
+        self._results: list[tuple[float, float, float]] = []
         self._first_step_at = 0.0
 
     @contextmanager
@@ -161,11 +164,13 @@ class StepTimes(Observer):
             self._clock.settle()
             self._first_step_at = time.time()
         end = self._clock.mark()
-        self._pending.append(Pending([*self._marks, (OTHER, end)], result.losses, result.grad_norm))
+        self._pending.append(
+            Pending([*self._marks, (OTHER, end)], result.losses, result.grad_norm, result.skipped)
+        )
         self._marks = [(self._marks[-1][0], end)]
         progress, cpu = trainer.progress, time.process_time()
         counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
-        self._rows.append((*counts, trainer.rate.last, result.skipped, cpu - self._cpu))
+        self._rows.append((*counts, trainer.rate.last, cpu - self._cpu))
         self._samples, self._cpu = progress.samples, cpu
         if len(self._pending) == PENDING:
             self._resolve()
@@ -181,13 +186,14 @@ class StepTimes(Observer):
                 seconds[column] += self._clock.seconds(start, end)
             self._seconds.append(seconds)
             loss = float(torch.stack(step.losses).mean()) if step.losses else math.nan
-            self._results.append((loss, math.nan if step.grad_norm is None else float(step.grad_norm)))
+            norm = math.nan if step.grad_norm is None else float(step.grad_norm)
+            self._results.append((loss, norm, float(step.skipped)))
         self._pending.clear()
 
     def _write(self) -> None:
         self._resolve()
-        step, epoch, samples, lr, skipped, cpu = np.array(self._rows, dtype=float).reshape(-1, 6).T
-        loss, grad_norm = np.array(self._results).reshape(-1, 2).T
+        step, epoch, samples, lr, cpu = np.array(self._rows, dtype=float).reshape(-1, 5).T
+        loss, grad_norm, skipped = np.array(self._results).reshape(-1, 3).T
         self._file.parent.mkdir(parents=True, exist_ok=True)
         np.savez(
             self._file,

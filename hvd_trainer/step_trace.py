@@ -47,6 +47,8 @@ class StepTrace(Observer):
         steps: how many are kept.
     """
 
+    needs_norm = True
+
     def __init__(self, trainer: Trainer, log_dir: str, steps: int) -> None:
         self._trainer, self._steps = trainer, steps
         self._folder = Path(log_dir).expanduser() / FOLDER / f"rank-{trainer.world.rank}"
@@ -97,7 +99,7 @@ class StepTrace(Observer):
             "losses": [float(loss) for loss in result.losses],
             "lr": self._rates or [trainer.rate.last],
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
-            "skipped": result.skipped,
+            "skipped": bool(result.skipped),
         }
         self._keep("step", figures, gradients=self._gradients, **self._state())
         self._gradients, self._rates = {}, []

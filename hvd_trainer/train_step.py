@@ -64,6 +64,8 @@ class StepParts:
     """clip the averaged gradient's norm to this"""
     precision: str = "fp32"
     """fp32, bf16 or fp16; fp16 scales the loss"""
+    norm: bool = False
+    """give the gradient's norm with each step, also where nothing is clipped"""
 
 
 class TrainStep:
@@ -73,7 +75,7 @@ class TrainStep:
         self.backend, self.model, self.bare = parts.backend, parts.model, parts.bare
         self.optimizer, self.loss = parts.optimizer, parts.loss
         self.progress, self.guard = parts.progress, parts.guard
-        self.max_norm, self.precision = parts.max_norm, parts.precision
+        self.max_norm, self.precision, self.norm = parts.max_norm, parts.precision, parts.norm
         fp16 = parts.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
@@ -98,7 +100,16 @@ class TrainStep:
         return self.update(meter, before)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
-        """Forward and backward of one batch, whose mean loss counts by `weight`."""
+        """Forward and backward of one batch, whose mean loss counts by `weight`, and its figures."""
+        passed = self.passes(batch, weight)
+        self._losses.append(passed.loss)
+        if self.skips:
+            self._uncounted.append(passed)
+        else:
+            meter.add(*passed)
+
+    def passes(self, batch: Batch, weight: float) -> Pass:
+        """Forward and backward of one batch: its gradients are added to those that are there."""
         activity = self.backend.activity
         activity.enter("forward")
         inputs, targets = batch
@@ -111,12 +122,7 @@ class TrainStep:
         scaled = share if self.scaler is None else self.scaler.scale(share)
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
-        self._losses.append(loss)
-        passed = Pass(loss, outputs, targets, samples_in(batch))
-        if self.skips:
-            self._uncounted.append(passed)
-        else:
-            meter.add(*passed)
+        return Pass(loss.detach(), outputs, targets, samples_in(batch))
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         """Loss and metrics of one batch, without gradients.
@@ -141,19 +147,18 @@ class TrainStep:
             self.optimizer,
             max_norm=self.max_norm,
             scaler=self.scaler,
-            norm=self.scaler is None,
+            norm=self.norm,
             skip_non_finite=self.skips,
             total_norm=self.total_norm,
         )
         self.optimizer.zero_grad(set_to_none=True)
         # Gradients overflow in fp16 training as a matter of course, until the loss scale has found its place.
         self.guard.note(self.progress.step + 1, self._losses, None if self.scaler else result.grad_norm)
-        if result.skipped and self.skips:
+        if self.skips and result.skipped:
             for buffer, value in zip(self._buffers, before, strict=True):
                 buffer.copy_(value)
         else:
             for passed in self._uncounted:
                 meter.add(*passed)
-        losses = tuple(loss.detach() for loss in self._losses)
-        self._losses, self._uncounted = [], []
+        losses, self._losses, self._uncounted = tuple(self._losses), [], []
         return replace(result, losses=losses)

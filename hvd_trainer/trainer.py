@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_trainer import backends
+from hvd_trainer import accelerator, backends
 from hvd_trainer.backends import StepResult
 from hvd_trainer.banner import banner, epoch_line, facts, summary_line
 from hvd_trainer.callback import Callback
+from hvd_trainer.captured_step import CapturedStep
 from hvd_trainer.config import BatchPlan, TrainerOptions, flatten
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.windows import Windows, again
@@ -30,6 +31,7 @@ from hvd_trainer.memory import PeakMemory
 from hvd_trainer.metrics import Meter, Metric
 from hvd_trainer.non_finite import NonFiniteGuard
 from hvd_trainer.observers import make_observers
+from hvd_trainer.option_checks import refuse, said_of
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.parallel.make import make_layout
 from hvd_trainer.preemption import Requeue
@@ -310,7 +312,7 @@ class Trainer:
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
-        progress.skipped_steps += result.skipped
+        progress.count_skipped(result.skipped)
         self._count(progress.step)
         for callback in self.callbacks:
             callback.on_step_end(self, result)
@@ -372,8 +374,32 @@ class Trainer:
 
     # Setting up.
 
-    def _computing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.options.train.reproducible is None else one_way_to_compute(self.device)
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        train = self.options.train
+        one_way = nullcontext() if train.reproducible is None else one_way_to_compute(self.device)
+        with accelerator.fast_kernels(tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark), one_way:
+            yield
+
+    def _check_kernels(self) -> None:
+        """Refuse what this rank's device does not have.
+
+        Raises:
+            OptionError: an option on how it computes is for other devices.
+        """
+        train, device = self.options.train, self.device
+        refuse(
+            said_of(
+                (
+                    train.tf32 and accelerator.is_host(device),
+                    f"--tf32 is for GPUs, and this rank trains on {accelerator.name(device)}: leave it out",
+                ),
+                (
+                    train.cudnn_benchmark and not accelerator.has_cudnn(device),
+                    f"--cudnn-benchmark needs cuDNN, and {accelerator.name(device)} has none: leave it out",
+                ),
+            )
+        )
 
     def _loader(self, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool) -> Loader:
         train = self.options.train
@@ -407,8 +433,13 @@ class Trainer:
     ) -> None:
         train = self.options.train
         self.model = model
+        self._check_kernels()
+        if train.channels_last:
+            model.to(memory_format=torch.channels_last)
         self.layout.compile(model)
-        wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
+        captured = train.capture_step and accelerator.can_capture(self.device)
+        with accelerator.apart(self.device) if captured else nullcontext():
+            wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
@@ -443,7 +474,7 @@ class Trainer:
 
     def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:
         train = self.options.train
-        self.guard = NonFiniteGuard(self.backend, train.non_finite)
+        self.guard = NonFiniteGuard(self.backend, train.non_finite, self.model)
         parts = StepParts(
             self.backend,
             wrapped,
@@ -454,7 +485,10 @@ class Trainer:
             self.guard,
             max_norm=train.max_norm,
             precision=train.precision,
+            norm=any(callback.needs_norm for callback in self.callbacks),
         )
+        if train.capture_step:
+            return CapturedStep(parts)
         if train.reproducible is None:
             return self.layout.make_step(parts)
         return ReproducibleStep(
@@ -473,6 +507,7 @@ class Trainer:
     def _position(self) -> dict[str, Any]:
         """The work accounting of every line in metrics.jsonl."""
         progress, world = self.progress, self.world
+        progress.read_skipped(self.backend.read)
         return {
             "backend": self.backend.name,
             "launcher": world.launcher,

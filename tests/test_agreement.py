@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from torch import Tensor
 
 from hvd_trainer import EngineOptions, agreement, backends
 from hvd_trainer.agreement import Agreement
@@ -26,14 +27,14 @@ def test_asking_takes_a_small_share(
     now, asked = 0.0, 0
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
     with backends.create(EngineOptions(backend="single")) as backend:
-        alone = backend.all_reduce
+        alone = backend.all_reduce_numbers
 
-        def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
+        def all_reduce_numbers(values: Sequence[float], op: ReduceOp) -> list[float]:
             nonlocal now, asked
             now, asked = now + ask_s, asked + 1
-            return alone(tensor, op)
+            return alone(values, op)
 
-        monkeypatch.setattr(backend, "all_reduce", all_reduce)
+        monkeypatch.setattr(backend, "all_reduce_numbers", all_reduce_numbers)
         agreed = Agreement(backend, ["stop"])
         agreed.want("stop")
         heard = 0

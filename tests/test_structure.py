@@ -46,7 +46,7 @@ LAYERS = (
     ("step_times", "step_trace"),
     ("profile",),
     ("observers",),
-    ("reproducible", "parallel"),
+    ("captured_step", "reproducible", "parallel"),
     ("trainer",),
     ("job",),
     ("tools",),
@@ -229,6 +229,32 @@ def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
         if ENGINE_WORDS.search(word.removeprefix("hvd_trainer"))
     ]
     assert not found
+
+
+ACCELERATORS = re.compile(r"(?<![a-z])(cuda|xpu)(?![a-z])")
+NAMES_ACCELERATORS = {
+    "accelerator": "it is there for that",
+    "backends.options": "the choices of --device",
+    "backends.horovod": "hvd.cuda_built(), by Horovod's own name",
+}
+
+
+def kinds_of_accelerators(path: Path) -> Iterator[str]:
+    """Where a module's code names one, but not in texts that stand alone: what explains a field is one."""
+    alone = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)}
+    told = {(node.lineno, node.value) for node in strings(path) if id(node) in alone}
+    for line, word in words_of(path):
+        if ACCELERATORS.search(word) and (line, word) not in told:
+            yield f"{path.relative_to(REPOSITORY)}:{line} names {word!r:.60}"
+
+
+def test_one_module_names_kinds_of_accelerators() -> None:
+    """The others ask it; but the installer and the doctor, whose subject they are."""
+    naming = {name: list(kinds_of_accelerators(path)) for name, path in modules().items()}
+    apart = ("tools.horovod", "tools.doctor")
+    allowed = {name for name in naming if name in NAMES_ACCELERATORS or name.startswith(apart)}
+    assert not [place for name, places in naming.items() if name not in allowed for place in places]
+    assert all(naming[name] for name in NAMES_ACCELERATORS), "one names none any more"
 
 
 def test_the_loop_does_not_branch_on_the_rank() -> None:

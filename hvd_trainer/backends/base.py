@@ -15,8 +15,8 @@ import math
 import pickle
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -51,8 +51,9 @@ TotalNorm = Callable[[Sequence[Tensor]], Tensor]
 class StepResult:
     """What one optimizer step did."""
 
-    skipped: bool = False
-    """True if the update was left out, on all ranks: the gradient was not finite."""
+    skipped: bool | Tensor = False
+    """True if the update was left out, on all ranks: the gradient was not finite. A 1 or 0 on the device where it
+    alone knows: with a scaler and a fused optimizer."""
     grad_norm: Tensor | None = None
     """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
     losses: tuple[Tensor, ...] = ()
@@ -122,6 +123,11 @@ class Backend(Member):
     @property
     @abstractmethod
     def version(self) -> str: ...
+
+    @property
+    def exchanges_in_graph(self) -> bool:
+        """Whether a step's exchange is in the device's queue, so that it can be captured with the rest of it."""
+        return True
 
     @property
     def copies(self) -> int:
@@ -232,7 +238,7 @@ class Backend(Member):
         """
         self.activity.enter("reduce")
         self._finish_exchange(optimizer)
-        self._mark_exchange()
+        self.mark_exchange()
         self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -242,26 +248,23 @@ class Backend(Member):
         if max_norm is not None and size is not None:
             nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, size)
         if scaler is None:
-            skipped = skip_non_finite and size is not None and not math.isfinite(float(size))
+            skipped = skip_non_finite and size is not None and not math.isfinite(self.read(size))
             if not skipped:
                 self._update(optimizer)
             return StepResult(skipped=skipped, grad_norm=size)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = scaler.get_scale() < scale
+        left_out = _scaled_update(scaler, optimizer)
         if skip_non_finite:
-            skipped = size is not None and not math.isfinite(float(size))
+            left_out = size is not None and not math.isfinite(self.read(size))
             if scaler.get_scale() < 1:
                 # Bad data halves the scale each time, as if the scale were to blame, down to nothing.
                 scaler.update(1.0)
-        return StepResult(skipped=skipped, grad_norm=size)
+        return StepResult(skipped=left_out, grad_norm=size)
 
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         """Waits until `.grad` of all parameters is the average over ranks."""
 
-    def _mark_exchange(self) -> None:
+    def mark_exchange(self) -> None:
         """Let the monitor see whether the device has come to the end of this step's exchange.
 
         The host only puts exchanges into the device's queue and runs ahead; where it stops in the end, for want
@@ -270,6 +273,16 @@ class Backend(Member):
         if self._exchanged is not None:
             self._exchanged.record(accelerator.current_stream(self.device))
             self.activity.is_exchanging = self._is_exchanging
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside, the device is asked for things that it does later: nobody takes the time of them."""
+        listeners, self.activity.listeners = self.activity.listeners, []
+        exchanged, self._exchanged = self._exchanged, None
+        try:
+            yield
+        finally:
+            self.activity.listeners, self._exchanged = listeners, exchanged
 
     def _is_exchanging(self) -> bool:
         return not self._exchanged.query()
@@ -435,6 +448,24 @@ class Backend(Member):
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
+
+
+def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | Tensor:
+    """Update the parameters unless the gradients overflowed; return whether the update was left out.
+
+    Most optimizers are not called then: the scaler has waited for the device to know. A fused one is always
+    called, and given the device's own flag.
+    """
+    flags: list[Tensor | None] = []
+    hook = optimizer.register_step_pre_hook(lambda its, *_: flags.append(getattr(its, "found_inf", None)))
+    try:
+        scaler.step(optimizer)
+    finally:
+        hook.remove()
+    scaler.update()
+    if not flags:
+        return True
+    return False if flags[0] is None else flags[0]
 
 
 def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:

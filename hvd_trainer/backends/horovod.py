@@ -87,6 +87,10 @@ class HorovodBackend(Backend):
     def uses_nccl(self) -> bool:
         return accelerator.collectives(self.device) == "nccl" and bool(self._hvd.nccl_built())
 
+    @property
+    def exchanges_in_graph(self) -> bool:
+        return False
+
     # Starting and stopping.
 
     def _start(self) -> None:

@@ -30,6 +30,10 @@ ASPECTS = (
     Aspect("passes", "passes per step", across=False),
     Aspect("rates", "learning rate", across=False),
     Aspect("precision", "precision"),
+    Aspect("tf32", "TF32"),
+    Aspect("channels_last", "channels last"),
+    Aspect("cudnn_benchmark", "cuDNN's benchmark"),
+    Aspect("capture_step", "captured step"),
     Aspect("skipped_steps", "skipped steps", across=False),
     Aspect("model", "model"),
     Aspect("parameters", "parameters"),
@@ -96,4 +100,6 @@ def _unrolled(runs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)

@@ -1,0 +1,209 @@
+"""Options on how a device computes: a step as one graph, channels last, TF32, cuDNN's benchmark, fused updates."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import kernel_checks
+import pytest
+import torch
+from launchers import QUICKEST, launch, requires, run_ranks
+from safetensors.torch import load_file
+from torch import nn
+
+from hvd_trainer import EngineOptions, OptionError, Trainer, TrainerOptions, TrainOptions, accelerator
+from hvd_trainer.measure_options import MeasureOptions
+from hvd_trainer.models import MODELS
+from hvd_trainer.optimizer import make_optimizer
+from hvd_trainer.parallel_options import ParallelOptions
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_captured_step_trains_the_same_bits(optimizer: str, max_norm: float | None) -> None:
+    """By a stand-in for the graph; the weights, the figures, and a batch that is smaller than the others."""
+    plain = kernel_checks.train("single", optimizer=optimizer, max_norm=max_norm)
+    captured = kernel_checks.train("single", optimizer=optimizer, max_norm=max_norm, capture_step=True)
+    assert (plain["captured"], captured["captured"]) == (0, 1)
+    assert captured["weights"] == plain["weights"]
+    assert captured["figures"] == plain["figures"]
+    assert plain["places"] > 1
+    assert captured["places"] == 1, "each batch is brought to where the first one was"
+
+
+@requires("horovod")
+def test_engines_train_the_same_bits_captured_and_channels_last() -> None:
+    """Horovod's exchange follows its graph, and DDP's is part of it."""
+    runs = {name: run_ranks(kernel_checks.both, num_processes=2, args=(name,)) for name in ("ddp", "horovod")}
+    ranks = [rank for engine in runs.values() for rank in engine]
+    assert [its["captured"] for its in ranks[0]] == [0, 1, 0, 1]
+    for plain, captured in ((0, 1), (2, 3)):
+        found = {rank[number]["weights"] for rank in ranks for number in (plain, captured)}
+        assert len(found) == 1
+        assert {rank[captured]["places"] for rank in ranks} == {1}
+    for rank in ranks:
+        assert rank[0]["strides"] == (18, 9, 3, 1)
+        assert rank[2]["strides"] == rank[3]["strides"] == (18, 1, 6, 2)
+
+
+@requires("horovod")
+def test_weights_that_are_channels_last_are_kept_and_restored(tmp_path: Path) -> None:
+    job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--model", "quick", "--channels-last"]
+    job += ["--log-dir", str(tmp_path), "--resume", "auto"]
+    said = launch(QUICKEST, 2, [*job, "--epochs", "1", "--backend", "horovod"]).stdout
+    assert "numbers  fp32, seed 0, channels last" in said
+    assert '"channels_last": true' in (tmp_path / "run.json").read_text()
+    assert "done: " in launch(QUICKEST, 2, [*job, "--epochs", "2", "--backend", "ddp"]).stdout
+    MODELS["quick"]().load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+# What cannot be is said.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 2}, "--accumulate"),
+        ({"reproducible": 2}, "--reproducible"),
+        ({"precision": "fp16"}, "--precision fp16"),
+        ({"non_finite": "skip"}, "--non-finite skip"),
+        ({"compile": True, "compile_mode": "reduce-overhead"}, "--compile-mode reduce-overhead"),
+    ],
+)
+def test_what_no_graph_can_do_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
+        TrainerOptions(train=TrainOptions(capture_step=True, **options)).check()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parallel": ParallelOptions(stages=2)}, "--stages"),
+        ({"parallel": ParallelOptions(shard="optimizer")}, "--shard optimizer"),
+        ({"measure": MeasureOptions(trace_steps=3)}, "--trace-steps"),
+        ({"engine": EngineOptions(backend="ddp", transport="gloo")}, "--transport gloo"),
+        ({"engine": EngineOptions(find_unused_parameters=True)}, "--find-unused-parameters"),
+        ({"engine": EngineOptions(num_groups=2)}, "--num-groups"),
+    ],
+)
+def test_what_no_graph_can_do_with_other_parts_is_refused(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
+        TrainerOptions(train=TrainOptions(capture_step=True), **parts).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"capture_step": True}, "--capture-step needs a CUDA GPU, and this rank trains on CPU: leave it out"),
+        ({"tf32": True}, "--tf32 is for GPUs, and this rank trains on CPU: leave it out"),
+        ({"cudnn_benchmark": True}, "--cudnn-benchmark needs cuDNN, and CPU has none: leave it out"),
+    ],
+)
+def test_what_a_cpu_has_not_is_refused(options: dict[str, Any], words: str) -> None:
+    wanted = TrainerOptions(engine=EngineOptions(backend="single", device="cpu"), train=TrainOptions(**options))
+    model = nn.Linear(2, 2)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Trainer(wanted) as trainer, pytest.raises(OptionError) as caught:
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+    assert words in str(caught.value)
+
+
+def test_a_graph_needs_a_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = kernel_checks.optimizer_of
+    monkeypatch.setattr(kernel_checks, "optimizer_of", lambda kind, its: without_fused(plain(kind, its)))
+    with pytest.raises(OptionError, match="this AdamW does not: make it with fused=True"):
+        kernel_checks.train("single", capture_step=True)
+
+
+def without_fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["fused"] = False
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (TrainerOptions(train=TrainOptions(cudnn_benchmark=True, reproducible=2)), "--cudnn-benchmark computes"),
+        (
+            TrainerOptions(train=TrainOptions(channels_last=True), parallel=ParallelOptions(shard="full")),
+            "--channels-last does not go with --shard full",
+        ),
+    ],
+)
+def test_kernels_that_contradict_other_options(wanted: TrainerOptions, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        wanted.check()
+
+
+# What is set for the whole process is set back.
+
+
+def test_tf32_and_the_benchmark_end_with_the_training() -> None:
+    def now() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = now()
+        with accelerator.fast_kernels(tf32=True, cudnn_benchmark=True):
+            assert now() == ("high", True)
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert now() == before == ("highest", False)
+        with accelerator.fast_kernels(tf32=False, cudnn_benchmark=False):
+            assert now() == before
+
+
+# One kernel for an update, where that is quicker.
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "options", "fused"),
+    [
+        ("adam", CPU, TrainerOptions(), None),
+        ("sgd", CPU, TrainerOptions(), None),
+        ("adam", CUDA, TrainerOptions(), True),
+        ("adamw", CUDA, TrainerOptions(train=TrainOptions(precision="fp16")), True),
+        ("adamw", CUDA, TrainerOptions(parallel=ParallelOptions(shard="full")), True),
+        ("sgd", CUDA, TrainerOptions(), True),
+        ("sgd", CUDA, TrainerOptions(train=TrainOptions(precision="fp16")), None),
+        ("sgd", CUDA, TrainerOptions(parallel=ParallelOptions(shard="full")), None),
+    ],
+)
+def test_updates_are_fused_on_accelerators(
+    name: Any, device: torch.device, options: TrainerOptions, fused: bool | None
+) -> None:
+    """The model is still on the CPU then."""
+    model = nn.Linear(2, 2)
+    made = make_optimizer(model, name, lr=0.1, momentum=0.9, weight_decay=0.0, device=device, options=options)
+    assert [group["fused"] for group in made.param_groups] == [fused]
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(CPU, CUDA), (CUDA, CPU)])
+def test_a_checkpoint_of_the_other_kind_of_device_does_not_change_how_updates_are_made(
+    saved_on: torch.device, loaded_on: torch.device
+) -> None:
+    """PyTorch takes it from the checkpoint: a GPU's, gone on with on CPUs, had other bits; and the other way
+    round a loss scaler met an optimizer that did not expect it."""
+    inputs = torch.ones(1, 2)
+
+    def made(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+        return model, make_optimizer(model, "adam", **settings, device=device, options=TrainerOptions())
+
+    model, optimizer = made(saved_on)
+    model(inputs).sum().backward()
+    optimizer.step()
+    other, its = made(loaded_on)
+    wanted = its.param_groups[0]["fused"]
+    its.load_state_dict(optimizer.state_dict())
+    assert its.param_groups[0]["fused"] is wanted
+    assert its.state_dict()["state"][0]["step"] == 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(other(inputs).sum()).backward()
+    scaler.step(its)
