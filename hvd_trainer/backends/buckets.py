@@ -85,8 +85,8 @@ class GradientBuckets:
         if not self.collecting:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._left[parameter] -= 1
-        if self._left[parameter] > 0:
+        left = self._left[parameter] = self._left[parameter] - 1
+        if left > 0:
             return
         if self._seen is not None:
             self._seen.append(parameter)
