@@ -24,7 +24,7 @@ def failures(bench: Bench) -> Iterable[Check]:
                     return blamed(bench, *case)
 
                 needs = ("horovod",) if engine == "horovod" else ()
-                yield Check(f"{engine}: rank {rank} {fault}", "W2 W3 W4 B3", prove, needs)
+                yield Check(f"{engine}: rank {rank} {fault}", "W2 W3 W4", prove, needs)
 
 
 def blamed(bench: Bench, engine: str, fault: str, rank: int) -> dict[str, Any]:

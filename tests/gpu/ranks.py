@@ -35,8 +35,8 @@ def one_rank(bench: Bench) -> Iterable[Check]:
     for engine in engines:
         for precision in table.PRECISIONS[: 1 if bench.quick else None]:
             options = ("--backend", engine, "--precision", precision, "--epochs", "2")
-            yield Check(f"{engine} {precision}", "B1", trains(*options), needs_of(engine))
-    yield Check("the same bits twice", "W1 S13", the_same_bits)
+            yield Check(f"{engine} {precision}", "", trains(*options), needs_of(engine))
+    yield Check("the same bits twice", "S13", the_same_bits)
     for name, text in list(table.NO_WAITS.items())[: 1 if bench.quick else None]:
         yield Check(f"no waits: {name}", "S5 S6 S7 W2", no_waits(text), table.needs_in(text))
     if bench.quick:
@@ -44,7 +44,7 @@ def one_rank(bench: Bench) -> Iterable[Check]:
     for name, text in table.ONE_RANK.items():
         device = "cpu" if not bench.on_gpu else bench.device
         words = text.format(device=device).replace("cpu:0", "cpu").split()
-        yield Check(name, "S4 S15", trains(*words, *STEPS), table.needs_in(text))
+        yield Check(name, table.findings_in(text), trains(*words, *STEPS), table.needs_in(text))
     yield Check("verify-resume", "B5", verify_resume)
     yield Check("benchmarks' loop by hand", "B7", by_hand, ("mnist",))
 
@@ -120,7 +120,7 @@ def gloo(bench: Bench) -> Iterable[Check]:
         both(bench, *MNIST, *REPRODUCIBLE, *shared, "--log-dir", log_dir, own_hosts=False)
         return equal({"two ranks over Gloo": digest(log_dir)}, bench.reference())
 
-    yield Check("the bits of one rank", "B6 W1", same)
+    yield Check("the bits of one rank", "B5", same)
 
     def stages(bench: Bench) -> dict[str, Any]:
         ran = bench.ranks(*IMDB, *shared, "--stages", "2", "--max-steps", "3", own_hosts=False)
@@ -144,14 +144,16 @@ def nccl(bench: Bench) -> Iterable[Check]:
         yield Check(f"{engine}: sums", "B11", lambda its, proof=proof: both(its, *proof) and {}, needs_of(engine))
         rows = table.NCCL | table.NCCL_OF_ONE[engine]
         for name, text in list(rows.items())[: 1 if bench.quick else None]:
-            yield Check(f"{engine}: {name}", "B5 S1 S2 S9 S11", trains_as(text), needs_of(engine, text))
+            yield Check(
+                f"{engine}: {name}", f"B5 S9 {table.findings_in(text)}", trains_as(text), needs_of(engine, text)
+            )
 
         def same(bench: Bench, engine: str = engine) -> dict[str, Any]:
             log_dir = bench.folder(engine)
             both(bench, *MNIST, *REPRODUCIBLE, "--backend", engine, "--device", bench.device, "--log-dir", log_dir)
             return equal({engine: digest(log_dir)}, bench.reference())
 
-        yield Check(f"{engine}: the bits of one rank", "W1", same, needs_of(engine))
+        yield Check(f"{engine}: the bits of one rank", "B5", same, needs_of(engine))
     if bench.quick:
         return
     for name, (engine, text) in table.TEXTS.items():

@@ -25,12 +25,21 @@ def speed(bench: Bench) -> Iterable[Check]:
             yield Check(f"step of {model}, {engine}", "S1 S3 S4 S17", overhead(model, engine), needs_of(engine))
     if bench.quick:
         return
-    yield Check("CUDA graph of a whole step, by hand", "S4", captured, ("gpu",))
+    yield Check("CUDA graph of a whole step, by hand", "", captured, ("gpu",))
     for name, text in table.SPEED.items():
-        yield Check(f"step of quick: {name}", "S4", overhead("quick", "single", text), table.needs_in(text))
-        yield Check(f"MNIST to 99 %: {name}", "S4", to_target(text), ("mnist", *table.needs_in(text)))
+        yield Check(
+            f"step of quick: {name}",
+            table.findings_in(text),
+            overhead("quick", "single", text),
+            table.needs_in(text),
+        )
+        yield Check(
+            f"MNIST to 99 %: {name}", table.findings_in(text), to_target(text), ("mnist", *table.needs_in(text))
+        )
     for name, text in table.RESNET.items():
-        yield Check(f"ResNet-50: {name}", "S8 S15", resnet(text), ("torchvision", *table.needs_in(text)))
+        yield Check(
+            f"ResNet-50: {name}", table.findings_in(text), resnet(text), ("torchvision", *table.needs_in(text))
+        )
     yield Check("batch norm over two ranks", "S2", batch_norm)
     yield Check("stall of a save", "S12 W6", save_stall)
     yield Check("deterministic fill", "S13", fill)

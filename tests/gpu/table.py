@@ -40,10 +40,11 @@ NCCL = {
     "clipped": "--max-norm 1",
     "bf16 on the wire": "--compression bf16",
     "steps as CUDA graphs": "--capture-step --batch-size 32",
+    "compiled": "--compile",
 }
 NCCL_OF_ONE = {
     "horovod": {"groups": "--num-groups 2"},
-    "ddp": {"PowerSGD": "--compression powersgd", "compiled": "--compile"},
+    "ddp": {"PowerSGD": "--compression powersgd"},
 }
 TEXTS = {
     "two stages": ("horovod", "--stages 2 --max-steps 5"),
@@ -78,9 +79,27 @@ RESNET = {
 
 
 GPUS_ONLY = {"--capture-step"}
+FINDINGS = {
+    "--capture-step": "S4",
+    "--channels-last": "S15",
+    "--compile": "S10",
+    "--compile-mode": "S4",
+    "--compression": "B8",
+    "--cudnn-benchmark": "S15",
+    "--shard": "S11",
+    "--sync-batch-norm": "S2",
+    "--tf32": "S15",
+    "--workers": "S8",
+}
+"""Of which the use of an option shows that they are mended."""
 
 
 def needs_in(text: str) -> tuple[str, ...]:
     """Return what a row of these tables needs, as in `Bench.lacks`: its options, and a GPU for some."""
     options = tuple(word for word in text.split() if word.startswith("--"))
     return (*options, *(["gpu"] if GPUS_ONLY & {*options} else []))
+
+
+def findings_in(text: str) -> str:
+    """Return what a row of these tables shows mended."""
+    return " ".join(sorted({FINDINGS[word] for word in text.split() if word in FINDINGS}))
