@@ -113,6 +113,28 @@ def test_what_a_cpu_has_not_is_refused(options: dict[str, Any], words: str) -> N
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("auto", "CPU (ranks cannot train on the mps device of this machine), 1 thread"),
+        ("cpu", "CPU, 1 thread"),
+    ],
+)
+def test_an_accelerator_that_is_not_used_is_named(
+    device: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training went to the CPU without a word."""
+    monkeypatch.setattr(accelerator, "unsupported", lambda: "mps")
+    wanted = TrainerOptions(
+        engine=EngineOptions(backend="single", device=device, threads=1), train=TrainOptions(max_steps=1)
+    )
+    model = nn.Linear(2, 2)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+    with Trainer(wanted) as trainer:
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, data)
+    assert words in capsys.readouterr().out
+
+
 def test_a_graph_needs_a_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kernel_checks.optimizer_of
     monkeypatch.setattr(kernel_checks, "optimizer_of", lambda kind, its: without_fused(plain(kind, its)))
