@@ -71,7 +71,12 @@ def _missing_hosts() -> str | None:
     return hosts.missing()
 
 
-PACKAGES = {"ch-run": "charliecloud", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
+PACKAGES = {
+    "ch-run": "charliecloud",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
 """Programs that a test starts by themselves, with the Debian package that each is in."""
 
 

@@ -68,7 +68,7 @@ def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch:
         proof.prove(FOR_CPUS, tmp_path / "log")
 
 
-@requires("horovod")
+@requires("horovod", "ssh")
 def test_localhost_is_unknown(tmp_path: Path) -> None:
     """The same for real, with an empty /etc/hosts."""
     (tmp_path / "hosts").touch()
