@@ -121,12 +121,17 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """Send this thread's work to a stream of its own, inside the context; what comes after waits for it."""
+def apart(device: torch.device) -> Iterator[Any]:
+    """Send this thread's work to a stream of its own, inside the context, which is given; what comes after waits.
+
+    Where an engine hooks into gradients, they are added up on the stream that was there then. To capture that, the
+    graph must be captured on the same stream; until then PyTorch would warn that the passes are on another one.
+    """
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream = new_stream(device)
     stream.wait_stream(current_stream(device))
     with on_stream(stream):
-        yield
+        yield stream
     current_stream(device).wait_stream(stream)
 
 
@@ -138,14 +143,16 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def capture(run: Callable[[], None]) -> Callable[[], None]:
+def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
     """Capture what a function asks the current device for, without doing it; return what launches all of it.
+
+    It is captured on the given stream, and launched on that which is current then.
 
     The addresses of tensors are part of it: what it reads must stay where it is, and what it has made is
     overwritten by each launch. Other threads, such as a loader's, may use the device meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     replay: Callable[[], None] = graph.replay
     return replay

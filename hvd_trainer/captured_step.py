@@ -35,15 +35,17 @@ class CapturedStep(TrainStep):
     """A step that is the same each time but for its batch and its learning rate.
 
     Args:
-        parts: as of any step; prepared on a stream of their own (`accelerator.apart`), because nothing that is
-            captured may wait for the default stream.
+        parts: as of any step.
+        stream: on which they were prepared, and the graph is captured (`accelerator.apart`): nothing that is
+            captured may wait for the default one.
 
     Raises:
         OptionError: the device cannot capture, or the optimizer reads its learning rate on the host.
     """
 
-    def __init__(self, parts: StepParts) -> None:
+    def __init__(self, parts: StepParts, stream: Any) -> None:
         super().__init__(parts)
+        self._stream = stream
         device = self.backend.device
         if not accelerator.can_capture(device):
             raise OptionError(
@@ -78,7 +80,7 @@ class CapturedStep(TrainStep):
         self._take(batch)
         if self._launch is None:
             with self.backend.unobserved():
-                self._launch = accelerator.capture(self._step if self._is_whole else self._passes)
+                self._launch = accelerator.capture(self._step if self._is_whole else self._passes, self._stream)
         self._launch()
         assert self._passed is not None
         loss, outputs = tree_map_only(Tensor, Tensor.clone, (self._passed.loss, self._passed.outputs))

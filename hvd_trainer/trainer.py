@@ -438,9 +438,9 @@ class Trainer:
             model.to(memory_format=torch.channels_last)
         self.layout.compile(model)
         captured = train.capture_step and accelerator.can_capture(self.device)
-        with accelerator.apart(self.device) if captured else nullcontext():
+        with accelerator.apart(self.device) if captured else nullcontext() as stream:
             wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
-        self.step = self._make_step(wrapped, loss)
+        self.step = self._make_step(wrapped, loss, stream)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.step.scaler}
         self.state = RunState(
@@ -472,7 +472,7 @@ class Trainer:
             begins=train.warmup_epochs / train.epochs,
         )
 
-    def _make_step(self, wrapped: nn.Module, loss: LossFunction) -> TrainStep:
+    def _make_step(self, wrapped: nn.Module, loss: LossFunction, stream: Any) -> TrainStep:
         train = self.options.train
         self.guard = NonFiniteGuard(self.backend, train.non_finite, self.model)
         parts = StepParts(
@@ -488,7 +488,7 @@ class Trainer:
             norm=any(callback.needs_norm for callback in self.callbacks),
         )
         if train.capture_step:
-            return CapturedStep(parts)
+            return CapturedStep(parts, stream)
         if train.reproducible is None:
             return self.layout.make_step(parts)
         return ReproducibleStep(

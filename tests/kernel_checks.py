@@ -77,14 +77,15 @@ def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **opt
     """Two epochs of 17 steps, the last one smaller; rates are powers of two, which are float32, too."""
     launches: list[Callable[[], None]] = []
 
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
+        assert stream == "that of prepare"
         launches.append(run)
         return run
 
     with (
         mock.patch.object(accelerator, "can_capture", return_value=True),
         mock.patch.object(accelerator, "capture", capture),
-        mock.patch.object(accelerator, "apart", return_value=nullcontext()),
+        mock.patch.object(accelerator, "apart", return_value=nullcontext("that of prepare")),
         Trainer(
             TrainerOptions(
                 engine=EngineOptions(backend=backend),  # type: ignore[arg-type]

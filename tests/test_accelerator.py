@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -373,3 +375,47 @@ def test_a_barrier_waits_for_the_gpu_first(driver: Driver) -> None:
     backend.device = torch.device("cuda", 1)
     backend.barrier()
     assert driver.calls == [("synchronize", 1)]
+
+
+def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append((self.name, "waits for", other.name))
+
+    @contextmanager
+    def context(*what: Any, **options: Any) -> Iterator[None]:
+        calls.append((*what, options))
+        yield
+        calls.append(("end",))
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append(("replay",))
+
+    new, default = Stream("new"), Stream("default")
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: new)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: default)
+    monkeypatch.setattr(accelerator, "on_stream", lambda stream: context("on", stream.name))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: context("graph", **options))
+    with accelerator.apart(torch.device("cuda", 0)) as stream:
+        calls.append(("prepare",))
+    launch = accelerator.capture(lambda: calls.append(("step",)), stream)
+    launch()
+    assert calls == [
+        ("new", "waits for", "default"),
+        ("on", "new", {}),
+        ("prepare",),
+        ("end",),
+        ("default", "waits for", "new"),
+        ("graph", {"stream": new, "capture_error_mode": "thread_local"}),
+        ("step",),
+        ("end",),
+        ("replay",),
+    ]
