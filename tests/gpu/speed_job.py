@@ -201,7 +201,8 @@ def norm(words: list[str]) -> dict[str, float]:
     with create(parse(EngineOptions, words)) as backend:
         device = backend.device
         shape = (4, 8, 14, 14) if device.type == "cpu" else (256, 64, 56, 56)
-        kinds = {"ours, us": convert_sync_batch_norm(nn.Sequential(nn.BatchNorm2d(shape[1])), backend)}
+        kinds: dict[str, nn.Module] = {"ours, us": nn.Sequential(nn.BatchNorm2d(shape[1]))}
+        convert_sync_batch_norm(kinds["ours, us"], backend)
         if device.type != "cpu":
             kinds["PyTorch's, us"] = nn.SyncBatchNorm(shape[1])
         figures = {}

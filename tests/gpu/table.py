@@ -78,7 +78,7 @@ RESNET = {
 """Each beside a raw loop with the same."""
 
 
-GPUS_ONLY = {"--capture-step"}
+GPUS_ONLY = {"--capture-step", "--cudnn-benchmark", "--tf32"}
 FINDINGS = {
     "--capture-step": "S4",
     "--channels-last": "S15",
