@@ -279,7 +279,7 @@ class Keeper:
         progress = self._progress
         if everywhere:
             copied = on_host(state)
-            self._backend.activity.check()  # of an exchange that was given up, the weights have nothing good
+            self._backend.confirm_exchanges()
             self._memory.step, self._memory.state = progress.step, copied
         if to_disk:
             figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}

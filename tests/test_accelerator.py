@@ -377,6 +377,23 @@ def test_a_barrier_waits_for_the_gpu_first(driver: Driver) -> None:
     assert driver.calls == [("synchronize", 1)]
 
 
+def test_what_was_read_counts_if_one_more_exchange_succeeds(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend.confirm_exchanges()
+    backend.device = GPU
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("Horovod has been shut down")
+
+    monkeypatch.setattr(backend, "_all_reduce", lost)
+    with pytest.raises(RuntimeError, match="shut down"):
+        backend.confirm_exchanges()
+    assert backend.activity.in_exchange
+
+
 def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
     calls: list[tuple[Any, ...]] = []

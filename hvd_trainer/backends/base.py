@@ -287,6 +287,16 @@ class Backend(Member):
     def _is_exchanging(self) -> bool:
         return not self._exchanged.query()
 
+    def confirm_exchanges(self) -> None:
+        """Raise if what was read from the device may have come of an exchange that was given up. A collective.
+
+        An aborted kernel leaves in its tensors whatever is there. Horovod aborts also by itself, when it misses a
+        rank; then no exchange succeeds any more, and the one made here fails as well.
+        """
+        self.activity.check()
+        if not accelerator.is_host(self.device):
+            self.barrier()
+
     def abort_exchanges(self) -> None:
         if self.uses_nccl:
             self.activity.abort()
