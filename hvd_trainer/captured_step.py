@@ -40,18 +40,13 @@ class CapturedStep(TrainStep):
             captured may wait for the default one.
 
     Raises:
-        OptionError: the device cannot capture, or the optimizer reads its learning rate on the host.
+        OptionError: the optimizer reads its learning rate on the host.
     """
 
     def __init__(self, parts: StepParts, stream: Any) -> None:
         super().__init__(parts)
         self._stream = stream
         device = self.backend.device
-        if not accelerator.can_capture(device):
-            raise OptionError(
-                f"--capture-step needs a CUDA GPU, and this rank trains on {accelerator.name(device)}: leave it "
-                f"out"
-            )
         self._is_whole = self.backend.exchanges_in_graph
         if self._is_whole and not all(group.get("fused") for group in self.optimizer.param_groups):
             raise OptionError(

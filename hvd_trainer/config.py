@@ -79,7 +79,7 @@ class TrainOptions:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """its mode: on GPUs, reduce-overhead and max-autotune launch what they have compiled as CUDA graphs"""
     tf32: bool = False
-    """on GPUs: multiply float32 matrices in TF32, several times as fast and with 10 bits of mantissa"""
+    """on GPUs: multiply float32 matrices in TF32, faster and with 10 bits of mantissa"""
     channels_last: bool = False
     """keep the weights of convolutions channels last, which GPUs compute faster with bf16, fp16 and TF32"""
     cudnn_benchmark: bool = False

@@ -398,6 +398,11 @@ class Trainer:
                     train.cudnn_benchmark and not accelerator.has_cudnn(device),
                     f"--cudnn-benchmark needs cuDNN, and {accelerator.name(device)} has none: leave it out",
                 ),
+                (
+                    train.capture_step and not accelerator.can_capture(device),
+                    f"--capture-step needs a CUDA GPU, and this rank trains on {accelerator.name(device)}: leave it "
+                    f"out",
+                ),
             )
         )
 
@@ -437,8 +442,7 @@ class Trainer:
         if train.channels_last:
             model.to(memory_format=torch.channels_last)
         self.layout.compile(model)
-        captured = train.capture_step and accelerator.can_capture(self.device)
-        with accelerator.apart(self.device) if captured else nullcontext() as stream:
+        with accelerator.apart(self.device) if train.capture_step else nullcontext() as stream:
             wrapped, self.optimizer = self.layout.prepare(model, optimizer, self._some_inputs)
         self.step = self._make_step(wrapped, loss, stream)
         self.scheduler = make_scheduler(scheduler, self.optimizer)

@@ -110,7 +110,7 @@ def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
     sources = [column[number % len(column)] for number in range(7)]
     tensors = [torch.tensor([100.0 * rank + number], device=backend.device) for number in range(7)]
     for _ in range(2):
-        backend.column_broadcast_all(list(zip(tensors, sources, strict=True)))
+        backend.column_broadcast(list(zip(tensors, sources, strict=True)))
         assert [float(tensor) for tensor in tensors] == [
             100 * source + number for number, source in enumerate(sources)
         ]

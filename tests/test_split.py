@@ -172,7 +172,7 @@ def test_broadcasts_are_all_under_way_before_one_is_waited_for(
         _hvd=SimpleNamespace(broadcast_async_=started),
         _waiter=SimpleNamespace(result=lambda handle: handle.wait()),
     )
-    engine.column_broadcast_all(backend, [(torch.zeros(1), 0)] * 3)
+    engine.column_broadcast(backend, [(torch.zeros(1), 0)] * 3)
     assert calls == ["start"] * 3 + ["wait"] * 3
 
 
@@ -181,7 +181,7 @@ def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 8)
     sent: list[list[int]] = []
 
-    def column_broadcast_all(pairs: list[tuple[torch.Tensor, int]]) -> None:
+    def column_broadcast(pairs: list[tuple[torch.Tensor, int]]) -> None:
         sent.append([rank for _, rank in pairs])
         for tensor, rank in pairs:
             if rank == 1:
@@ -191,7 +191,7 @@ def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.Monke
         column=[0, 1],
         world=SimpleNamespace(rank=0),
         activity=SimpleNamespace(waiting=nullcontext),
-        column_broadcast_all=column_broadcast_all,
+        column_broadcast=column_broadcast,
     )
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * UNDER_WAY)]  # two fit into a bucket
     optimizer = torch.optim.SGD(parameters, lr=1.0)

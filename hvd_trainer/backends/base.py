@@ -179,10 +179,12 @@ class Backend(Member):
         """
         if len(self.column) > 1:
             with self.activity.waiting():
-                for tensor in stage.state_dict().values():
-                    packed = tensor.contiguous()
-                    self.column_broadcast(packed, self.column[0])
-                    tensor.copy_(packed)
+                tensors = list(stage.state_dict().values())
+                packed = [tensor.contiguous() for tensor in tensors]
+                self.column_broadcast([(tensor, self.column[0]) for tensor in packed])
+                for tensor, received in zip(tensors, packed, strict=True):
+                    if received is not tensor:
+                        tensor.copy_(received)
             if exchange:
                 self._connect_stage(stage, passes)
 
@@ -410,13 +412,12 @@ class Backend(Member):
             mine = pairwise_sum(list(self._all_to_all(rows)))
             return torch.cat(self._all_gather(mine))[: len(tensor)]
 
-    def column_broadcast(self, tensor: Tensor, rank: int) -> None:
-        """Fills a contiguous tensor, on the ranks of this rank's column, with that of one of them."""
-        self.column_broadcast_all([(tensor, rank)])
-
     @abstractmethod
-    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        """The same for many, each with its rank: all are under way before the first is waited for."""
+    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        """Fill contiguous tensors, on the ranks of this column, each with the given rank's.
+
+        All are under way before the first is waited for.
+        """
 
     def _column_sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have the same parameters, as a new tensor."""

@@ -78,7 +78,7 @@ class DDPBackend(Backend):
                 f"--transport {self.transport} needs a GPU per rank, and {found}. Leave it out, or use "
                 f"--transport gloo"
             )
-        if not dist.is_backend_available(self.transport):
+        if self.transport != "gloo" and not dist.is_backend_available(self.transport):
             raise BackendError(f"This PyTorch was built without {self.transport.upper()}. Type: --transport gloo")
 
     def _stop(self, failed: bool) -> None:
@@ -178,7 +178,7 @@ class DDPBackend(Backend):
         if self._exchange is not None:
             self._exchange.finish()
 
-    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         started: list[Any] = []
         for tensor, rank in pairs:
             self._hold(tensor)

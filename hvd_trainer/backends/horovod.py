@@ -410,7 +410,7 @@ class HorovodBackend(Backend):
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
 
-    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         handles = []
         for number, (tensor, rank) in enumerate(pairs):
             self._hold(tensor)

@@ -68,7 +68,7 @@ class SingleBackend(Backend):
     def _all_to_all(self, rows: Tensor) -> Tensor:
         return rows
 
-    def column_broadcast_all(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         pass
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:

@@ -96,7 +96,7 @@ class Slices:
         """Move tensors to the device and give them the values of the column's first rank."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._backend.device).contiguous()
-        self._backend.column_broadcast_all([(tensor.data, self._backend.column[0]) for tensor in tensors])
+        self._backend.column_broadcast([(tensor.data, self._backend.column[0]) for tensor in tensors])
 
     def completed(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
         """Return whole tensors in host memory, on the column's first rank; None on the others. A collective.

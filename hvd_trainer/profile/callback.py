@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hvd_trainer.backends import StepResult
 from hvd_trainer.callback import Observer
 from hvd_trainer.measure_options import ProfilePlan
-from hvd_trainer.profile.phases import make_clock
 from hvd_trainer.profile.recorder import Recorder
 from hvd_trainer.profile.report import FOLDER, Report
+from hvd_trainer.step_times import clock_of
 
 if TYPE_CHECKING:
     from hvd_trainer.trainer import Trainer
@@ -39,7 +39,7 @@ class Profile(Observer):
         backend, log = trainer.backend, trainer.log
         self._backend, self._log, self._plan = backend, log, plan
         self._report = Report(backend, log, Path(log_dir).expanduser() / FOLDER)
-        self._clock = make_clock(backend.device)
+        self._clock = clock_of(backend.device)
         self._before: deque[tuple[Any, Any]] = deque(maxlen=COMPARED)
         self._last: Any = None
         self._recorder: Recorder | None = None

@@ -11,14 +11,9 @@ import numpy as np
 import torch
 
 from hvd_trainer.backends.base import Span
-from hvd_trainer.step_times import OTHER, PARTS, Clock, DeviceClock, HostClock
+from hvd_trainer.step_times import OTHER, PARTS, DeviceClock, clock_of
 
 HOST_ROW, DEVICE_ROW = "steps", "steps, as the GPU does them"
-
-
-def make_clock(device: torch.device) -> Clock:
-    """By which steps are timed."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
 class Mark(NamedTuple):
@@ -39,7 +34,7 @@ class Phases:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = make_clock(device)
+        self.clock = clock_of(device)
         self._marks: list[Mark] = []
         self._steps: list[tuple[int, int, int]] = []  # its number, and the marks at which it begins and ends
         self._first = 0

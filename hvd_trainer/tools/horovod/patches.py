@@ -23,7 +23,7 @@ from hvd_trainer.tools.horovod.waking import WAKING_CHANGES
 # Raised with every change below, so that wheels built before it are not taken for current ones.
 PATCH_SET = 16
 
-# Inside the built package: what it was built from and for (see horovod_plan.BuildKey).
+# Inside the built package: what it was built from and for (see plan.BuildKey).
 RECORD_FILE = "horovod/hvd_trainer_build.py"
 RECORD_TEMPLATE = '''"""What this Horovod was built for."""
 
