@@ -127,7 +127,8 @@ def apart(device: torch.device) -> Iterator[Any]:
     Where an engine hooks into gradients, they are added up on the stream that was there then. To capture that, the
     graph must be captured on the same stream; until then PyTorch would warn that the passes are on another one.
     """
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    # Older versions of PyTorch do not warn.
+    getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)(False)
     stream = new_stream(device)
     stream.wait_stream(current_stream(device))
     with on_stream(stream):

@@ -38,12 +38,14 @@ class CapturedStep(TrainStep):
         parts: as of any step.
         stream: on which they were prepared, and the graph is captured (`accelerator.apart`): nothing that is
             captured may wait for the default one.
+        is_uniform: whether all ranks' batches have one shape in each step. Else they ask each other before each,
+            because exchanges in a graph and others must not meet.
 
     Raises:
         OptionError: the optimizer reads its learning rate on the host.
     """
 
-    def __init__(self, parts: StepParts, stream: Any) -> None:
+    def __init__(self, parts: StepParts, stream: Any, *, is_uniform: bool) -> None:
         super().__init__(parts)
         self._stream = stream
         device = self.backend.device
@@ -53,6 +55,8 @@ class CapturedStep(TrainStep):
                 f"--capture-step needs an optimizer that reads its learning rate on the device, and this "
                 f"{type(self.optimizer).__name__} does not: make it with fused=True, or leave --capture-step out"
             )
+        self._asks = self._is_whole and self.backend.world.size > 1 and not is_uniform
+        self._settings = self._other_settings()
         self._set = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._rates = [torch.tensor(rate, dtype=torch.float32, device=device) for rate in self._set]
         self._done = 0
@@ -65,25 +69,47 @@ class CapturedStep(TrainStep):
 
     def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
         (batch,) = window
-        form = _form(batch)
-        if self._form is None:
-            self._form = form
-        if form != self._form or self._done < WARM_UP_STEPS:
+        if not self._fits(batch) or self._done < WARM_UP_STEPS:
             self._done += 1
             return super().__call__(window, meter, meanwhile)
         self.backend.activity.enter("forward")
+        if self._settings != self._other_settings():
+            self._launch = None  # it has the former ones
         self._take(batch)
         if self._launch is None:
-            with self.backend.unobserved():
+            self._settings = self._other_settings()
+            with self.backend.pause_observers():
                 self._launch = accelerator.capture(self._step if self._is_whole else self._passes, self._stream)
         self._launch()
         assert self._passed is not None
-        loss, outputs = tree_map_only(Tensor, Tensor.clone, (self._passed.loss, self._passed.outputs))
+        loss, outputs = self._passed.loss.clone(), self._passed.outputs
+        if meter.keeps_outputs:
+            outputs = tree_map_only(Tensor, Tensor.clone, outputs)  # the next launch writes over them
         meter.add(loss, outputs, batch[1], samples_in(batch))
         self._losses.append(loss)
         self.backend.activity.enter("data")
         meanwhile()
         return self._noted(loss) if self._is_whole else self._updated(meter)
+
+    def close(self) -> None:
+        self._launch = None  # which holds the engine's communicators
+
+    def _fits(self, batch: Batch) -> bool:
+        """Return whether the batches of all ranks have the shape that is captured, or is to be."""
+        form = _form(batch)
+        fits = self._form is not None and form == self._form
+        if self._asks:
+            fits = self.backend.all_reduce_numbers([fits], "min") == [1]
+        if not fits and self._launch is None:
+            self._form, self._done = form, 0
+        return fits
+
+    def _other_settings(self) -> list[dict[str, Any]]:
+        """Return what the optimizer was told besides the learning rates: numbers that become part of the graph."""
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr")}
+            for group in self.optimizer.param_groups
+        ]
 
     def _take(self, batch: Batch) -> None:
         """Bring what changes from step to step to where the graph reads it."""

@@ -58,8 +58,10 @@ class Meter:
     @torch.no_grad()
     def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
         """Add one batch: `loss` is its mean loss (a scalar on the device)."""
+        loss = loss.detach()
         values = [_summed(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
-        self._unread.append((samples, [loss.detach(), *values]))
+        # A metric may have computed on the host.
+        self._unread.append((samples, [loss, *(value.to(loss.device, non_blocking=True) for value in values)]))
         for gatherer in self._objects.values():
             gatherer.update(outputs, targets)
         self.samples += samples
@@ -78,6 +80,11 @@ class Meter:
         for place, column in enumerate(found):
             for value in column:  # `sum` would round in another way
                 self._sums[place] += value
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether some metric may hold on to the outputs that it is given."""
+        return bool(self._objects)
 
     def local_loss(self) -> float:
         """Return this rank's mean loss so far: waits for the device, so ask seldom."""

@@ -124,6 +124,9 @@ class TrainStep:
         scaled.backward(self.guard.seed(scaled))
         return Pass(loss.detach(), outputs, targets, samples_in(batch))
 
+    def close(self) -> None:
+        """Drop what holds the engine's connections: nothing here."""
+
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         """Loss and metrics of one batch, without gradients.
 

@@ -120,7 +120,9 @@ class Trainer:
 
     def _let_go(self) -> None:
         """Drops what holds the engine's connections, which must be freed before it ends."""
-        self.__dict__.pop("step", None)
+        step = self.__dict__.pop("step", None)
+        if step is not None:
+            step.close()
         if "layout" in self.__dict__:
             self.layout.close()
 
@@ -492,7 +494,7 @@ class Trainer:
             norm=any(callback.needs_norm for callback in self.callbacks),
         )
         if train.capture_step:
-            return CapturedStep(parts, stream)
+            return CapturedStep(parts, stream, is_uniform=self.train_loader.in_memory)
         if train.reproducible is None:
             return self.layout.make_step(parts)
         return ReproducibleStep(

@@ -397,7 +397,9 @@ def bf16_on_the_wire(backend: Backend) -> None:
     prepared, optimizer = linear(backend, weight=0.0)
     backward(backend, prepared, backend.world.size * (1.0 + 2**-9))  # bfloat16 has 7 bits after the point
     backend.step(optimizer)
-    assert weight_of(optimizer).item() == -float(backend.world.size)
+    # One rank may exchange nothing, and so round nothing.
+    rounded = abs(weight_of(optimizer).item() + backend.world.size)
+    assert rounded == 0 or (backend.world.size == 1 and rounded == 2**-9)
     assert weight_of(optimizer).dtype == torch.float32
 
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer import accelerator
 from hvd_trainer.backends import torch_group
+from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.member import Member
 from hvd_trainer.backends.options import EngineOptions
 from hvd_trainer.backends.pinning import Devices
@@ -106,12 +107,12 @@ class Backend(Member):
         self._held: deque[list[Tensor]] = deque(maxlen=4)
         self._make_columns, self.columns = columns, [[*range(self.world.size)]]
         self._names: dict[Tensor, str] = {}
-        self._exchanged: Any = None
+        self._exchanges: ExchangeMonitor | None = None
 
     def _meet(self) -> None:
         super()._meet()
         if self.world.size > 1 and not accelerator.is_host(self.device):
-            self._exchanged = accelerator.event(self.device)
+            self._exchanges = ExchangeMonitor(self.device)
         self.columns = [[*range(self.world.size)]]
         if self._make_columns is not None:
             self.columns = self._make_columns([peer.node for peer in self.peers])
@@ -267,27 +268,20 @@ class Backend(Member):
         """Waits until `.grad` of all parameters is the average over ranks."""
 
     def mark_exchange(self) -> None:
-        """Let the monitor see whether the device has come to the end of this step's exchange.
-
-        The host only puts exchanges into the device's queue and runs ahead; where it stops in the end, for want
-        of room there, says nothing about whom it waits for.
-        """
-        if self._exchanged is not None:
-            self._exchanged.record(accelerator.current_stream(self.device))
-            self.activity.is_exchanging = self._is_exchanging
+        """Let the monitor of the ranks see whether the device has come to the end of this step's exchange."""
+        if self._exchanges is not None:
+            self._exchanges.mark()
+            self.activity.is_exchanging = self._exchanges.is_exchanging
 
     @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Inside, the device is asked for things that it does later: nobody takes the time of them."""
+    def pause_observers(self) -> Iterator[None]:
+        """Time no phases and watch no exchanges, inside: the device only records what it will do later."""
         listeners, self.activity.listeners = self.activity.listeners, []
-        exchanged, self._exchanged = self._exchanged, None
         try:
-            yield
+            with nullcontext() if self._exchanges is None else self._exchanges.pause():
+                yield
         finally:
-            self.activity.listeners, self._exchanged = listeners, exchanged
-
-    def _is_exchanging(self) -> bool:
-        return not self._exchanged.query()
+            self.activity.listeners = listeners
 
     def confirm_exchanges(self) -> None:
         """Raise if what was read from the device may have come of an exchange that was given up. A collective.
@@ -353,7 +347,9 @@ class Backend(Member):
         child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view has its base
         outside Python, and so spares the engine's thread that way.
         """
-        self._held.append([tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)])
+        held = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
+        if held:
+            self._held.append(held)
 
     def all_gather_object(self, value: T, kinds: Sequence[Any] = ()) -> list[T]:
         """Collects one value from each rank: a list in rank order, on all ranks; tensors on the host.

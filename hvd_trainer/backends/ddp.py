@@ -57,7 +57,7 @@ class DDPBackend(Backend):
 
     @property
     def uses_nccl(self) -> bool:
-        return self.transport == "nccl"
+        return self.transport != "gloo"
 
     _ddp: DistributedDataParallel | None = None
     _hook: RemovableHandle | None = None

@@ -290,6 +290,8 @@ class HorovodBackend(Backend):
         state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         packed = {name: tensor.contiguous() for name, tensor in state.items()}
         self._hvd.broadcast_parameters(packed, root_rank=0)
+        # What has arrived is known on the default stream only, and this may be another one.
+        accelerator.synchronize(self.device)
         for name, tensor in state.items():
             if not tensor.is_contiguous():
                 tensor.copy_(packed[name])

@@ -350,7 +350,7 @@ class Member(ABC):
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether this engine would move GPU tensors by NCCL, which allows one rank per GPU."""
+        """Whether this engine would move GPU tensors by NCCL or Intel's XCCL, which want one rank per GPU."""
         return False
 
     def _refuse_shared_gpu(self) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,10 +30,24 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
-    exchanges = unfinished_exchanges()
+    exchanges = _in_time(unfinished_exchanges)
     if exchanges:
         parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in exchanges), ""]))
     return "\n".join(parts)
+
+
+def _in_time(asked: Callable[[], list[str]]) -> list[str]:
+    """Return what a function does, or nothing if it fails or takes long: it may ask the driver, which may hang."""
+    answer: list[str] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answer.extend(asked())
+
+    thread = threading.Thread(target=ask, name="flight-recorder", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    return list(answer)
 
 
 def unfinished_exchanges() -> list[str]:
