@@ -263,7 +263,7 @@ def test_the_suite_polices_itself(tmp_path: Path) -> None:
         1,
         ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "."],
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{TESTS}{os.pathsep}{REPOSITORY}"},
+        env={"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
         check=False,
     )
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
