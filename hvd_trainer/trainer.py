@@ -402,8 +402,8 @@ class Trainer:
                 ),
                 (
                     train.capture_step and not accelerator.can_capture(device),
-                    f"--capture-step needs a CUDA GPU, and this rank trains on {accelerator.name(device)}: leave "
-                    f"it out",
+                    f"--capture-step needs a GPU that captures graphs, and this rank trains on "
+                    f"{accelerator.name(device)}: leave it out",
                 ),
             )
         )
