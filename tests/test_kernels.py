@@ -98,7 +98,10 @@ def test_what_no_graph_can_do_with_other_parts_is_refused(parts: dict[str, Any],
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"capture_step": True}, "--capture-step needs a GPU that captures graphs, and this rank trains on CPU: leave it out"),
+        (
+            {"capture_step": True},
+            "--capture-step needs a GPU that captures graphs, and this rank trains on CPU: leave",
+        ),
         ({"tf32": True}, "--tf32 is for GPUs, and this rank trains on CPU: leave it out"),
         ({"cudnn_benchmark": True}, "--cudnn-benchmark needs cuDNN, and CPU has none: leave it out"),
     ],
