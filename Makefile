@@ -33,7 +33,7 @@ help:
 	@echo "make mnist   train MNIST: horovodrun -np $(NP) python -m hvd_trainer.mnist"
 	@echo "             options: ARGS=\"--epochs 3\"  DATA_DIR=folder  NP=2  HOROVOD_ARGS=\"--gpu none\""
 	@echo "make test    run the test suite (PYTEST_ARGS=\"-k name\" selects, LONG=1 runs the long ones too)"
-	@echo "make gpu-test  prove on this machine's GPUs what can be proved, in 25 minutes; writes a report"
+	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes a report"
 	@echo "             options: GPU_ARGS=\"--out folder --data-dir mnist --stages facts,nccl\""
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff and mypy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -34,25 +35,27 @@ def right(bench: Bench) -> dict[str, int]:
     return {"waits": 0}
 
 
-def wrong(bench: Bench) -> None:
-    raise FailedError("two | waits")
+def wrong(bench: Bench, why: str) -> None:
+    raise FailedError(why)
 
 
 def test_the_report_has_what_was_proven_what_failed_and_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks = [
-        Check("right", "B1 W2", right),
-        Check("wrong", "W2", wrong),
-        Check("of eight", "S1", right, ("8 gpus",)),
-        Check("of another version", "S1", right, ("--no-such-option",)),
-        Check("mistaken", "", lambda bench: 1 / 0),  # type: ignore[arg-type,return-value]
+        Check("right", right),
+        Check("without a limit", right, measures=True),
+        Check("wrong", wrong, ("two | waits",)),
+        Check("of eight", right, needs=("8 gpus",)),
+        Check("of another version", right, needs=("--no-such-option",)),
+        Check("mistaken", lambda bench: 1 / 0),  # type: ignore[arg-type,return-value]
     ]
     monkeypatch.setitem(run.STAGES, "tried", run.Stage(lambda bench: checks, 60))
     assert run.main(["--device", "cpu", "--stages", "tried", "--out", str(tmp_path)]) == 1
     found = {its["name"]: its for its in json.loads((tmp_path / "gpu-report.json").read_text())["checks"]}
     assert {name: its["status"] for name, its in found.items()} == {
         "right": "proven",
+        "without a limit": "measured",
         "wrong": "failed",
         "of eight": "not provable here",
         "of another version": "not provable here",
@@ -62,23 +65,20 @@ def test_the_report_has_what_was_proven_what_failed_and_what_is_missing(
     assert "ZeroDivisionError" in found["mistaken"]["why"]
     assert found["right"]["commands"][0]["tail"] == "seen in the report"
     text = (tmp_path / "gpu-report.md").read_text()
-    assert "| W2 | 1 failed, 1 proven |" in text
     assert "- tried, wrong: two \\| waits" in text
     assert "nothing of GPUs" in text
     # Another stage later, with what is there.
     monkeypatch.setitem(run.STAGES, "more", run.Stage(lambda bench: checks[:1], 60))
     earlier = ["--add", str(tmp_path / "gpu-report.json"), "--out", str(tmp_path)]
     assert run.main(["--device", "cpu", "--stages", "more", *earlier]) == 0
-    assert len(json.loads((tmp_path / "gpu-report.json").read_text())["checks"]) == 6
+    assert len(json.loads((tmp_path / "gpu-report.json").read_text())["checks"]) == 7
 
 
 def test_what_takes_too_long_is_ended_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(bench: Bench) -> None:
         bench.ok("-c", "import time; time.sleep(60)")
 
-    monkeypatch.setitem(
-        run.STAGES, "slow", run.Stage(lambda bench: [Check("a", "", slow), Check("b", "", slow)], 9)
-    )
+    monkeypatch.setitem(run.STAGES, "slow", run.Stage(lambda bench: [Check("a", slow), Check("b", slow)], 9))
     assert run.main(["--device", "cpu", "--stages", "slow", "--budget-s", "6", "--out", str(tmp_path)]) == 0
     checks = json.loads((tmp_path / "gpu-report.json").read_text())["checks"]
     assert [its["why"] for its in checks] == ["it needs more time: the stage's was over"] * 2
@@ -93,6 +93,17 @@ def test_the_first_stages_run_on_a_cpu(tmp_path: Path) -> None:
     checks = {its["name"]: its for its in json.loads((tmp_path / "gpu-report.json").read_text())["checks"]}
     assert checks["the same bits twice"]["status"] == "proven"
     assert checks["no waits: plain"]["figures"]["waits per step"] >= 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_the_other_stages_run_on_a_cpu(tmp_path: Path) -> None:
+    stages = ["gloo", "nccl", "failures", "memory", "several", "speed"]
+    options = ["--device", "cpu", "--quick", "--stages", ",".join(stages), "--out", str(tmp_path)]
+    result = launch("python", 1, ["tests/gpu", *options], timeout_s=1480)
+    assert ", 0 failed, " in result.stdout
+    checks = json.loads((tmp_path / "gpu-report.json").read_text())["checks"]
+    assert {its["stage"] for its in checks if its["status"] in ("proven", "measured")} == set(stages)
 
 
 @pytest.mark.parametrize("command", [c for c in documents.commands() if "gpu-test" in c or "tests/gpu" in c])
@@ -111,6 +122,22 @@ def test_the_commands_of_the_page_are_there(command: str, tmp_path: Path) -> Non
         words = shlex.split(plan.strip().splitlines()[-1])[1:]
     assert words[:2] == ["python", "tests/gpu"]
     run.arguments(words[2:])
+
+
+@pytest.mark.parametrize("name", run.STAGES)
+def test_checks_have_names_of_their_own_and_fitting_arguments(name: str, tmp_path: Path) -> None:
+    bench = Bench("cpu", 8, None, tmp_path)
+    checks = list(run.STAGES[name].checks(bench))
+    assert len({its.name for its in checks}) == len(checks)
+    for its in checks:
+        inspect.signature(its.prove).bind(bench, *its.args)
+
+
+def test_quick_takes_the_first_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.STAGES, "many", run.Stage(lambda bench: (Check(f"{n}", print) for n in range(9)), 60))
+    assert run.main(["--device", "cpu", "--quick", "--stages", "many", "--out", str(tmp_path)]) == 0
+    checks = json.loads((tmp_path / "gpu-report.json").read_text())["checks"]
+    assert [its["name"] for its in checks] == ["0", "1"]
 
 
 def test_the_page_has_all_stages() -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import secrets
 import shlex
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from child_environment import child_environment
+from digits_job import free_port
 from job import Job, LaunchTimeoutError
 
 from benchmarks import NO_GPUS
@@ -36,6 +35,8 @@ REPRODUCIBLE = ("--reproducible", "4", "--batch-size", "32", "--max-steps", "20"
 _LOCK = threading.Lock()
 _FOUND: dict[str, str] = {}
 """What several checks want to know, and only one has to find out."""
+HELP = ("-m", "hvd_trainer.mnist", "--help")
+HOROVOD_HAS = ("-c", "import horovod.torch as hvd; print('nccl', bool(hvd.nccl_built()))")
 
 
 class MissingError(Exception):
@@ -61,19 +62,21 @@ class Ran:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to prove.
+    """One thing to prove or to measure.
 
     Args:
-        name: unique in its stage.
-        finds: the findings of the review that it proves mended, such as "B1 W2".
-        prove: return figures, or raise `FailedError` or `MissingError`.
+        name: what it shows, unique in its stage.
+        prove: called with a bench and `args`; return figures, or raise `FailedError` or `MissingError`.
+        args: the check's own case, where several checks share `prove`.
         needs: what it cannot do without, as in `Bench.lacks`.
+        measures: its figures have no limit, so that they prove nothing.
     """
 
     name: str
-    finds: str
-    prove: Callable[[Bench], dict[str, Any] | None]
+    prove: Callable[..., dict[str, Any] | None]
+    args: tuple[Any, ...] = ()
     needs: tuple[str, ...] = ()
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,6 @@ class Bench:
     Args:
         device: `cuda` or `cpu`: where everything is run.
         gpus: how many devices there are; on the CPU, as many ranks as stand for them.
-        quick: few steps and few cases.
         data_dir: MNIST's folder, or None.
         work: a folder for what the commands write.
         until: when the stage's time is over, by `time.monotonic`.
@@ -92,7 +94,6 @@ class Bench:
 
     device: str
     gpus: int
-    quick: bool
     data_dir: Path | None
     work: Path
     until: float = 0.0
@@ -111,39 +112,39 @@ class Bench:
         if need == "gpu":
             return None if self.on_gpu else "a GPU"
         if need.endswith(" gpus"):
-            return (
-                None
-                if self.gpus >= int(need.split()[0])
-                else f"{need.replace('gpus', 'GPUs')} (here: {self.gpus})"
-            )
+            enough = self.gpus >= int(need.split()[0])
+            return None if enough else f"{need.replace('gpus', 'GPUs')} (here: {self.gpus})"
         if need == "mnist":
             return None if self.data_dir else "MNIST: --data-dir FOLDER"
         if need == "horovod":
             return self._lacks_horovod()
         if need.startswith("--"):
-            return None if need in help_of("hvd_trainer.mnist") else f"an hvd_trainer with the option {need}"
+            return None if need in self._printed_by(HELP) else f"an hvd_trainer with the option {need}"
         return None if importlib.util.find_spec(need) else f"the Python package {need}"
 
     def _lacks_horovod(self) -> str | None:
-        code = "import horovod.torch as hvd; print('nccl', bool(hvd.nccl_built()))"
-        with _LOCK:
-            if "horovod" not in _FOUND:
-                asked = self.run("-c", code, limit_s=60)
-                _FOUND["horovod"] = asked.output if asked.code == 0 else ""
-        if not _FOUND["horovod"]:
+        printed = self._printed_by(HOROVOD_HAS)
+        if not printed:
             return "Horovod: python -m hvd_trainer install-horovod"
-        if self.on_gpu and "nccl True" not in _FOUND["horovod"]:
+        if self.on_gpu and "nccl True" not in printed:
             return "a Horovod with NCCL: python -m hvd_trainer install-horovod --gpu nccl"
         return None
 
     def forget_horovod(self) -> None:
         """Look anew at the next check: another one is installed."""
-        _FOUND.pop("horovod", None)
+        _FOUND.pop(str(HOROVOD_HAS), None)
 
-    def judge(self, good: bool, said: str) -> None:
+    def _printed_by(self, argv: tuple[str, ...]) -> str:
+        """Return what a command prints, once for all checks; nothing if it fails."""
+        if str(argv) not in _FOUND:
+            asked = self.run(*argv, limit_s=60)
+            _FOUND[str(argv)] = asked.output if asked.code == 0 else ""
+        return _FOUND[str(argv)]
+
+    def judge(self, good: bool, why: str) -> None:
         """Raise `FailedError` unless a figure of a GPU is good; the CPU's own is no measure of it."""
         if self.on_gpu and not good:
-            raise FailedError(said)
+            raise FailedError(why)
 
     # Commands.
 
@@ -157,7 +158,7 @@ class Bench:
 
     def ok(self, *argv: str, **more: Any) -> Ran:
         """Run it as `run` does; raise `FailedError` unless it ended well."""
-        return ended_well(self.run(*argv, **more))
+        return require_success(self.run(*argv, **more))
 
     def torchrun(self, ranks: int, *argv: str, limit_s: float = 120.0) -> Ran:
         """Run so many ranks by torchrun; raise `FailedError` unless they ended well."""
@@ -179,7 +180,7 @@ class Bench:
             own_hosts: give each rank a host name of its own, so that NCCL lets them share a GPU (see own_host.py).
             waits_for: these ranks' end ends the others; None: all ranks'.
         """
-        port = _free_port()
+        port = free_port()
         with ExitStack() as stack:
             # Ranks of one host meet in a file of its temporary folder.
             jobs, shared = [], self._new_folder()
@@ -187,13 +188,21 @@ class Bench:
                 place = ("0", "1") if own_hosts else (str(rank), str(size))
                 variables = {
                     **{"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": place[0]},
-                    **{"LOCAL_WORLD_SIZE": place[1], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                    **{"LOCAL_WORLD_SIZE": place[1], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
                     **(NCCL_IN_ONE_HOST if own_hosts else {}),
                     **(env or {}),
                 }
                 on_host = [str(HERE / "own_host.py"), f"n{rank}"] if own_hosts else []
                 jobs.append(self._start(stack, [sys.executable, *on_host, *argv], dict(variables), shared))
             return self._wait(jobs, limit_s, waits_for)
+
+    def two_ranks(self, *argv: str, **more: Any) -> str:
+        """Run two ranks as `ranks` does; return what the first printed, once both have ended well."""
+        ran = self.ranks(*argv, **more)
+        # The one that ended first tells more than the one that missed it.
+        for its in sorted(ran, key=lambda its: its.ended_at):
+            require_success(its)
+        return ran[0].output
 
     def _new_folder(self) -> Path:
         folder = self.work / f"job-{secrets.token_hex(4)}"
@@ -238,13 +247,13 @@ class Bench:
         return found
 
     def _ran(self, job: Job, began: float, ended: float | None) -> Ran:
-        said, now = "", time.time()
+        overdue, now = "", time.time()
         if ended is None:
             try:
                 job.wait(0.1)
             except LaunchTimeoutError as error:
-                said = f"\n{error}"
-        output = f"{job.stdout}{job.stderr}{said}"
+                overdue = f"\n{error}"
+        output = f"{job.stdout}{job.stderr}{overdue}"
         code = None if ended is None else job.popen.returncode
         return Ran(shlex.join(job.popen.args), code, (ended or now) - began, output, ended or now)  # type: ignore[arg-type]
 
@@ -254,15 +263,17 @@ class Bench:
         """Return the digest of what one process trains in reproducible mode, which all others must train, too."""
         with _LOCK:
             if "digest" not in _FOUND:
-                log_dir = self.folder("reference")
-                self.ok(
-                    *MNIST, *REPRODUCIBLE, "--backend", "single", "--device", self.device, "--log-dir", log_dir
-                )
-                _FOUND["digest"] = digest(log_dir)
+                _FOUND["digest"] = self.train_reproducibly()
             return _FOUND["digest"]
 
+    def train_reproducibly(self) -> str:
+        """Train in one process; return its weights' digest."""
+        log_dir = self.folder("single")
+        self.ok(*MNIST, *REPRODUCIBLE, "--backend", "single", "--device", self.device, "--log-dir", log_dir)
+        return digest(log_dir)
 
-def ended_well(ran: Ran) -> Ran:
+
+def require_success(ran: Ran) -> Ran:
     """Return it.
 
     Raises:
@@ -283,15 +294,23 @@ def digest(log_dir: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-@cache
-def help_of(module: str) -> str:
-    """Return what `python -m MODULE --help` prints."""
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **NO_GPUS}
-    asked = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, env=environ)
-    return asked.stdout
+def records(log_dir: str, event: str) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl of that event.
+
+    Raises:
+        FailedError: there is none.
+    """
+    lines = (Path(log_dir) / "metrics.jsonl").read_text().splitlines()
+    found = [its for its in map(json.loads, lines) if its["event"] == event]
+    if not found:
+        raise FailedError(f"no {event} in {log_dir}/metrics.jsonl")
+    return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def figures_in(output: str) -> dict[str, Any]:
+    """Return the JSON of the last line that is an object."""
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise FailedError("it printed no figures")
+    figures: dict[str, Any] = json.loads(lines[-1])
+    return figures

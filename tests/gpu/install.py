@@ -7,19 +7,27 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gpu.bench import MNIST, Bench, Check, FailedError, MissingError, ended_well
+from gpu.bench import HELP, MNIST, Bench, Check, FailedError, MissingError, figures_in, require_success
 
 HOROVOD = "import horovod.torch.mpi_lib_v2 as its; print(its.__file__)"
-TORCH = (
-    "import torch; c = torch.cuda; print(torch.__version__, '| CUDA', torch.version.cuda, '| NCCL',"
-    " '.'.join(map(str, c.nccl.version())) if c.is_available() else '-', '|', ' '.join(c.get_arch_list()))"
-)
+TORCH = """
+import json, torch
+gpus = torch.cuda
+pairs = [(a, b) for a in range(gpus.device_count()) for b in range(gpus.device_count()) if a != b]
+apart = [f"{a}-{b}" for a, b in pairs if not gpus.can_device_access_peer(a, b)]
+nccl = ".".join(map(str, gpus.nccl.version())) if gpus.is_available() else "-"
+facts = {"CUDA": torch.version.cuda, "NCCL": nccl, "built for": " ".join(gpus.get_arch_list())}
+print(json.dumps(facts | {"GPUs without peer access": " ".join(apart) or "-"}))
+"""
+RESTORE_S = 120.0
 
 
-def said(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str]) -> str:
     """Return what a program prints, or that it is not there."""
     if shutil.which(command[0]) is None:
         return f"no {command[0]}"
@@ -27,7 +35,7 @@ def said(command: Sequence[str]) -> str:
     return (asked.stdout or asked.stderr).strip()
 
 
-def opens(library: str) -> bool:
+def can_open(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -37,39 +45,35 @@ def opens(library: str) -> bool:
 
 def machine() -> dict[str, str]:
     """Return what a reader of the report must know of the machine."""
-    gpus = said(
-        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader"]
-    )
+    query = "--query-gpu=name,memory.total,driver_version,compute_mode"
     return {
-        "GPUs": "; ".join(gpus.splitlines()),
-        "nvcc": said(["nvcc", "--version"]).splitlines()[-1],
+        "GPUs": "; ".join(output_of(["nvidia-smi", query, "--format=csv,noheader"]).splitlines()),
+        "nvcc": output_of(["nvcc", "--version"]).splitlines()[-1],
         "CPUs": str(len(os.sched_getaffinity(0))),
-        "kernel": said(["uname", "-r"]),
+        "kernel": output_of(["uname", "-r"]),
     }
 
 
 def facts(bench: Bench) -> Iterable[Check]:
-    def libraries(bench: Bench) -> dict[str, Any]:
-        return {"libcuda.so": opens("libcuda.so"), "libcuda.so.1": opens("libcuda.so.1")}
+    yield Check("the package starts", lambda its: its.ok(*HELP) and {})
+    yield Check("driver, PyTorch, links between GPUs, host names", measure_machine, measures=True)
 
-    def python(bench: Bench) -> dict[str, Any]:
-        bench.ok("-m", "hvd_trainer.mnist", "--help")
-        return {"torch": bench.ok("-c", TORCH).output.strip()}
 
-    def host_names(bench: Bench) -> dict[str, Any]:
-        own = bench.run("--uts", "true", program="unshare").code == 0
-        return {"host names by": "a UTS namespace" if own else "NCCL_HOSTID"}
-
-    yield Check("PyTorch, and the package starts", "", python)
-    yield Check("the driver's library", "B2", libraries, ("gpu",))
-    yield Check("hosts of their own names", "", host_names)
+def measure_machine(bench: Bench) -> dict[str, Any]:
+    own = bench.run("--uts", "true", program="unshare").code == 0
+    return {
+        **figures_in(bench.ok("-c", TORCH).output),
+        **{name: can_open(name) for name in ("libcuda.so", "libcuda.so.1")},
+        "host names by": "a UTS namespace" if own else "NCCL_HOSTID",
+        "links": output_of(["nvidia-smi", "topo", "-m"]),
+    }
 
 
 def build(bench: Bench) -> Iterable[Check]:
-    yield Check("install-horovod --gpu nccl", "B10 B13", lambda its: install(its, "nccl"), ("gpu",))
-    yield Check("doctor", "B14", doctor)
-    yield Check("linked against PyTorch's NCCL", "B10", linked, ("horovod",))
-    yield Check("works with libcuda.so.1 alone", "B2", without_libcuda_so, ("gpu", "horovod"))
+    yield Check("install-horovod --gpu nccl", install, ("nccl",), ("gpu",))
+    yield Check("doctor", check_doctor)
+    yield Check("Horovod is linked to PyTorch's NCCL", check_linking, needs=("horovod",))
+    yield Check("Horovod works with libcuda.so.1 alone", check_without_libcuda_so, needs=("gpu", "horovod"))
 
 
 def install(bench: Bench, kind: str) -> dict[str, Any]:
@@ -79,11 +83,11 @@ def install(bench: Bench, kind: str) -> dict[str, Any]:
     bench.forget_horovod()
     if kind == "nccl" and ran.code != 0 and shutil.which("nvcc") is None:
         raise MissingError("nvcc, which compiles Horovod for NCCL")
-    ended_well(ran)
+    require_success(ran)
     return {"seconds": round(ran.seconds, 1)}
 
 
-def doctor(bench: Bench) -> dict[str, Any]:
+def check_doctor(bench: Bench) -> dict[str, Any]:
     output = bench.run("-m", "hvd_trainer", "doctor", limit_s=120).output
     errors = [line for line in output.splitlines() if re.match(r"\s*(error|ERROR|FAIL|✗)", line)]
     bench.judge(not errors, "; ".join(errors))
@@ -92,7 +96,7 @@ def doctor(bench: Bench) -> dict[str, Any]:
     return {"errors": len(errors)}
 
 
-def linked(bench: Bench) -> dict[str, Any]:
+def check_linking(bench: Bench) -> dict[str, Any]:
     if shutil.which("readelf") is None:
         raise MissingError("readelf (apt-get install binutils)")
     library = bench.ok("-c", HOROVOD).output.strip().splitlines()[-1]
@@ -105,26 +109,25 @@ def linked(bench: Bench) -> dict[str, Any]:
     return {"NCCL": " ".join(found) or "none", "path": " ".join(paths)}
 
 
-def without_libcuda_so(bench: Bench) -> dict[str, Any]:
-    if opens("libcuda.so"):
+def check_without_libcuda_so(bench: Bench) -> None:
+    if can_open("libcuda.so"):
         raise MissingError("a machine whose driver brings only libcuda.so.1")
     bench.ok(*MNIST, "--backend", "horovod", "--device", bench.device, "--max-steps", "3")
-    return {}
 
 
 def cpu_horovod(bench: Bench) -> Iterable[Check]:
-    """Last, for it needs another Horovod; in the end the first is back, from its wheel."""
+    yield Check("a Horovod for CPUs is refused on a GPU", check_refusal, needs=("gpu", "horovod"))
 
-    def refused(bench: Bench) -> dict[str, Any]:
+
+def check_refusal(bench: Bench) -> dict[str, Any]:
+    try:
         install(bench, "none")
-        try:
-            ran = bench.run(*MNIST, "--backend", "horovod", "--max-steps", "3", limit_s=60)
-        finally:
-            install(bench, "nccl")
-        if ran.code is None:
-            raise FailedError("it hangs")
-        if ran.code == 0 or "Traceback" in ran.output or "install-horovod" not in ran.output:
-            raise FailedError(f"it is refused in one line that names install-horovod; exit code {ran.code}")
-        return {"exit code": ran.code, "seconds": round(ran.seconds, 1)}
-
-    yield Check("a Horovod for CPUs meets a GPU", "B1", refused, ("gpu", "horovod"))
+        ran = bench.run(*MNIST, "--backend", "horovod", "--max-steps", "3", limit_s=60)
+    finally:
+        # From its wheel, for the stages that follow, also when this one's time is over.
+        install(replace(bench, until=time.monotonic() + RESTORE_S), "nccl")
+    if ran.code is None:
+        raise FailedError("it hangs")
+    if ran.code == 0 or "Traceback" in ran.output or "install-horovod" not in ran.output:
+        raise FailedError(f"it is refused in one line that names install-horovod; exit code {ran.code}")
+    return {"exit code": ran.code, "seconds": round(ran.seconds, 1)}

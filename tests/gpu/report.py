@@ -1,4 +1,4 @@
-"""The report: what is proven, what failed, and what this machine could not show; as Markdown and as JSON."""
+"""The report, as Markdown and as JSON: what is proven, measured, failed, or could not be shown here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from gpu.bench import Check, Ran
 
-PROVEN, FAILED, NOT_HERE = "proven", "failed", "not provable here"
-Status = Literal["proven", "failed", "not provable here"]
+PROVEN, MEASURED, FAILED, NOT_HERE = "proven", "measured", "failed", "not provable here"
+Status = Literal["proven", "measured", "failed", "not provable here"]
 MAX_TAIL_LINES, MAX_TAIL_CHARACTERS = 25, 4_000
 
 
@@ -22,7 +22,6 @@ class Outcome:
 
     stage: str
     name: str
-    finds: str
     status: Status
     why: str
     """what failed, or what is missing"""
@@ -40,7 +39,7 @@ def outcome(
         {"command": its.command, "exit_code": its.code, "seconds": round(its.seconds, 1), "tail": tail(its.output)}
         for its in ran
     ]
-    return Outcome(stage, check.name, check.finds, status, why, round(seconds, 1), figures, commands)
+    return Outcome(stage, check.name, status, why, round(seconds, 1), figures, commands)
 
 
 def tail(output: str) -> str:
@@ -71,9 +70,8 @@ class Report:
         (self.folder / "gpu-report.md").write_text(markdown(self.about, everything))
 
     def summary(self) -> str:
-        counts = [
-            f"{sum(its.status == status for its in self.new)} {status}" for status in (PROVEN, FAILED, NOT_HERE)
-        ]
+        found = [its.status for its in self.new]
+        counts = [f"{found.count(status)} {status}" for status in (PROVEN, MEASURED, FAILED, NOT_HERE)]
         return f"{', '.join(counts)}: {self.folder / 'gpu-report.md'}"
 
 
@@ -81,20 +79,14 @@ def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     lines = ["# gpu-test", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     if about["device"] == "cpu":
         lines += ["**On the CPU: it shows that the checks run, and nothing of GPUs.**", ""]
-    lines += ["| findings | |", "|---|---|", *by_finding(outcomes), ""]
     for status in (FAILED, NOT_HERE):
         lines += [f"## {status.capitalize()}", ""]
         lines += [f"- {its.stage}, {its.name}: {plain(its.why)}" for its in outcomes if its.status == status]
         lines += [""]
-    lines += [
-        "## All checks",
-        "",
-        "| stage | check | findings | status | figures | s |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines += ["## All checks", "", "| stage | check | status | figures | s |", "|---|---|---|---|---|"]
     for its in outcomes:
         figures = "; ".join(f"{name}: {value}" for name, value in its.figures.items())
-        cells = (its.stage, its.name, its.finds, its.status, plain(figures), str(its.seconds))
+        cells = (its.stage, its.name, its.status, plain(figures), str(its.seconds))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Commands, and the ends of what they printed", ""]
     for its in outcomes:
@@ -105,20 +97,6 @@ def markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
             lines += ["````", ""]
         lines += ["</details>", ""]
     return "\n".join(lines)
-
-
-def by_finding(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a row per finding: the checks that show it mended, and what is against that."""
-    rows = []
-    found = {name for its in outcomes for name in its.finds.split()}
-    for name in sorted(found, key=lambda text: (text[0], int(text[1:]))):
-        about = [its for its in outcomes if name in its.finds.split()]
-        parts = []
-        for status in (FAILED, PROVEN, NOT_HERE):
-            count = sum(its.status == status for its in about)
-            parts += [f"{count} {status}"] if count else []
-        rows.append(f"| {name} | {', '.join(parts)} |")
-    return rows
 
 
 def plain(text: str) -> str:

@@ -1,8 +1,8 @@
 """`python speed_job.py WHAT ...`: one measurement in a process of its own; prints its figures as a line of JSON.
 
 steps --loop raw|trainer --model quick|mlp|resnet [options of the trainer]    us, host us and launches per step
-graph                     a whole step captured by hand as one CUDA graph: the floor
-norm --backend ddp        batch norm over two ranks, ours and PyTorch's: ms, forward and backward
+copy --bytes N            from the device to pinned memory of the host: us
+norm --backend ddp        batch norm over two ranks, ours and PyTorch's: us, forward and backward
 scaling LOG_DIR [options of the trainer]
 """
 
@@ -69,17 +69,11 @@ class Steps:
         return {"us": median(self._wall) * us, "host us": median(self._host) * us, "launches": launches}
 
 
-class Counted(Callback):
-    """Args:
-    fill: whether deterministic mode fills what it takes, as PyTorch does by default.
-    """
-
-    def __init__(self, steps: Steps, fill: bool) -> None:
-        self.steps, self.fill = steps, fill
+class CountSteps(Callback):
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
 
     def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        if self.fill and self.steps.number == 0:
-            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         self.steps.done()
 
 
@@ -150,12 +144,12 @@ def by_trainer(args: argparse.Namespace, words: list[str], device: torch.device)
         data = TensorData(images, labels, transform)
         model.to(device)  # where a fused optimizer finds its parameters
         optimizer = optimizer_of(model, device)
-        counted = Counted(steps, args.fill)
-        trainer.fit(model, optimizer, cross_entropy, data, metrics={"accuracy": right}, callbacks=[counted])
+        callbacks = [CountSteps(steps)]
+        trainer.fit(model, optimizer, cross_entropy, data, metrics={"accuracy": right}, callbacks=callbacks)
     return steps.figures()
 
 
-def timed_us(device: torch.device, action: Callable[[], Any], times: int) -> float:
+def time_us(device: torch.device, action: Callable[[], Any], times: int) -> float:
     """Return the median of three blocks, in us for one."""
     taken = []
     for _ in range(1 + BLOCKS):
@@ -168,30 +162,11 @@ def timed_us(device: torch.device, action: Callable[[], Any], times: int) -> flo
     return 1e6 * median(taken[1:]) / times
 
 
-def graph(device: torch.device) -> dict[str, float]:
-    """Forward, backward and update of `quick` on one batch that stays: eagerly, and replayed."""
-    model = model_of("quick").to(device)
-    images, targets, _ = images_for("quick", 1, device)
-    inputs = Normalise(0.13, 0.31)(images)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-
-    eager = timed_us(device, step, 100)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    captured = torch.cuda.CUDAGraph()
-    optimizer.zero_grad()
-    with torch.cuda.graph(captured):
-        step()
-    return {"eager, us": eager, "replayed, us": timed_us(device, captured.replay, 100)}
+def copy(device: torch.device, size: int) -> dict[str, float]:
+    """Return what it takes to copy that many bytes to pinned memory of the host."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    return {"us": time_us(device, lambda: target.copy_(source, non_blocking=True), 1)}
 
 
 def norm(words: list[str]) -> dict[str, float]:
@@ -214,7 +189,7 @@ def norm(words: list[str]) -> dict[str, float]:
                 with torch.autocast(device.type, torch.bfloat16):
                     layer(inputs.bfloat16()).sum().backward()
 
-            figures[name] = timed_us(device, both_ways, 5)
+            figures[name] = time_us(device, both_ways, 5)
         return figures if backend.world.is_first else {}
 
 
@@ -236,19 +211,19 @@ def scaling(log_dir: str, words: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["steps", "graph", "norm", "scaling"])
+    parser.add_argument("what", choices=["steps", "copy", "norm", "scaling"])
     parser.add_argument("--loop", choices=["raw", "trainer"], default="raw")
     parser.add_argument("--model", default="quick")
     parser.add_argument("--on", default="cpu", help="the device")
     parser.add_argument("--block", type=int, default=100, help="steps of each of the three that are timed")
-    parser.add_argument("--fill", action="store_true")
+    parser.add_argument("--bytes", type=int, default=0)
     args, words = parser.parse_known_args()
     device = torch.device("cpu" if args.on == "cpu" else f"{args.on}:0")
     figures: dict[str, float] = {}
     if args.what == "steps":
         figures = (by_hand if args.loop == "raw" else by_trainer)(args, words, device)
-    elif args.what == "graph":
-        figures = graph(device)
+    elif args.what == "copy":
+        figures = copy(device, args.bytes)
     elif args.what == "norm":
         figures = norm(words)
     else:

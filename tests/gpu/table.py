@@ -47,9 +47,9 @@ NCCL_OF_ONE = {
     "ddp": {"PowerSGD": "--compression powersgd"},
 }
 TEXTS = {
-    "two stages": ("horovod", "--stages 2 --max-steps 5"),
-    "two stages on ddp": ("ddp", "--stages 2 --max-steps 5"),
-    "all sharded": ("ddp", "--shard full --max-steps 5"),
+    "two stages": "--backend horovod --stages 2 --max-steps 5",
+    "two stages on ddp": "--backend ddp --stages 2 --max-steps 5",
+    "all sharded": "--backend ddp --shard full --max-steps 5",
 }
 
 FAULTS = {
@@ -63,11 +63,10 @@ FAULTS = {
 """Of tests/faulty_job.py, each with the ranks that it strikes."""
 
 SPEED = {
-    "plain": "",
     "captured as one CUDA graph": "--capture-step",
     "compiled into CUDA graphs": "--compile --compile-mode reduce-overhead",
 }
-"""Ways to train MNIST to 99 %, and to take steps of `quick`."""
+"""Other ways to train MNIST to 99 %, and to take steps of `quick`."""
 
 RESNET = {
     "plain": "",
@@ -79,27 +78,10 @@ RESNET = {
 
 
 GPUS_ONLY = {"--capture-step", "--cudnn-benchmark", "--tf32"}
-FINDINGS = {
-    "--capture-step": "S4",
-    "--channels-last": "S15",
-    "--compile": "S10",
-    "--compile-mode": "S4",
-    "--compression": "B8",
-    "--cudnn-benchmark": "S15",
-    "--shard": "S11",
-    "--sync-batch-norm": "S2",
-    "--tf32": "S15",
-    "--workers": "S8",
-}
-"""Of which the use of an option shows that they are mended."""
 
 
 def needs_in(text: str) -> tuple[str, ...]:
-    """Return what a row of these tables needs, as in `Bench.lacks`: its options, and a GPU for some."""
-    options = tuple(word for word in text.split() if word.startswith("--"))
-    return (*options, *(["gpu"] if GPUS_ONLY & {*options} else []))
-
-
-def findings_in(text: str) -> str:
-    """Return what a row of these tables shows mended."""
-    return " ".join(sorted({FINDINGS[word] for word in text.split() if word in FINDINGS}))
+    """Return what a row of these tables needs, as in `Bench.lacks`: its options, Horovod, a GPU for some."""
+    words = text.split()
+    options = tuple(word for word in words if word.startswith("--"))
+    return (*options, *(["horovod"] if "horovod" in words else []), *(["gpu"] if GPUS_ONLY & {*options} else []))

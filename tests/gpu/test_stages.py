@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from launchers import launch
 
-from gpu.run import STAGES
+from gpu import run
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="PyTorch sees no GPU")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", run.STAGES)
 def test_what_can_be_proved_is_proven(stage: str, tmp_path: Path) -> None:
     result = launch(
         "python", 1, ["tests/gpu", "--stages", stage, "--out", str(tmp_path)], timeout_s=590, check=False
     )
+    if result.returncode == run.NO_GPU:
+        pytest.skip("PyTorch sees no GPU")
     assert result.returncode == 0, (tmp_path / "gpu-report.md").read_text()
