@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ast
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hvd_trainer import accelerator, peers, random_state
 from hvd_trainer.backends import EngineOptions, torch_group
@@ -24,8 +20,6 @@ from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.launch import World
 from hvd_trainer.peers import Peer
-from hvd_trainer.watch import Activity, Hub, Verdict, stacks
-from hvd_trainer.watch.activity import ExchangeAbortedError
 
 GPU = torch.device("cuda", 0)
 
@@ -269,170 +263,23 @@ def test_tensors_on_a_gpu_are_not_kept_after_their_exchange() -> None:
     assert [tensor.device.type for tensor in backend._held[-1]] == ["cpu"]
 
 
-# A GPU that is behind its host.
+# What PyTorch must have.
 
 
-class Event:
-    """An event that nothing has reached until `done` is set."""
-
-    def __init__(self) -> None:
-        self.done, self.records = False, 0
-
-    def record(self, _: Any) -> None:
-        self.records += 1
-
-    def query(self) -> bool:
-        return self.done
+def asked_of_a_module() -> set[str]:
+    """The attributes that accelerator.py uses of `torch.cuda` and `torch.xpu` alike."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(accelerator))))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    getters = ("_module", "torch.get_device_module")
+    modules = {ast.unparse(call) for call in calls if ast.unparse(call.func) in getters}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) in modules]
+    modules |= {ast.unparse(target) for node in assigned for target in node.targets}
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules}
 
 
-def test_a_rank_whose_gpu_waits_in_an_exchange_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
-    backend = backend_on_gpus(0, ["gpu-a", "gpu-b"])
-    backend._exchanged = event = Event()
-    monkeypatch.setattr(accelerator, "current_stream", lambda _: None)
-    activity = backend.activity
-    model = nn.Linear(1, 1)
-    monkeypatch.setattr(backend, "_finish_exchange", lambda _: None)
-    backend.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert event.records == 1
-    activity.enter("forward")
-    assert not activity.waits, "the driver is not asked while the host gets on"
-    activity.since -= 2
-    assert activity.waits
-    event.done = True
-    assert not activity.waits
-
-
-def test_reading_a_number_from_the_device_is_waiting() -> None:
-    backend = SingleBackend(EngineOptions(backend="single"), {})
-    heard: list[str] = []
-    backend.activity.listeners.append(heard.append)
-    assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
-    assert backend.all_reduce_numbers([3, 4.5]) == [3, 4.5]
-    assert heard == ["reduce", "start"] * 2
-
-
-def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
-    """A kernel of NCCL whose communicator is aborted ends, and leaves what was there before."""
-    activity = Activity(60)
-    activity.enter("step")
-    with pytest.raises(ExchangeAbortedError), activity.waiting():
-        activity.abort()  # by another thread, while this one waits for the device
-    assert activity.in_exchange
-    for going_on in (activity.check, lambda: activity.enter("save")):
-        with pytest.raises(ExchangeAbortedError):
-            going_on()
-
-
-def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
-    """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
-    aborted = threading.Event()
-    there = [Peer("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
-    for goes_on_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
-        aborted.clear()
-        watch = Hub(
-            World(0, 2),
-            there,
-            Activity(5),
-            startup_s=5,
-            environ={},
-            goes_on_s=goes_on_s,
-            abort_exchanges=aborted.set,
-        )
-        watch.decide(Verdict(rank, "it failed", told=False), 3)
-        survives = goes_on_s is not None and rank == 1
-        assert aborted.wait(5 if survives else 0.2) is survives
-        watch.selector.close()
-        watch._wake.close()
-        watch._woken.close()
-
-
-def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {
-        "profiling_name": "nccl:all_reduce",
-        "input_sizes": [[1024]],
-        "collective_seq_id": 12,
-        "process_group": ["0", "default_pg"],
-        "state": "scheduled",
-    }
-    distributed = torch._C._distributed_c10d
-    assert "Exchanges that" not in stacks.own_stacks()
-    monkeypatch.setattr(
-        distributed, "_dump_nccl_trace_json", lambda **_: json.dumps({"entries": [entry]}).encode(), raising=False
-    )
-    shown: list[str] = []
-    asking = threading.Thread(target=lambda: shown.append(stacks.own_stacks()))
-    asking.start()
-    asking.join()
-    assert stacks.unfinished_in(shown[0]) == (
-        "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
-    )
-    assert "test_accelerator.py" in stacks.main_of(shown[0])
-
-
-def test_a_barrier_waits_for_the_gpu_first(driver: Driver) -> None:
-    backend = SingleBackend(EngineOptions(backend="single"), {})
-    backend.device = torch.device("cuda", 1)
-    backend.barrier()
-    assert driver.calls == [("synchronize", 1)]
-
-
-def test_what_was_read_counts_if_one_more_exchange_succeeds(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
-    backend = SingleBackend(EngineOptions(backend="single"), {})
-    backend.confirm_exchanges()
-    backend.device = GPU
-
-    def lost(*_: Any) -> None:
-        raise RuntimeError("Horovod has been shut down")
-
-    monkeypatch.setattr(backend, "_all_reduce", lost)
-    with pytest.raises(RuntimeError, match="shut down"):
-        backend.confirm_exchanges()
-    assert backend.activity.in_exchange
-
-
-def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
-    calls: list[tuple[Any, ...]] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Stream) -> None:
-            calls.append((self.name, "waits for", other.name))
-
-    @contextmanager
-    def context(*what: Any, **options: Any) -> Iterator[None]:
-        calls.append((*what, options))
-        yield
-        calls.append(("end",))
-
-    class Graph:
-        def replay(self) -> None:
-            calls.append(("replay",))
-
-    new, default = Stream("new"), Stream("default")
-    monkeypatch.setattr(accelerator, "new_stream", lambda device: new)
-    monkeypatch.setattr(accelerator, "current_stream", lambda device: default)
-    monkeypatch.setattr(accelerator, "on_stream", lambda stream: context("on", stream.name))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: context("graph", **options))
-    with accelerator.apart(torch.device("cuda", 0)) as stream:
-        calls.append(("prepare",))
-    launch = accelerator.capture(lambda: calls.append(("step",)), stream)
-    launch()
-    assert calls == [
-        ("new", "waits for", "default"),
-        ("on", "new", {}),
-        ("prepare",),
-        ("end",),
-        ("default", "waits for", "new"),
-        ("graph", {"stream": new, "capture_error_mode": "thread_local"}),
-        ("step",),
-        ("end",),
-        ("replay",),
-    ]
+@pytest.mark.parametrize("module", [torch.cuda, torch.xpu])
+def test_pytorch_has_the_same_for_every_kind_of_accelerator(module: Any) -> None:
+    """No machine of CI has any, and PyTorch's releases differ."""
+    asked = asked_of_a_module()
+    assert {"synchronize", "device_count", "stream", "default_generators"} <= asked, "in each of its forms"
+    assert [name for name in sorted(asked) if not hasattr(module, name)] == []

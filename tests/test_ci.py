@@ -24,7 +24,7 @@ def test_the_scripts_pass_shellcheck(script: str) -> None:
     assert os.access(file, os.X_OK)
 
 
-def test_a_night_that_is_misspelt_is_refused() -> None:
+def test_an_unknown_argument_of_ci_run_is_refused() -> None:
     done = subprocess.run([REPOSITORY / ".ci/run", "nightlly"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "ci: type .ci/run, or .ci/run nightly\n")
 

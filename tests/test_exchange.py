@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer.backends import buckets as buckets_module
 from hvd_trainer.backends import horovod_exchange
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
 from hvd_trainer.backends.horovod_exchange import Waiter
@@ -76,7 +76,7 @@ def test_an_accelerator_gets_the_same_bits_by_two_operations_a_bucket(
         written.append(len(views))
         copy(views, grads)
 
-    monkeypatch.setattr(buckets_module.accelerator, "is_host", lambda device: False)
+    StandIn(monkeypatch)
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
     monkeypatch.setattr(torch, "mul", None)  # the one that takes one parameter at a time
     found, found_sizes = exchanged(3, **options)

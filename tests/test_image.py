@@ -109,7 +109,8 @@ def test_the_health_check_opens_no_gpu() -> None:
     (command,) = re.findall(
         r"^HEALTHCHECK (?:.*\\\n)*\s*CMD (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
     )
-    assert json.loads(command) == ["env", "CUDA_VISIBLE_DEVICES=", "python", "-m", "hvd_trainer", "doctor"]
+    words = json.loads(command)
+    assert words.index("CUDA_VISIBLE_DEVICES=") < words.index("doctor")
 
 
 def hvd_ssh(home: Path, *words: str, check: bool = True, port: int = 0) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerator_stand_in import StandIn
 
-from hvd_trainer import accelerator
 from hvd_trainer.tools.probe import Probe
 
 
@@ -28,7 +28,6 @@ def recorded(folder: Path) -> float:
 def test_memory_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's was compared with the trainer's on a GPU, as if both were one thing."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
-    monkeypatch.setattr(accelerator, "is_host", lambda device: False)
-    monkeypatch.setattr(accelerator, "peak_bytes", lambda device: 3 * 2**20)
+    StandIn(monkeypatch).peak = 3 * 2**20
     monkeypatch.setattr("hvd_trainer.tools.probe.clock_of", lambda device: Probe(tmp_path, 0)._clock)
     assert recorded(tmp_path) == 3

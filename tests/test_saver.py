@@ -12,39 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator_stand_in import StandIn
 from torch import Tensor
 
-from hvd_trainer import accelerator, checkpoint
+from hvd_trainer import checkpoint
 from hvd_trainer import saver as saver_module
 from hvd_trainer.config import SaveOptions
 from hvd_trainer.keeper import Keeper
 from hvd_trainer.saver import PinnedMemory, Saver, on_host, placed
 
 
-class Accelerator:
-    """All tensors are an accelerator's; page-locked memory and waiting are noted."""
-
-    def __init__(self) -> None:
-        self.pinned_bytes: list[int] = []
-        self.calls: list[str] = []
-
-    def is_host(self, device: torch.device) -> bool:
-        return False
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.pinned_bytes.append(shape[0])
-        return torch.empty(shape, dtype=dtype)
-
-    def synchronize(self, device: torch.device) -> None:
-        self.calls.append("synchronize")
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    made = Accelerator()
-    for name in ("is_host", "pinned", "synchronize"):
-        monkeypatch.setattr(accelerator, name, getattr(made, name))
-    return made
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(monkeypatch)
 
 
 def state(number: int) -> dict[str, Any]:
@@ -81,24 +61,24 @@ def hand_over(saver: Saver, number: int) -> None:
     saver.hand_over(time.perf_counter(), state(number), step=number, epoch=0, figures={})
 
 
-def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: Accelerator) -> None:
+def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: StandIn) -> None:
     """Each had page-locked memory of its own, allocated in the first save and rounded up to a power of two."""
     memory, first = PinnedMemory(), state(1)
     copied = on_host(first, memory)
     assert equal(copied, first)
     assert type(copied["kinds"]) is collections.Counter
-    assert gpu.pinned_bytes == [512], "of 320 bytes with what aligns them"
-    assert gpu.calls == ["synchronize"]
+    assert gpu.calls == ["pin (512,) of torch.uint8", "synchronize cpu"], "of 320 bytes with what aligns them"
+    gpu.calls.clear()
     places = [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()]
     copied = on_host(state(2), memory)
     assert equal(copied, state(2))
     assert [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()] == places
-    assert gpu.pinned_bytes == [512]
+    assert gpu.calls == ["synchronize cpu"]
+    gpu.calls.clear()
     larger = {**state(3), "more": torch.zeros(1000)}
     assert equal(on_host(larger, memory), larger)
-    assert gpu.pinned_bytes == [512, 8192]
     assert equal(on_host(state(4), memory), state(4))
-    assert gpu.pinned_bytes == [512, 8192]
+    assert gpu.calls == ["pin (8192,) of torch.uint8", *["synchronize cpu"] * 2]
 
 
 def test_the_host_copies_as_it_did() -> None:
@@ -132,7 +112,7 @@ def test_of_many_tensors_little_memory_is_left_over() -> None:
     assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
 
 
-def test_only_the_state_is_written(gpu: Accelerator, saver: Saver, tmp_path: Path) -> None:
+def test_only_the_state_is_written(gpu: StandIn, saver: Saver, tmp_path: Path) -> None:
     """Of slices of one tensor PyTorch writes all of it, or refuses them if they are of several types."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     hand_over(saver, 1)
@@ -142,7 +122,7 @@ def test_only_the_state_is_written(gpu: Accelerator, saver: Saver, tmp_path: Pat
 
 
 def test_a_save_does_not_change_the_one_that_is_being_written(
-    gpu: Accelerator, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: StandIn, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, save = threading.Event(), checkpoint.save
 
@@ -161,7 +141,7 @@ def test_a_save_does_not_change_the_one_that_is_being_written(
         assert equal(checkpoint.load(tmp_path / f"step-{number:09d}"), state(number))
 
 
-def test_steps_that_still_run_do_not_count_as_saving(gpu: Accelerator) -> None:
+def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
     """`save_stall_s` began when the host was done with a step, and the accelerator was steps behind."""
     backend = SimpleNamespace(
         driver=None, device=torch.device("meta"), activity=SimpleNamespace(enter=lambda phase: None)

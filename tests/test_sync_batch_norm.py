@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator_stand_in import StandIn
 from torch import Tensor, nn
 
-from hvd_trainer.backends import sync_batch_norm
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 
 RANKS = 3
@@ -88,7 +88,7 @@ def passed_back(
 @pytest.fixture
 def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Tensors of the CPU go the way of an accelerator's; the names of the kernels that were called."""
-    calls: list[str] = []
+    calls = StandIn(monkeypatch).calls
 
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -106,7 +106,6 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     }
     for name, kernel in kernels.items():
         monkeypatch.setattr(torch, name, noted(name, kernel))
-    monkeypatch.setattr(sync_batch_norm.accelerator, "is_host", lambda device: False)
     return calls
 
 

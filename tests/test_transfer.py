@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerator_stand_in import StandIn
 from data_checks import Stream
 from torch import Tensor
 
-from hvd_trainer import accelerator, banner
+from hvd_trainer import banner
 from hvd_trainer.data import LoaderPlan, TensorData, make_loader
 from hvd_trainer.data import batch as batch_module
 from hvd_trainer.data.transfer import Transfer
@@ -22,67 +22,24 @@ DEVICE = torch.device("meta")
 """Stands for the accelerator; batches that are sent there stay where they are, so that they can be looked at."""
 
 
-class Accelerator:
-    """Takes the place of `hvd_trainer.accelerator`'s functions: any device is one, and all calls are noted."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.pinned_types: list[torch.dtype] = []
-        self.free, self._events, self._stream = 1000, 0, "compute"
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("is_host", "new_stream", "event", "current_stream", "on_stream", "pinned", "free_bytes"):
-            monkeypatch.setattr(accelerator, name, getattr(self, name))
-        monkeypatch.setattr("hvd_trainer.data.transfer.to_device", self.to_device)
-        monkeypatch.setattr(
-            Tensor,
-            "record_stream",
-            lambda tensor, stream: self.calls.append(f"{tensor.tolist()} stays for compute"),
-        )
-
-    def is_host(self, device: torch.device) -> bool:
-        return False
-
-    def free_bytes(self, device: torch.device) -> int:
-        return self.free
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.pinned_types.append(dtype)
-        return torch.empty(shape, dtype=dtype)
-
-    def to_device(self, batch: Any, device: torch.device) -> Any:
-        self.calls.append(f"copy {numbers_of(batch)} on {self._stream}")
-        return batch
-
-    def new_stream(self, device: torch.device) -> str:
-        return "side"
-
-    def current_stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(wait_event=lambda event: self.calls.append(f"compute waits for {event.number}"))
-
-    @contextmanager
-    def on_stream(self, stream: str) -> Iterator[None]:
-        self._stream = stream
-        yield
-        self._stream = "compute"
-
-    def event(self, device: torch.device) -> Any:
-        self._events += 1
-        number = self._events
-        return SimpleNamespace(
-            number=number, record=lambda stream: self.calls.append(f"event {number} on {stream}")
-        )
-
-
 def numbers_of(batch: Any) -> list[Any]:
     return [tensor.tolist() for tensor in batch_module.tensors_in(batch)]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    """A machine whose only device is an accelerator ."""
-    made = Accelerator()
-    made.install(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A machine whose only device is an accelerator."""
+    made = StandIn(monkeypatch)
+
+    def to_device(batch: Any, device: torch.device) -> Any:
+        made.calls.append(f"copy {numbers_of(batch)} on {made.current.name}")
+        return batch
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        made.calls.append(f"{tensor.tolist()} stays for {stream.name}")
+
+    monkeypatch.setattr("hvd_trainer.data.transfer.to_device", to_device)
+    monkeypatch.setattr(Tensor, "record_stream", record_stream)
     return made
 
 
@@ -90,7 +47,7 @@ def backend(device: torch.device = DEVICE) -> Any:
     return SimpleNamespace(world=World(0, 1, 0, 1, 0, 1, "python"), device=device, peers=[])
 
 
-def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: Accelerator) -> None:
+def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: StandIn) -> None:
     """On the compute stream its copy would stand between two steps."""
     taken = Transfer(DEVICE).moved(torch.tensor([number]) for number in (1, 2))
     assert next(taken).tolist() == [1]
@@ -104,7 +61,7 @@ def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: Acceler
     assert gpu.calls == ["compute waits for 2", "[2] stays for compute"]
 
 
-def test_all_tensors_of_a_batch_stay_until_the_computation_is_done(gpu: Accelerator) -> None:
+def test_all_tensors_of_a_batch_stay_until_the_computation_is_done(gpu: StandIn) -> None:
     batch = ({"a": torch.tensor([1]), "b": (torch.tensor([2]), "text")}, torch.tensor([3]))
     assert list(Transfer(DEVICE).moved([batch])) == [batch]
     assert gpu.calls[-3:] == [f"[{number}] stays for compute" for number in (1, 2, 3)]
@@ -138,7 +95,7 @@ def pixels(count: int) -> TensorData:
 
 
 def test_pixels_are_sent_in_their_compact_form_from_page_locked_memory(
-    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
+    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were gathered in pageable memory first, and copied to page-locked memory from there."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda *_: pytest.fail("one copy too many"))
@@ -146,12 +103,16 @@ def test_pixels_are_sent_in_their_compact_form_from_page_locked_memory(
     loader = make_loader(pixels(6), backend(), LoaderPlan(4, shuffle=False))
     batches = [(inputs.tolist(), targets.tolist()) for inputs, targets in loader.epoch(0)]
     assert batches == [([[0.0], [0.5], [1.0], [1.5]], [0, 1, 2, 3]), ([[2.0], [2.5]], [4, 5])]
-    assert gpu.pinned_types == [torch.uint8, torch.int64] * 2
-    assert gpu.calls[:2] == ["copy [[[0], [1], [2], [3]], [0, 1, 2, 3]] on side", "event 1 on side"]
+    assert gpu.calls[:7] == [
+        *("pin (4, 1) of torch.uint8", "pin (4,) of torch.int64"),
+        *("copy [[[0], [1], [2], [3]], [0, 1, 2, 3]] on side", "event 1 on side"),
+        *("pin (2, 1) of torch.uint8", "pin (2,) of torch.int64", "copy [[[4], [5]], [4, 5]] on side"),
+    ]
+    assert not any(call.startswith("pin") for call in gpu.calls[7:])
 
 
 @pytest.mark.parametrize(("free", "sent"), [(901, False), (900, True)])
-def test_data_stay_on_the_accelerator_if_they_take_a_tenth_of_it(free: int, sent: bool, gpu: Accelerator) -> None:
+def test_data_stay_on_the_accelerator_if_they_take_a_tenth_of_it(free: int, sent: bool, gpu: StandIn) -> None:
     """They took up to half of what was free before the model had come, and as much again to be tested on."""
     gpu.free = free
     loader = make_loader(pixels(10), backend(), LoaderPlan(4))

@@ -1,0 +1,88 @@
+"""A stand-in for the accelerator: what is asked of it is noted, and tensors stay those of the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvd_trainer import accelerator
+
+
+class Stream:
+    """A queue that only notes what it waits for."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
+
+    def wait_event(self, event: Event) -> None:
+        self._calls.append(f"{self.name} waits for {event.number}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self._calls.append(f"{self.name} waits for {other.name}")
+
+
+class Event:
+    """An event that nothing has reached until `done` is set."""
+
+    def __init__(self, number: int, calls: list[str]) -> None:
+        self.number, self.done, self._calls = number, threading.Event(), calls
+
+    def record(self, stream: Stream) -> None:
+        self._calls.append(f"event {self.number} on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.done.wait()
+
+
+class StandIn:
+    """Takes the place of functions of `hvd_trainer.accelerator`, those named as its methods: every device is one.
+
+    Args:
+        monkeypatch: what puts it there, for as long as the test runs.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.free, self.peak = 1000, 0
+        self.events: list[Event] = []
+        self.current, self._side = Stream("compute", self.calls), Stream("side", self.calls)
+        for name in vars(StandIn):
+            if not name.startswith("_"):
+                monkeypatch.setattr(accelerator, name, getattr(self, name))
+
+    def is_host(self, device: torch.device) -> bool:
+        return False
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(f"synchronize {device}")
+
+    def event(self, device: torch.device) -> Event:
+        self.events.append(Event(len(self.events) + 1, self.calls))
+        return self.events[-1]
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return self._side
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.calls.append(f"pin {tuple(shape)} of {dtype}")
+        return torch.empty(shape, dtype=dtype)
+
+    def free_bytes(self, device: torch.device) -> int:
+        return self.free
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return self.peak

@@ -1,0 +1,166 @@
+"""A GPU that is behind its host: what waits for it, what counts that was read from it, and steps as graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from accelerator_stand_in import StandIn
+from torch import nn
+
+from hvd_trainer import accelerator
+from hvd_trainer.backends import EngineOptions, exchange_monitor
+from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.single import SingleBackend
+from hvd_trainer.launch import World
+from hvd_trainer.peers import Peer
+from hvd_trainer.watch import Activity, Hub, Verdict, stacks
+from hvd_trainer.watch.activity import ExchangeAbortedError
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(monkeypatch)
+
+
+def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
+    backend = DDPBackend(EngineOptions(backend="ddp"), {})
+    backend.device = GPU
+    backend._exchanges = exchange_monitor.ExchangeMonitor(GPU)
+    activity = backend.activity
+    model = nn.Linear(1, 1)
+    monkeypatch.setattr(backend, "_finish_exchange", lambda _: None)
+    backend.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert gpu.calls == ["event 1 on compute"]
+    activity.enter("forward")
+    assert not activity.waits, "the driver is not asked while the host gets on"
+    activity.since -= 2
+    assert activity.waits
+    gpu.events[0].done.set()
+    monkeypatch.setattr(exchange_monitor, "ANSWER_S", 60)
+    assert not activity.waits
+
+
+def test_reading_a_number_from_the_device_is_waiting() -> None:
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    heard: list[str] = []
+    backend.activity.listeners.append(heard.append)
+    assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
+    assert backend.all_reduce_numbers([3, 4.5]) == [3, 4.5]
+    assert heard == ["reduce", "start"] * 2
+
+
+def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
+    """A kernel of NCCL whose communicator is aborted ends, and leaves what was there before."""
+    activity = Activity(60)
+    activity.enter("step")
+    with pytest.raises(ExchangeAbortedError), activity.waiting():
+        activity.abort()  # by another thread, while this one waits for the device
+    assert activity.in_exchange
+    for going_on in (activity.check, lambda: activity.enter("save")):
+        with pytest.raises(ExchangeAbortedError):
+            going_on()
+
+
+def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
+    """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
+    aborted = threading.Event()
+    there = [Peer("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
+    for goes_on_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
+        aborted.clear()
+        watch = Hub(
+            World(0, 2),
+            there,
+            Activity(5),
+            startup_s=5,
+            environ={},
+            goes_on_s=goes_on_s,
+            abort_exchanges=aborted.set,
+        )
+        watch.decide(Verdict(rank, "it failed", told=False), 3)
+        survives = goes_on_s is not None and rank == 1
+        assert aborted.wait(5 if survives else 0.2) is survives
+        watch.selector.close()
+        watch._wake.close()
+        watch._woken.close()
+
+
+def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[1024]],
+        "collective_seq_id": 12,
+        "process_group": ["0", "default_pg"],
+        "state": "scheduled",
+    }
+    distributed = torch._C._distributed_c10d
+    assert "Exchanges that" not in stacks.own_stacks()
+    monkeypatch.setattr(
+        distributed, "_dump_nccl_trace_json", lambda **_: json.dumps({"entries": [entry]}).encode(), raising=False
+    )
+    shown: list[str] = []
+    asking = threading.Thread(target=lambda: shown.append(stacks.own_stacks()))
+    asking.start()
+    asking.join()
+    assert stacks.unfinished_in(shown[0]) == (
+        "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
+    )
+    assert "test_gpu_behind.py" in stacks.main_of(shown[0])
+
+
+def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend.device = GPU
+    backend.barrier()
+    assert gpu.calls == ["synchronize cuda:1"]
+
+
+def test_what_was_read_counts_if_one_more_exchange_succeeds(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
+    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend.confirm_exchanges()
+    backend.device = GPU
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("Horovod has been shut down")
+
+    monkeypatch.setattr(backend, "_all_reduce", lost)
+    with pytest.raises(RuntimeError, match="shut down"):
+        backend.confirm_exchanges()
+    assert backend.activity.in_exchange
+
+
+def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(
+    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
+
+    class Graph:
+        def replay(self) -> None:
+            gpu.calls.append("replay")
+
+    @contextmanager
+    def graph(graph: Graph, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        gpu.calls.append(f"capture on {stream.name}, {capture_error_mode}")
+        yield
+        gpu.calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with accelerator.apart(GPU) as stream:
+        gpu.calls.append(f"prepare on {gpu.current.name}")
+    launch = accelerator.capture(lambda: gpu.calls.append("step"), stream)
+    launch()
+    assert gpu.calls == [
+        *("side waits for compute", "prepare on side", "compute waits for side"),
+        *("capture on side, thread_local", "step", "end", "replay"),
+    ]
