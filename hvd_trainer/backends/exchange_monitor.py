@@ -47,7 +47,7 @@ class ExchangeMonitor:
             self._is_paused = False
 
     def is_exchanging(self) -> bool:
-        """Return True while the device has not reached the last mark; to be called by one thread, now and then.
+        """Return True while the device has not reached the last mark; may take `ANSWER_S`.
 
         A thread of its own waits for the event, once for each mark that is asked about: PyTorch's `query` keeps
         Python's lock, and can block while another thread waits for room in the device's queue.

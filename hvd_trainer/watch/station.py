@@ -238,8 +238,9 @@ class Station(ABC):
 
         In no other phase: a connection with that host may then be the user's own.
         """
-        in_exchange = self.activity.waits or self.activity.in_exchange
-        if self._hangs_up_at is None or now < self._hangs_up_at or not in_exchange or self.verdict is None:
+        if self._hangs_up_at is None or now < self._hangs_up_at or self.verdict is None:
+            return
+        if not (self.activity.waits or self.activity.in_exchange):
             return
         self._hangs_up_at = None
         there = self.peers[self.verdict.rank].address
