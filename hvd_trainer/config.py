@@ -244,7 +244,7 @@ class TrainerOptions:
         ]
 
     def _capture_mistakes(self) -> list[str]:
-        """What a step does that a graph cannot: decide by what it has computed, or ask other libraries."""
+        """Return a message for each option that a CUDA graph of the step cannot contain."""
         train, engine = self.train, self.engine
         if not train.capture_step:
             return []

@@ -1,4 +1,4 @@
-"""What `test_compiled.py` runs in every rank: some steps of a compiled model, and in which order they go."""
+"""Train some steps of a compiled model in every rank for `test_compiled.py`, and record their order."""
 
 from __future__ import annotations
 

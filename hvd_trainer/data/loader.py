@@ -136,7 +136,7 @@ class TensorLoader(Loader):
     """Takes each batch from memory in one indexing operation; on the GPU itself where the data set is small."""
 
     FRACTION_OF_FREE_GPU = 0.1
-    """Of what is free before there is a model: the data to train on and those to test on take a fifth at most."""
+    """The part of the free GPU memory, before the model is there, that one data set may take: two take a fifth."""
     in_memory = True
 
     def __init__(self, data: TensorData, backend: Backend, plan: LoaderPlan) -> None:

@@ -33,7 +33,7 @@ from hvd_trainer.train_step import TrainStep
 
 
 class Slices:
-    """What the ranks of a column have of a model, or of a stage: a slice of each parameter.
+    """Hold the slices that this rank has of a model's parameters, or of a stage's.
 
     Args:
         backend: the engine.

@@ -1,4 +1,4 @@
-"""What a rank that fails under NCCL costs the others: who is blamed, and how soon all have ended."""
+"""Check who is blamed when a rank fails under NCCL, and how soon all ranks have ended."""
 
 from __future__ import annotations
 
