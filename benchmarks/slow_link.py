@@ -30,12 +30,12 @@ from benchmarks.results import describe_machine
 from benchmarks.run import REPOSITORY
 from benchmarks.slow_link_cases import BACKENDS, COMPRESSIONS, Case, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
+from hvd_trainer.config.checks import at_least, more_than
 from hvd_trainer.errors import OptionError
-from hvd_trainer.log import METRICS
-from hvd_trainer.option_checks import at_least, more_than
-from hvd_trainer.tools.job import NOT_SAVED
-from hvd_trainer.tools.runs import MARK, Run, append_run, claimed, key_of, read_runs, why_it_failed
-from hvd_trainer.tools.step_figures import read_steps
+from hvd_trainer.observe.run_log import METRICS
+from hvd_trainer.tools.runner.command import NOT_SAVED
+from hvd_trainer.tools.runner.runs import MARK, Run, append_run, key_of, locked_folder, read_runs, why_it_failed
+from hvd_trainer.tools.runner.step_stats import read_steps
 
 JOB = ("-m", "benchmarks.ours.wide")
 PORTS = itertools.count(29501)
@@ -164,7 +164,7 @@ def folder_of(output: Path | None) -> Iterator[Path]:
     with ExitStack() as stack:
         if output is None:
             output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd-slow-link-")))
-        stack.enter_context(claimed(output))
+        stack.enter_context(locked_folder(output))
         yield output
 
 

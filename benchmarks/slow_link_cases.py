@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from hvd_trainer.backends import EngineOptions, create
-from hvd_trainer.banner import plural
 from hvd_trainer.errors import OptionError
+from hvd_trainer.utils.text import plural
 
 Backend = Literal["horovod", "ddp"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]

@@ -8,9 +8,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.slow_link_cases import FAST, Case, Link, Plan, is_offered
-from hvd_trainer.banner import plural
-from hvd_trainer.models import mlp
-from hvd_trainer.tools.runs import Run
+from hvd_trainer.jobs.models import mlp
+from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.utils.text import plural
 
 FORMAT = 1
 Figures = Mapping[str, Any]

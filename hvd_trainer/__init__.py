@@ -18,18 +18,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
-    "hvd_trainer.callback": ("Callback",),
-    "hvd_trainer.config": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions", "parse"),
-    "hvd_trainer.data": ("TensorData", "load_images", "once_per_node"),
+    "hvd_trainer.observe.callback": ("Callback",),
+    "hvd_trainer.config.options": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions"),
+    "hvd_trainer.config.parser": ("parse",),
+    "hvd_trainer.data": ("TensorData", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
-    "hvd_trainer.job": ("run_job",),
-    "hvd_trainer.launch": ("World", "detect"),
-    "hvd_trainer.measure_options": ("MeasureOptions",),
-    "hvd_trainer.metrics": ("accuracy",),
-    "hvd_trainer.parallel_options": ("ParallelOptions",),
-    "hvd_trainer.slurm": ("SlurmStep", "detect_slurm"),
-    "hvd_trainer.spawn": ("run",),
-    "hvd_trainer.trainer": ("History", "Trainer"),
+    "hvd_trainer.jobs.images": ("load_images",),
+    "hvd_trainer.training.job": ("run_job",),
+    "hvd_trainer.launch.world": ("World", "detect"),
+    "hvd_trainer.config.measure_options": ("MeasureOptions",),
+    "hvd_trainer.observe.metrics": ("accuracy",),
+    "hvd_trainer.config.parallel_options": ("ParallelOptions",),
+    "hvd_trainer.launch.slurm": ("SlurmStep", "detect_slurm"),
+    "hvd_trainer.training.spawn": ("run",),
+    "hvd_trainer.training.trainer": ("History", "Trainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -40,18 +42,20 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hvd_trainer.backends import Backend, EngineOptions, StepResult
-    from hvd_trainer.callback import Callback
-    from hvd_trainer.config import LogOptions, SaveOptions, TrainerOptions, TrainOptions, parse
-    from hvd_trainer.data import TensorData, load_images, once_per_node
+    from hvd_trainer.config.measure_options import MeasureOptions
+    from hvd_trainer.config.options import LogOptions, SaveOptions, TrainerOptions, TrainOptions
+    from hvd_trainer.config.parallel_options import ParallelOptions
+    from hvd_trainer.config.parser import parse
+    from hvd_trainer.data import TensorData, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
-    from hvd_trainer.job import run_job
-    from hvd_trainer.launch import World, detect
-    from hvd_trainer.measure_options import MeasureOptions
-    from hvd_trainer.metrics import accuracy
-    from hvd_trainer.parallel_options import ParallelOptions
-    from hvd_trainer.slurm import SlurmStep, detect_slurm
-    from hvd_trainer.spawn import run
-    from hvd_trainer.trainer import History, Trainer
+    from hvd_trainer.jobs.images import load_images
+    from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
+    from hvd_trainer.launch.world import World, detect
+    from hvd_trainer.observe.callback import Callback
+    from hvd_trainer.observe.metrics import accuracy
+    from hvd_trainer.training.job import run_job
+    from hvd_trainer.training.spawn import run
+    from hvd_trainer.training.trainer import History, Trainer
 
 
 def __getattr__(name: str) -> Any:

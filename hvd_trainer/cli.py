@@ -13,37 +13,37 @@ from hvd_trainer.errors import UserError
 
 TOOLS = {
     "compare": (
-        "hvd_trainer.tools.compare.tool",
+        "hvd_trainer.tools.compare.cli",
         "which engine is faster here, for a job of yours, by how much and why",
     ),
-    "doctor": ("hvd_trainer.tools.doctor.tool", "look at all that training needs here, and say what to type"),
+    "doctor": ("hvd_trainer.tools.doctor.cli", "look at all that training needs here, and say what to type"),
     "diagnose": (
-        "hvd_trainer.tools.diagnose.tool",
+        "hvd_trainer.tools.diagnose.cli",
         "what a step's time goes to, by leaving things out, and what to do about it",
     ),
     "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
     "grid": (
-        "hvd_trainer.tools.grid.tool",
+        "hvd_trainer.tools.grid.cli",
         "measure a job in all configurations of a grid: ranks, stages, chunks, ...",
     ),
     "install-horovod": (
-        "hvd_trainer.tools.horovod.tool",
+        "hvd_trainer.horovod_build.installer",
         "build, install and prove a Horovod that fits this PyTorch",
     ),
     "parity": (
-        "hvd_trainer.tools.parity.tool",
+        "hvd_trainer.tools.parity.cli",
         "do both engines train the same model, and if not, from which step and tensor on, and why",
     ),
     "project": (
-        "hvd_trainer.tools.project.tool",
+        "hvd_trainer.tools.estimate.cli",
         "how fast a job would be on hosts that are not here, on paper, and how sure that is",
     ),
     "tune": (
-        "hvd_trainer.tools.tune.tool",
+        "hvd_trainer.tools.tune.cli",
         "search the fastest settings of each engine for a job of yours, and write them as YAML",
     ),
     "verify-resume": (
-        "hvd_trainer.tools.verify.tool",
+        "hvd_trainer.tools.verify_resume.cli",
         "kill a training again and again, and prove that nothing was lost",
     ),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvd_trainer import accelerator
+from hvd_trainer.utils import accelerator
 
 
 class Stream:
@@ -40,7 +40,7 @@ class Event:
 
 
 class StandIn:
-    """Takes the place of functions of `hvd_trainer.accelerator`, those named as its methods: every device is one.
+    """Replace functions of `hvd_trainer.utils.accelerator`, those named as its methods: every device is one.
 
     Args:
         monkeypatch: what puts it there, for as long as the test runs.

@@ -140,8 +140,8 @@ def mnist_dir(pytestconfig: pytest.Config) -> Path:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Horovod's published source, fetched and checked as the installer does it."""
     # Not imported above: a test that does not build Horovod shall not wait for it.
-    from hvd_trainer.tools.horovod.errors import InstallError
-    from hvd_trainer.tools.horovod.steps import BuildSteps
+    from hvd_trainer.horovod_build.build_steps import BuildSteps
+    from hvd_trainer.horovod_build.errors import InstallError
 
     folder = tmp_path_factory.mktemp("published")
     steps = BuildSteps(folder, folder / "log")
@@ -157,7 +157,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with our changes."""
-    from hvd_trainer.tools.horovod.patches import apply_patches
+    from hvd_trainer.horovod_build.patches import apply_patches
 
     source = tmp_path_factory.mktemp("patched") / published.name
     shutil.copytree(published, source)

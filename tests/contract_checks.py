@@ -340,9 +340,9 @@ def different_models_are_refused(backend: Backend) -> None:
             backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         else:
             # Rank 0 would go on to the engine's own broadcast, alone: only its part of the check runs here.
-            from hvd_trainer.backends.same_model import start_equal
+            from hvd_trainer.backends.model_sync import synchronize
 
-            start_equal(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            synchronize(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
     except BackendError as error:
         refused = "another model than rank 0" in str(error) and "weight" in str(error)
     assert refused is not backend.world.is_first

@@ -15,12 +15,12 @@ from typing import Any
 
 from launchers import Result, launch
 
-from hvd_trainer.tools.doctor import tool
+from hvd_trainer.horovod_build.facts import TorchFacts
+from hvd_trainer.tools.doctor import cli
+from hvd_trainer.tools.doctor.context import Context, Options, look_up, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
-from hvd_trainer.tools.doctor.probe import Seen, TorchSeen
 from hvd_trainer.tools.doctor.programs import Programs, side_by_side
-from hvd_trainer.tools.doctor.situation import Options, Situation, look_up, read_hosts
-from hvd_trainer.tools.horovod.probe import TorchFacts
+from hvd_trainer.tools.doctor.torch_facts import Seen, TorchSeen
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
 TORCH = TorchSeen(
@@ -77,8 +77,8 @@ def examine(
     seeing: Future[Seen] = Future()
     seeing.set_result(seen or Seen(TorchSeen(version="2.15.0")))
     with Programs(variables, time.monotonic() + limit_s) as programs:
-        situation = Situation(chosen, hosts, variables, programs, seeing, lookups)
-        return tool.examine(situation, {name: tool.CHECKS[name] for name in names})
+        situation = Context(chosen, hosts, variables, programs, seeing, lookups)
+        return cli.examine(situation, {name: cli.CHECKS[name] for name in names})
 
 
 def only(findings: list[Finding], name: str) -> Finding:

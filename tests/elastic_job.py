@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import Callback, Trainer, TrainerOptions, run_job
-from hvd_trainer.tools.verify.job import Audited, numbered
+from hvd_trainer.tools.verify_resume.audit_job import Audited, numbered
 
 SAMPLES, GLOBAL_BATCH = 144, 24
 LONG_CALLBACK = "LONG_CALLBACK"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
-from hvd_trainer.data.once import once_per_node
+from hvd_trainer.data.per_node import once_per_node
 
 FETCHED = Path("/tmp/fetched")
 """Each host has its own."""

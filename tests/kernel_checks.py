@@ -15,17 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hvd_trainer import (
-    EngineOptions,
-    LogOptions,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accelerator,
-    accuracy,
-)
-from hvd_trainer.parallel_options import ParallelOptions
+from hvd_trainer import EngineOptions, LogOptions, TensorData, Trainer, TrainerOptions, TrainOptions, accuracy
+from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.utils import accelerator
 
 
 class Kept:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_trainer.fingerprints import checksum
-from hvd_trainer.tools.parity.trace import Moment, Trace, When
+from hvd_trainer.observe.checksums import checksum
+from hvd_trainer.tools.parity.traces import Moment, Trace, When
 
 Edit = Callable[[int, str, dict[str, Any], dict[str, Tensor]], None]
 """Given the rank, the moment (`step 2`), its line and its tensors; changes them."""

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from hvd_trainer import Trainer, TrainerOptions, run_job
 from hvd_trainer.backends.ddp import BUFFERS_IN_FORWARD
-from hvd_trainer.callback import Callback
+from hvd_trainer.observe.callback import Callback
 
 SAMPLES = 304  # of a step 64: four steps and one of 48 in an epoch
 

@@ -22,11 +22,11 @@ from hvd_trainer import (
     TrainOptions,
     accuracy,
     detect,
-    non_finite,
 )
 from hvd_trainer.errors import UserError
-from hvd_trainer.parallel import full_shard
-from hvd_trainer.parallel.make import make_layout
+from hvd_trainer.optim import non_finite
+from hvd_trainer.parallel import fsdp
+from hvd_trainer.parallel.factory import make_layout
 
 non_finite.MOST = 5  # so that the ranks look at their losses in the middle of an epoch, all of them or none
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
@@ -213,7 +213,7 @@ def _watched_cuts(whole: nn.Module) -> list[str]:
     """From now on: the blocks that were held whole when the next one was cut. Nothing may be moved as a whole."""
     held: list[str] = []
     earlier: dict[str, Any] = {}
-    fully_shard = full_shard.fully_shard
+    fully_shard = fsdp.fully_shard
 
     def watched(module: nn.Module, **options: Any) -> Any:
         gc.collect()
@@ -228,7 +228,7 @@ def _watched_cuts(whole: nn.Module) -> list[str]:
         raise AssertionError(f"{type(module).__name__} was moved as a whole")
 
     to = nn.Module.to
-    full_shard.fully_shard = watched  # type: ignore[assignment]
+    fsdp.fully_shard = watched  # type: ignore[assignment]
     nn.Module.to = refused  # type: ignore[method-assign, assignment]
     return held
 

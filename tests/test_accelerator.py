@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvd_trainer import accelerator, peers, random_state
-from hvd_trainer.backends import EngineOptions, torch_group
+from hvd_trainer.backends import EngineOptions, process_group
 from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.devices import choose_devices
 from hvd_trainer.backends.horovod import HorovodBackend
-from hvd_trainer.backends.pinning import choose_devices
 from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError, LaunchError
-from hvd_trainer.launch import World
-from hvd_trainer.peers import Peer
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous import ranks
+from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.utils import accelerator, rng
 
 GPU = torch.device("cuda", 0)
 
@@ -116,7 +117,7 @@ def test_an_accelerator_that_cannot_train_is_no_device_and_is_named(monkeypatch:
 def test_seeding_one_gpu_leaves_the_others_alone(driver: Driver) -> None:
     """`torch.cuda.manual_seed` seeds the current GPU: blocks on cuda:1 once seeded cuda:0, so that dropout there
     depended on where the blocks were."""
-    random_state.seed_all(7, torch.device("cuda", 1))
+    rng.seed_all(7, torch.device("cuda", 1))
     assert driver.calls == [("seed", (1, 7))]
 
 
@@ -127,7 +128,7 @@ def backend_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:
     size = len(gpus)
     backend = DDPBackend(EngineOptions(backend="ddp", **options), {})  # type: ignore[arg-type]
     backend.world = World(rank, size, rank, size, launcher="torchrun")
-    backend.peers = [Peer("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
+    backend.peers = [RankInfo("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
     backend.device = torch.device("cuda", rank % 2)
     return backend
 
@@ -159,14 +160,14 @@ def test_a_gpu_is_known_by_its_slot_and_by_the_host_that_nccl_is_told(driver: Dr
 
 def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
     """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all."""
-    there = [Peer("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [Peer("b", 0, "ddp", (0,), "g0")]
-    numbered = peers.number_virtual_ranks(there)
+    there = [RankInfo("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [RankInfo("b", 0, "ddp", (0,), "g0")]
+    numbered = ranks.number_virtual_ranks(there)
     assert [peer.local_rank for peer in numbered] == [0, 1, 0]
-    assert peers.locate(World(1, 3, 0, 2), numbered).local_rank == 1
-    same = [Peer("a", 0, "ddp", (0,), "g0")] * 2
-    assert peers.number_virtual_ranks(same) == same
+    assert ranks.resolve_nodes(World(1, 3, 0, 2), numbered).local_rank == 1
+    same = [RankInfo("a", 0, "ddp", (0,), "g0")] * 2
+    assert ranks.number_virtual_ranks(same) == same
     with pytest.raises(LaunchError, match="both say that they are local rank 0"):
-        peers.locate(World(1, 2, 0, 2), peers.number_virtual_ranks([Peer("a", 0, "ddp", (0,))] * 2))
+        ranks.resolve_nodes(World(1, 2, 0, 2), ranks.number_virtual_ranks([RankInfo("a", 0, "ddp", (0,))] * 2))
 
 
 # Which library, and which group.
@@ -205,7 +206,7 @@ def test_cpu_tensors_are_exchanged_by_gloo(
         store=dist.HashStore(),
         options=EngineOptions(),
     )
-    torch_group.start(member, transport)
+    process_group.start(member, transport)
     assert asked["backend"] == groups
     assert asked["device_id"] == (member.device if eager else None)
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvd_trainer import EngineOptions, agreement, backends
-from hvd_trainer.agreement import Agreement
+from hvd_trainer import EngineOptions, backends
 from hvd_trainer.backends import ReduceOp
+from hvd_trainer.training import consensus
+from hvd_trainer.training.consensus import StepConsensus
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_asking_takes_a_small_share(
 ) -> None:
     """Over a link of 20 ms each way Horovod took 164 ms to ask, after each step of 600 ms."""
     now, asked = 0.0, 0
-    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
     with backends.create(EngineOptions(backend="single")) as backend:
         alone = backend.all_reduce_numbers
 
@@ -35,7 +36,7 @@ def test_asking_takes_a_small_share(
             return alone(values, op)
 
         monkeypatch.setattr(backend, "all_reduce_numbers", all_reduce_numbers)
-        agreed = Agreement(backend, ["stop"])
+        agreed = StepConsensus(backend, ["stop"])
         agreed.want("stop")
         heard = 0
         for _ in range(100):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_trainer.backends.allocator import OWN_WAY
+from hvd_trainer.backends.malloc import OWN_WAY
 
 BY_ITSELF = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 

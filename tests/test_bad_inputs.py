@@ -15,8 +15,9 @@ import digits_job
 import pytest
 from launchers import Result, each_launcher, launch, requires, start
 
-from hvd_trainer import LaunchError, rendezvous
-from hvd_trainer.launch import UNKNOWN, World
+from hvd_trainer import LaunchError
+from hvd_trainer.launch.world import UNKNOWN, World
+from hvd_trainer.rendezvous import connect
 
 MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
 SOON_S = 60
@@ -159,7 +160,7 @@ def test_torch_distributed_was_started_before_with_another_world(script) -> None
 @each_launcher("torchrun", "mpirun")
 def test_ranks_with_different_backends(launcher: str, script) -> None:
     choose = "sys.argv += ['--backend', ['ddp', 'horovod'][detect(os.environ).rank]]"
-    argv = script(f"from hvd_trainer.launch import detect\n{choose}")
+    argv = script(f"from hvd_trainer.launch.world import detect\n{choose}")
     refused(launcher, argv, "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod")
 
 
@@ -197,7 +198,7 @@ def test_an_init_method_without_a_port(method: str) -> None:
     """PyTorch's own error spoke of urllib's parts."""
     world = World(1, 2, 1, 2, launcher="hand")
     with pytest.raises(LaunchError, match=r"names no port\. Type: --init-method tcp://[^ ]*[1\]]:29500$"):
-        rendezvous.open_store(world, {}, init_method=method, timeout_s=1)
+        connect.open_store(world, {}, init_method=method, timeout_s=1)
 
 
 @pytest.mark.parametrize(
@@ -270,13 +271,13 @@ FAR = World(0, 4, 0, 2, UNKNOWN, UNKNOWN, "mpirun")
 def test_mpirun_on_several_nodes_without_mpi4py_asks_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(LaunchError, match=r"pip install mpi4py, or pass the address: mpirun -x MASTER_ADDR"):
-        rendezvous.open_store(FAR, {}, timeout_s=1)
+        connect.open_store(FAR, {}, timeout_s=1)
 
 
 def test_mpirun_on_several_nodes_takes_an_address() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
     with pytest.raises(LaunchError, match="rank 1 of 4 could not meet the others at 127.0.0.1:"):
-        rendezvous.open_store(replace(FAR, rank=1, local_rank=1), environ, timeout_s=0.5)
+        connect.open_store(replace(FAR, rank=1, local_rank=1), environ, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -290,10 +291,10 @@ def test_mpirun_on_several_nodes_takes_an_address() -> None:
 def test_a_launcher_that_does_not_say_where_to_meet(launcher: str, environ: dict[str, str], name: str) -> None:
     world = World(0, 2, 0, 2, launcher=launcher)
     with pytest.raises(LaunchError, match=f"{launcher} should set {name} and has not"):
-        rendezvous.open_store(world, environ, timeout_s=1)
+        connect.open_store(world, environ, timeout_s=1)
 
 
 def test_the_variables_of_a_horovodrun_that_has_ended() -> None:
     environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": digits_job.free_port()}
     with pytest.raises(LaunchError, match=r"does not answer .* start the job anew"):
-        rendezvous.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)
+        connect.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)

@@ -16,7 +16,7 @@ from benchmarks.growth import Case, Figures, cases, run, table
 from benchmarks.slow_link_cases import FAST, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
 from benchmarks.to_target import Outcome, report
-from hvd_trainer.tools.runs import Run, append_run
+from hvd_trainer.tools.runner.runs import Run, append_run
 
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")

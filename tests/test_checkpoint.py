@@ -28,18 +28,18 @@ from hvd_trainer import (
     Trainer,
     TrainerOptions,
     TrainOptions,
-    checkpoint,
     cli,
 )
-from hvd_trainer.checkpoint import Manifest
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.storage import Manifest
 from hvd_trainer.errors import CheckpointError
-from hvd_trainer.log import _drop_later
+from hvd_trainer.observe.run_log import _drop_later
 
 STATE = {"model": {"w": torch.arange(3.0)}, "progress": {"step": 7}}
 
 
 def save(folder: Path, step: int, state: Any = None, **figures: float) -> Path:
-    return checkpoint.save(folder, STATE if state is None else state, step=step, epoch=0, figures=figures)
+    return storage.save(folder, STATE if state is None else state, step=step, epoch=0, figures=figures)
 
 
 def names(folder: Path) -> list[str]:
@@ -52,9 +52,9 @@ def names(folder: Path) -> list[str]:
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = save(tmp_path, 7, loss=1.5)
     assert path.name == "step-000000007"
-    loaded = checkpoint.load(path)
+    loaded = storage.load(path)
     assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
-    manifest = checkpoint.read_manifest(path)
+    manifest = storage.read_manifest(path)
     assert (manifest.number, manifest.step, manifest.epoch, manifest.figures) == (0, 7, 0, {"loss": 1.5})
     assert names(tmp_path) == [path.name], "nothing temporary is left"
 
@@ -65,9 +65,9 @@ def test_the_newest_is_the_one_saved_last_whatever_it_is_called(tmp_path: Path) 
         save(tmp_path, step, {"at": [step, len(names(tmp_path))]})
     assert names(tmp_path) == ["step-000000200", "step-000000300", "step-000000300.2"]
     (tmp_path / "step-000000300.2").rename(tmp_path / "mine")
-    found = checkpoint.restore(None, str(tmp_path))
+    found = storage.restore(None, str(tmp_path))
     assert found.state == {"at": [300, 2]}
-    checkpoint.prune(tmp_path, keep=2, best=None)
+    storage.prune(tmp_path, keep=2, best=None)
     assert names(tmp_path) == ["mine", "step-000000200"]
 
 
@@ -84,7 +84,7 @@ def test_the_best_stays_too(figure: str | None, best: int | None, tmp_path: Path
     ):
         save(tmp_path, step, test_loss=loss, test_accuracy=accuracy)
     (tmp_path / ".step-000000009.77").mkdir()  # a save that was killed
-    checkpoint.prune(tmp_path, keep=1, best=figure)
+    storage.prune(tmp_path, keep=1, best=figure)
     steps = sorted({5} | ({best} if best else set()))
     assert names(tmp_path) == [f"step-{step:09d}" for step in steps]
 
@@ -113,22 +113,22 @@ def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage:
     newest = save(tmp_path, 2)
     damage(newest)
     with pytest.raises(CheckpointError, match="step-000000002"):
-        checkpoint.load(newest)
-    found = checkpoint.restore(None, str(tmp_path))
+        storage.load(newest)
+    found = storage.restore(None, str(tmp_path))
     assert found.state is not None
     assert found.state["progress"] == {"step": 1}
     assert any("step-000000002" in line for line in found.said), "what was refused is said"
     with pytest.raises(CheckpointError, match="step-000000002"):
-        checkpoint.restore(None, str(newest))
+        storage.restore(None, str(newest))
 
 
 def test_where_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
     for step in (1, 2):
         _flip(save(tmp_path / "checkpoints", step) / "state.pt")
     with pytest.raises(CheckpointError, match=r"step-000000002 is damaged.*step-000000001 .*--resume none"):
-        checkpoint.restore(tmp_path, "auto")
+        storage.restore(tmp_path, "auto")
     (tmp_path / "new" / "failures").mkdir(parents=True)  # of a start that came to nothing
-    assert checkpoint.restore(tmp_path / "new", "auto").state is None
+    assert storage.restore(tmp_path / "new", "auto").state is None
 
 
 ANY_JSON = st.recursive(
@@ -150,10 +150,10 @@ def test_no_manifest_does_harm(
     path.mkdir(exist_ok=True)
     content = {"format": 2, "number": 0, "step": 1, "epoch": 0, "figures": {}, "bytes": 1, "sha256": "0"}
     content = {name: value for name, value in (content | changes).items() if name not in removed}
-    own = checkpoint._digest_of(content) if fits else "0"
+    own = storage._digest_of(content) if fits else "0"
     (path / "manifest.json").write_text(json.dumps(content | {"self": own}))
     try:
-        manifest = checkpoint.read_manifest(path)
+        manifest = storage.read_manifest(path)
     except CheckpointError:
         return
     assert fits
@@ -167,7 +167,7 @@ def test_no_bytes_in_a_manifest_do_harm(content: bytes, tmp_path_factory: pytest
     path.mkdir(exist_ok=True)
     (path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="step-000000002"):
-        checkpoint.read_manifest(path)
+        storage.read_manifest(path)
 
 
 def test_a_pickle_is_not_run(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
     path = save(tmp_path / "c", 1, {"model": Code()})
     # PyTorch's own words are that it will likely load if it is run.
     with pytest.raises(CheckpointError, match=r"plain values: .*'pathlib\.Path'.*\. Nothing in it was run"):
-        checkpoint.load(path)
+        storage.load(path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_old_ones(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No space left.*Older ones are intact"):
         save(small_disk, 2, {"model": torch.zeros(5_000_000)})
     assert names(small_disk) == [old.name]
-    checkpoint.load(old)
+    storage.load(old)
 
 
 # In a run.
@@ -358,10 +358,10 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     assert result.returncode == 2, result.stderr
     assert "Older ones are intact" in result.stderr
     assert "Traceback" not in result.stderr
-    whole, refused = checkpoint.whole(small_disk / "log/checkpoints")
+    whole, refused = storage.whole(small_disk / "log/checkpoints")
     assert whole
     assert not refused
-    assert all(checkpoint.load(path) for _, path in whole)
+    assert all(storage.load(path) for _, path in whole)
 
 
 def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ import pytest
 import torch.distributed as dist
 from launchers import REPOSITORY, Job, launch, requires, start
 
-from hvd_trainer.boards import FileBoard
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.network import LOOPBACK
-from hvd_trainer.store import client, connection, server
-from hvd_trainer.store import ticket as tickets
-from hvd_trainer.store.ticket import Ticket, believed, new_token, read_ticket, told
-from hvd_trainer.watch import Hub
-from hvd_trainer.watch.line import Line
+from hvd_trainer.faults.channel import Channel
+from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.rendezvous import endpoint as tickets
+from hvd_trainer.rendezvous import store_client, store_connection, store_server
+from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, read_endpoint, sign_endpoint, verify_endpoint
+from hvd_trainer.rendezvous.registry import FileRegistry
+from hvd_trainer.utils.network import LOOPBACK
 
 JOB = str(REPOSITORY / "tests/attacked_job.py")
 REQUESTS = 10_000
@@ -38,17 +38,17 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 
 @pytest.fixture
-def ticket() -> Iterator[Ticket]:
-    served = client.serve(LOOPBACK)
+def ticket() -> Iterator[Endpoint]:
+    served = store_client.serve(LOOPBACK)
     yield served
-    client.retire(served)
+    store_client.release(served)
 
 
-def join(ticket: Ticket, timeout_s: float = 10) -> dist.Store:
-    return client.join(ticket, timedelta(seconds=timeout_s))
+def join(ticket: Endpoint, timeout_s: float = 10) -> dist.Store:
+    return store_client.join(ticket, timedelta(seconds=timeout_s))
 
 
-def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Ticket) -> None:
+def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Endpoint) -> None:
     store, other = join(ticket), join(ticket)
     store.set("a", "1")
     assert other.get("a") == b"1"
@@ -76,7 +76,7 @@ def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Ticket) -> None:
     assert store.clone().get("never") == b"late"
 
 
-def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Ticket) -> None:
+def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Endpoint) -> None:
     waiting, setting = join(ticket), join(ticket)
     thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))
     thread.start()
@@ -84,10 +84,10 @@ def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Ticket) -> None:
     thread.join()
 
 
-def test_a_wrong_token_opens_nothing(ticket: Ticket) -> None:
+def test_a_wrong_token_opens_nothing(ticket: Endpoint) -> None:
     join(ticket).set("a", "mine")
     with pytest.raises(dist.DistNetworkError):
-        join(Ticket(LOOPBACK, ticket.port, "0" * 32))
+        join(Endpoint(LOOPBACK, ticket.port, "0" * 32))
     attempts: list[Callable[[dist.Store], object]] = [
         lambda store: store.set(f"{'0' * 32}/a", "evil") or store.num_keys(),
         lambda store: store.get("a"),
@@ -102,7 +102,7 @@ def test_a_wrong_token_opens_nothing(ticket: Ticket) -> None:
     assert join(ticket).get("a") == b"mine"
 
 
-def test_what_a_rank_sends_does_not_end_the_server(ticket: Ticket) -> None:
+def test_what_a_rank_sends_does_not_end_the_server(ticket: Endpoint) -> None:
     store = join(ticket)
     store.add("n", 2**62)
     with pytest.raises(dist.DistNetworkError):
@@ -110,47 +110,47 @@ def test_what_a_rank_sends_does_not_end_the_server(ticket: Ticket) -> None:
     assert join(ticket).check(["n"])
 
 
-def test_a_server_that_was_killed_is_replaced(ticket: Ticket) -> None:
+def test_a_server_that_was_killed_is_replaced(ticket: Endpoint) -> None:
     (server,) = [child for child in psutil.Process().children() if "store.server" in " ".join(child.cmdline())]
     server.kill()
     psutil.wait_procs([server], timeout=5)
-    second = client.serve(LOOPBACK)
+    second = store_client.serve(LOOPBACK)
     join(second).set("a", "1")
-    client.retire(second)
+    store_client.release(second)
 
 
 def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -> None:
-    token, nonce = new_token("our secret")
-    ticket = Ticket("10.0.0.1", 4000, token)
-    text = told(ticket, nonce, "our secret")
+    token, nonce = create_token("our secret")
+    ticket = Endpoint("10.0.0.1", 4000, token)
+    text = sign_endpoint(ticket, nonce, "our secret")
     assert token not in text
-    assert believed(text, "our secret") == ticket
-    assert believed(text, "another secret") is None
+    assert verify_endpoint(text, "our secret") == ticket
+    assert verify_endpoint(text, "another secret") is None
     for changed in (text.replace("4000", "4001"), text.replace("10.0", "10.1"), text[:-1], "evil", ""):
-        assert believed(changed, "our secret") is None
+        assert verify_endpoint(changed, "our secret") is None
     with pytest.raises(LaunchError, match="rank 0 has HVD_TRAINER_SECRET_FILE, and this rank has not"):
-        believed(text, None)
+        verify_endpoint(text, None)
     with pytest.raises(LaunchError, match="this rank has HVD_TRAINER_SECRET_FILE, and rank 0 has not"):
-        believed(str(ticket), "our secret")
-    assert believed(str(ticket), None) == ticket
+        verify_endpoint(str(ticket), "our secret")
+    assert verify_endpoint(str(ticket), None) == ticket
     with pytest.raises(LaunchError, match="should be the ticket to a job's store"):
-        read_ticket("127.0.0.1:29500")
+        read_endpoint("127.0.0.1:29500")
 
 
-def test_a_retired_ticket_ends_the_server(ticket: Ticket) -> None:
-    second = client.serve(LOOPBACK)
+def test_a_retired_ticket_ends_the_server(ticket: Endpoint) -> None:
+    second = store_client.serve(LOOPBACK)
     assert second.port == ticket.port
     assert second.token != ticket.token
-    client.retire(second)
+    store_client.release(second)
     join(ticket).set("a", "1")
-    third = client.serve("127.0.0.2")
-    client.retire(third)
+    third = store_client.serve("127.0.0.2")
+    store_client.release(third)
     with pytest.raises(dist.DistNetworkError):
         join(third, 1)
 
 
 @as_root
-def test_garbage_does_not_disturb_a_store(ticket: Ticket) -> None:
+def test_garbage_does_not_disturb_a_store(ticket: Endpoint) -> None:
     store = join(ticket)
     store.set("a", "1")
     assert attacks.by_another_user(attacks.flood, [ticket.port], REQUESTS) > 0.9 * REQUESTS
@@ -160,9 +160,9 @@ def test_garbage_does_not_disturb_a_store(ticket: Ticket) -> None:
 
 def test_too_many_that_say_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is closed; who has named a key stays."""
-    monkeypatch.setattr(server, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 3)
     with server_here() as port, ExitStack() as stack:
-        known = join(Ticket(LOOPBACK, port, TOKEN))
+        known = join(Endpoint(LOOPBACK, port, TOKEN))
         first, *others = [
             stack.enter_context(socket.create_connection((LOOPBACK, port), timeout=5)) for _ in range(4)
         ]
@@ -182,7 +182,7 @@ def test_a_stranger_is_read_no_further_than_a_key_may_be_long() -> None:
             line.sendall(pings)
             while data := line.recv(1 << 16):
                 answered += len(data) // 4
-        assert answered <= connection.STRANGERS_BYTES // 5
+        assert answered <= store_connection.MAX_UNAUTHENTICATED_BYTES // 5
 
 
 TOKEN = "a" * 32
@@ -193,7 +193,7 @@ def server_here() -> Iterator[int]:
     """A server in a thread of this process, with one token; its port."""
     reading, writing = os.pipe()
     with socket.create_server((LOOPBACK, 0)) as listener:
-        thread = threading.Thread(target=server.Server(listener, reading).serve)
+        thread = threading.Thread(target=store_server.StoreServer(listener, reading).serve)
         os.write(writing, f"{TOKEN}\n".encode())
         thread.start()
         try:
@@ -206,7 +206,7 @@ def server_here() -> Iterator[int]:
 
 def test_no_line_of_a_stranger_ends_the_watch() -> None:
     """What cannot be encoded once ended it: whoever came before all ranks had could take its eyes from a job."""
-    hub = Hub.__new__(Hub)
+    hub = MonitorServer.__new__(MonitorServer)
     ours, theirs = socket.socketpair()
     hub.selector, hub._token, hub._awaited = selectors.DefaultSelector(), "token", {1}
     for said in (
@@ -217,7 +217,7 @@ def test_no_line_of_a_stranger_ends_the_watch() -> None:
         b"\xff",
     ):
         ours, theirs = socket.socketpair()
-        line = Line(ours)
+        line = Channel(ours)
         hub._strangers = {line: None}
         hub.selector.register(line, selectors.EVENT_READ)
         theirs.sendall(said + b"\n")
@@ -226,7 +226,7 @@ def test_no_line_of_a_stranger_ends_the_watch() -> None:
         assert theirs.recv(1) == b""
 
 
-def test_an_error_says_nothing_of_the_token(ticket: Ticket) -> None:
+def test_an_error_says_nothing_of_the_token(ticket: Endpoint) -> None:
     store = join(ticket)
     with pytest.raises(dist.DistStoreError) as caught:
         store.wait(["peer/1"], timedelta(seconds=0.1))
@@ -287,7 +287,7 @@ def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> No
         os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
     # Whom a planted pipe would keep waiting.
     os.mkfifo(folder / "job")
-    board = FileBoard(folder / "job")
+    board = FileRegistry(folder / "job")
     for attempt in (lambda: board.post("127.0.0.1:1/a"), board.read):
         with pytest.raises(LaunchError, match="is not a folder for you alone"):
             attempt()
@@ -343,7 +343,7 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
         [note] = temporary.glob("hvd_trainer-0/*")
-        token = read_ticket(json.loads(note.read_text())["ticket"]).token
+        token = read_endpoint(json.loads(note.read_text())["ticket"]).token
         doors = listening(job)
         assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
         assert any("store.server" in " ".join(process.cmdline()) for _, process in doors.values()), doors

@@ -16,15 +16,15 @@ import pytest
 from launchers import REPOSITORY, launch, requires, start
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.compare import tool
-from hvd_trainer.tools.compare.plan import Contestant, Point, contestants, in_rounds, points
+from hvd_trainer.tools.compare import cli
+from hvd_trainer.tools.compare.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.work import Side, differences, refuse_unequal
-from hvd_trainer.tools.job import read_job
-from hvd_trainer.tools.paired import ratio, widened
-from hvd_trainer.tools.runs import Run, read_runs
-from hvd_trainer.tools.step_figures import curve, speed
+from hvd_trainer.tools.compare.trials import Entry, Point, entries, in_rounds, points
+from hvd_trainer.tools.runner.command import read_job
+from hvd_trainer.tools.runner.ratio import ratio, widened
+from hvd_trainer.tools.runner.runs import Run, read_runs
+from hvd_trainer.tools.runner.step_stats import curve, speed
 
 JOB = ("-m", "hvd_trainer.mnist")
 MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
@@ -69,12 +69,12 @@ def test_the_job_may_be_typed_with_python() -> None:
 )
 def test_who_cannot_take_part(engines: Sequence[str], baselines: Sequence[str], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        contestants(JOB, engines, baselines)
+        entries(JOB, engines, baselines)
     assert message in str(caught.value)
 
 
 def test_points_and_their_order() -> None:
-    plan = points(contestants(JOB, ["horovod", "ddp", "single"], []), [1, 2], 1, {})
+    plan = points(entries(JOB, ["horovod", "ddp", "single"], []), [1, 2], 1, {})
     labels = [point.label for point in plan]
     assert labels == ["horovod x 1", "ddp x 1", "single x 1", "horovod x 2", "ddp x 2"]
     order = [(number, point.label) for number, point in in_rounds(plan, 3)]
@@ -83,7 +83,7 @@ def test_points_and_their_order() -> None:
 
 
 def test_nothing_is_saved_unless_the_job_says_so() -> None:
-    (plain, saving) = (Contestant("ddp", "ddp", (*JOB, *more)) for more in ((), ("--save-every-steps", "5")))
+    (plain, saving) = (Entry("ddp", "ddp", (*JOB, *more)) for more in ((), ("--save-every-steps", "5")))
     assert plain.arguments(Path("log"))[2:] == [
         *("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None"),
         *("--backend", "ddp", "--log-dir", "log", "--record-steps"),
@@ -104,7 +104,7 @@ def test_nothing_is_saved_unless_the_job_says_so() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
+        cli.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
     assert not (tmp_path / "out").exists()
 
 
@@ -228,7 +228,7 @@ def run_of(point: Point, number: int, rate: float, **figures: Any) -> Run:
 
 @pytest.fixture
 def made() -> Comparison:
-    plan = points(contestants(JOB, ["horovod", "ddp"], []), [1, 2], 1, {"warmup_steps": 10})
+    plan = points(entries(JOB, ["horovod", "ddp"], []), [1, 2], 1, {"warmup_steps": 10})
     rates = {"horovod x 1": 1000, "ddp x 1": 1000, "horovod x 2": 1800, "ddp x 2": 1500}
     runs = [run_of(p, n, rates[p.label] + 10 * n + (n if p.ranks == 1 else 0)) for n in range(1, 6) for p in plan]
     runs += [Run(plan[0].identity, 6, "failed", 1.0, "no such <file>")]
@@ -250,7 +250,7 @@ def test_the_verdict_says_who_how_much_and_why(made: Comparison) -> None:
 def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.touch()
-    plan = points(contestants(JOB, ["ddp"], [f"ddp {script}"]), [2], 1, {})
+    plan = points(entries(JOB, ["ddp"], [f"ddp {script}"]), [2], 1, {})
     plain = Run(plan[1].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [run_of(plan[0], 1, 1000), plain], job=JOB, strong=False, machine={})
     assert found.measured[1].median("samples_per_s") == pytest.approx(500)
@@ -260,7 +260,7 @@ def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
 
 def test_what_a_script_does_not_tell_is_not_drawn() -> None:
     """An empty picture once had a warning about its missing names."""
-    plan = points(contestants(JOB, ["ddp"], []), [2], 1, {})
+    plan = points(entries(JOB, ["ddp"], []), [2], 1, {})
     silent = Run(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [silent], job=JOB, strong=False, machine={})
     with warnings.catch_warnings():
@@ -286,7 +286,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
     """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
-    tool.show(made, tmp_path)
+    cli.show(made, tmp_path)
     page = browser.new_page(viewport={"width": width, "height": 800})
     trouble: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
@@ -389,7 +389,7 @@ def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
     keys = set()
     for text in (UNEQUAL, UNEQUAL.replace("trainer.world.size if", "1 if")):
         script.write_text(text)
-        (point,) = points(contestants((str(script),), ["ddp"], []), [2], 1, {})
+        (point,) = points(entries((str(script),), ["ddp"], []), [2], 1, {})
         keys.add(point.key)
     assert len(keys) == 2
 

@@ -14,7 +14,7 @@ from torch import nn
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod import HorovodBackend
-from hvd_trainer.launch import World
+from hvd_trainer.launch.world import World
 
 pytestmark = requires("horovod")
 

@@ -9,11 +9,13 @@ import pytest
 import yaml
 from launchers import launch, requires
 
-from hvd_trainer.config import BatchPlan, TrainerOptions, TrainOptions, flatten, parse
+from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.options import TrainerOptions, TrainOptions
+from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.mnist import MnistOptions
-from hvd_trainer.tools.diagnose import tool as diagnose
-from hvd_trainer.tools.tune import tool as tune
+from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.tools.diagnose import cli as diagnose
+from hvd_trainer.tools.tune import cli as tune
 
 RELIED_ON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),

@@ -24,14 +24,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvd_trainer import Trainer, TrainerOptions, backends
 from hvd_trainer.backends import Backend, EngineOptions
-from hvd_trainer.config import TrainOptions
-from hvd_trainer.data import ImageOptions, LoaderPlan, load_images, make_loader, samples_in
-from hvd_trainer.data import mnist as mnist_module
-from hvd_trainer.data.once import everywhere, once_per_node
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.data import LoaderPlan, make_loader, samples_in
+from hvd_trainer.data.per_node import everywhere, once_per_node
 from hvd_trainer.data.shard import epoch_order
 from hvd_trainer.errors import DataError
-from hvd_trainer.launch import World
-from hvd_trainer.peers import Peer
+from hvd_trainer.jobs import images as mnist_module
+from hvd_trainer.jobs.images import ImageOptions, load_images
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous.ranks import RankInfo
 
 WORLDS = [
     pytest.param(("ddp", "python", 1), id="ddp-1"),
@@ -377,7 +378,7 @@ def test_a_slow_or_broken_download_ends(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_ranks_that_come_later_do_not_wait_for_those_that_train() -> None:
     """In elastic mode the others have read their data long before; MNIST met them in an exchange of theirs."""
-    peers = [Peer("node", 0, "ddp", (0,), worlds=1), Peer("node", 1, "ddp", (0,))]
+    peers = [RankInfo("node", 0, "ddp", (0,), worlds=1), RankInfo("node", 1, "ddp", (0,))]
     backend = SimpleNamespace(world=World(1, 2, 1, 2), peers=peers, store=dist.HashStore())
     assert everywhere(backend, lambda: "no such file", timeout_s=1) == ["no such file"]  # type: ignore[arg-type]
     assert once_per_node(backend, lambda: None, timeout_s=1) == []  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from hvd_trainer import (
     backends,
 )
 from hvd_trainer.backends.data_parallel import DataParallelBackend
-from hvd_trainer.tools.compare.plan import contestants, points
-from hvd_trainer.tools.compare.tool import only_gpus
+from hvd_trainer.tools.compare.cli import only_gpus
+from hvd_trainer.tools.compare.trials import entries, points
 
 JOB = ("-m", "hvd_trainer.mnist")
 
@@ -90,7 +90,7 @@ def test_what_does_not_go_with_it(train: TrainOptions) -> None:
 
 
 def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    everyone = contestants(JOB, ["ddp", "data-parallel"], [], most=4, gpus=4)
+    everyone = entries(JOB, ["ddp", "data-parallel"], [], most=4, gpus=4)
     plan = points(everyone, [1, 2, 4], 1, {})
     labels = [point.label for point in plan]
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
@@ -105,4 +105,4 @@ def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.M
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
 def test_too_few_gpus_are_said(most: int, gpus: int) -> None:
     with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
-        contestants(JOB, ["data-parallel"], [], most=most, gpus=gpus)
+        entries(JOB, ["data-parallel"], [], most=most, gpus=gpus)

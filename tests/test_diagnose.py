@@ -14,7 +14,7 @@ import pytest
 from launchers import launch, requires
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.diagnose import tool
+from hvd_trainer.tools.diagnose import cli
 from hvd_trainer.tools.diagnose.actions import actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
@@ -28,9 +28,9 @@ from hvd_trainer.tools.diagnose.causes import (
     Shares,
     shares,
 )
+from hvd_trainer.tools.diagnose.cli import Options, plan
 from hvd_trainer.tools.diagnose.report import Report, sentences
-from hvd_trainer.tools.diagnose.tool import Options, plan
-from hvd_trainer.tools.job import with_options
+from hvd_trainer.tools.runner.command import with_options
 
 FACTS = {
     "batch_size": 32,
@@ -186,7 +186,7 @@ def test_options_of_the_job_are_replaced() -> None:
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = ["--", "-m", "hvd_trainer.mnist"] if arguments else []
     with pytest.raises(OptionError, match=message):
-        tool.main(["--out", str(tmp_path / "out"), *arguments, *job])
+        cli.main(["--out", str(tmp_path / "out"), *arguments, *job])
     assert not (tmp_path / "out").exists()
 
 

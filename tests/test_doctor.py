@@ -22,14 +22,14 @@ from launchers import launch, requires, start
 
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.errors import BackendError
-from hvd_trainer.tools.doctor import proof, tool
+from hvd_trainer.horovod_build.facts import Facts, HorovodFacts
+from hvd_trainer.tools.doctor import all_reduce, cli
+from hvd_trainer.tools.doctor.all_reduce_job import check_sum
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
-from hvd_trainer.tools.doctor.probe import Gpu, Seen, TorchSeen
 from hvd_trainer.tools.doctor.programs import Programs
-from hvd_trainer.tools.doctor.proof_job import check_sum
 from hvd_trainer.tools.doctor.report import lines_of, summary
-from hvd_trainer.tools.doctor.situation import Situation
-from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts
+from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen, TorchSeen
 
 # The whole.
 
@@ -174,32 +174,32 @@ def test_both_engines_are_proved() -> None:
 
 def test_an_engine_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
-    found = proof.prove_engine("ddp", "cpu")
+    found = all_reduce.prove_engine("ddp", "cpu")
     assert found.status == "error"
     assert re.search(r"2 ranks by torchrun failed: .*(nonesuch0|address|interface)", found.found), found
-    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.proof_job" in found.remedy
+    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.all_reduce_job" in found.remedy
 
 
 def test_an_engine_without_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = proof.prove_engine("horovod", "cpu")
+    found = all_reduce.prove_engine("horovod", "cpu")
     assert (found.status, found.found) == ("error", "there is no horovodrun here")
 
 
 def test_which_engines_are_proved() -> None:
     facts = Facts(FACTS, HorovodFacts())
     gpu = Gpu("A", 1, "9.0")
-    assert proof.engines(Seen(TORCH, facts)) == ["ddp", "horovod"]
-    assert proof.engines(Seen(TORCH, Facts(FACTS, None))) == proof.engines(Seen(TORCH)) == ["ddp"]
-    assert proof.engines(Seen(TorchSeen(error="broken"))) == []
-    devices = [proof.device_of(Seen(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
+    assert all_reduce.engines(Seen(TORCH, facts)) == ["ddp", "horovod"]
+    assert all_reduce.engines(Seen(TORCH, Facts(FACTS, None))) == all_reduce.engines(Seen(TORCH)) == ["ddp"]
+    assert all_reduce.engines(Seen(TorchSeen(error="broken"))) == []
+    devices = [all_reduce.device_of(Seen(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
     assert devices == ["cpu", "cpu", "cuda"]
     pair = replace(TORCH, gpus=[gpu] * 2)
-    assert proof.device_of(Seen(pair, facts), "horovod") == "cpu"
+    assert all_reduce.device_of(Seen(pair, facts), "horovod") == "cpu"
     with_nccl = Facts(FACTS, HorovodFacts(record={"cuda": "13.0"}))
-    assert proof.device_of(Seen(pair, with_nccl), "horovod") == "cuda"
-    assert proof.device_of(Seen(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
+    assert all_reduce.device_of(Seen(pair, with_nccl), "horovod") == "cuda"
+    assert all_reduce.device_of(Seen(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
 
 
 def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,15 +219,15 @@ def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_that_fails_is_a_finding_and_so_is_one_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = threading.Event()
 
-    def broken(situation: Situation) -> list[Finding]:
+    def broken(situation: Context) -> list[Finding]:
         raise KeyError("planted")
 
-    def endless(situation: Situation) -> list[Finding]:
+    def endless(situation: Context) -> list[Finding]:
         ending.wait()
         return []
 
     monkeypatch.setattr(
-        tool, "CHECKS", {"broken": broken, "endless": endless, "open files": tool.CHECKS["open files"]}
+        cli, "CHECKS", {"broken": broken, "endless": endless, "open files": cli.CHECKS["open files"]}
     )
     found = examine("broken", "endless", "open files", limit_s=1.0)
     ending.set()

@@ -14,7 +14,7 @@ from launchers import REPOSITORY
 from slurm_cluster import SlurmCluster
 
 from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nodes_by_state
-from hvd_trainer.tools.doctor.probe import Gpu, Seen
+from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen
 
 # The shell.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_checks import examine, only
 
-from hvd_trainer.data.mnist import default_data_dir
+from hvd_trainer.jobs.images import default_data_dir
 from hvd_trainer.tools.doctor import folders
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.folders import file_system

@@ -21,10 +21,10 @@ from doctor_checks import OTHER, examine, only, write_ssh
 from requirements import missing
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.doctor.context import Host, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
 from hvd_trainer.tools.doctor.hosts import Visit, judge_visit
 from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, matching
-from hvd_trainer.tools.doctor.situation import Host, read_hosts
 
 # The network.
 

@@ -13,7 +13,10 @@ import pytest
 from doctor_checks import FACTS, TORCH, examine
 from launchers import requires
 
-from hvd_trainer.tools.doctor import probe
+from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
+from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts
+from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.tools.doctor import torch_facts
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.gpus import (
     Driver,
@@ -26,12 +29,9 @@ from hvd_trainer.tools.doctor.gpus import (
     read_links,
     read_module,
 )
-from hvd_trainer.tools.doctor.probe import Gpu, Seen, TorchSeen
 from hvd_trainer.tools.doctor.programs import Answer
 from hvd_trainer.tools.doctor.software import INSTALL, judge_horovod, judge_torch
-from hvd_trainer.tools.horovod.patches import PATCH_SET
-from hvd_trainer.tools.horovod.plan import VERSION, python_tag
-from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts
+from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen, TorchSeen
 
 # PyTorch and Horovod.
 
@@ -127,19 +127,19 @@ def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
 def test_what_the_probe_says_counts_as_far_as_it_came() -> None:
     torch = json.dumps({"version": "2.15.0", "gpus": [{"name": "A", "memory": 1, "capability": "9.0"}]})
     rest = json.dumps({"torch": {"version": "2.15.0"}, "horovod": {"path": "x", "record": {}}})
-    whole = probe.read(Answer(0, f"{torch}\nnoise\n\n{rest}\n", ""))
+    whole = torch_facts.read(Answer(0, f"{torch}\nnoise\n\n{rest}\n", ""))
     assert whole == Seen(
         TorchSeen(version="2.15.0", gpus=[Gpu("A", 1, "9.0")]),
         Facts(TorchFacts(version="2.15.0"), HorovodFacts(path="x")),
     )
     assert whole.horovod is not None
-    crashed = probe.read(Answer(-11, f"{torch}\n", ""))
+    crashed = torch_facts.read(Answer(-11, f"{torch}\n", ""))
     assert (crashed.torch.version, crashed.facts, crashed.ended) == ("2.15.0", None, "it was killed by signal 11")
     said = examine("horovod", seen=crashed)[0]
     assert (said.status, said.found) == ("error", "cannot be imported: it was killed by signal 11")
-    slow = probe.read(Answer(None, torch[:20], ""))
+    slow = torch_facts.read(Answer(None, torch[:20], ""))
     assert [finding.found for finding in examine("torch", "horovod", seen=slow)] == ["no answer in 9 s"] * 2
-    broken = probe.read(Answer(1, "", "Traceback\nImportError: no libc"))
+    broken = torch_facts.read(Answer(1, "", "Traceback\nImportError: no libc"))
     assert broken.torch.error == "ImportError: no libc"
 
 
@@ -305,7 +305,7 @@ def test_the_probe_counts_intels_gpus() -> None:
     gpu = SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**36, uuid="5baec991")
     xpu = SimpleNamespace(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
     torch = SimpleNamespace(version=SimpleNamespace(hip=None), get_device_module={"xpu": xpu}.get)
-    found, error = probe._gpus(torch, "xpu")
+    found, error = torch_facts._gpus(torch, "xpu")
     assert found == [Gpu(gpu.name, gpu.total_memory, "", gpu.uuid)] * 2
     assert error is None
 

@@ -26,10 +26,10 @@ from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
 from hvd_trainer.backends import horovod
-from hvd_trainer.config import SaveOptions
-from hvd_trainer.elastic import DismissedError, Driver
+from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import BackendError, LaunchError, OptionError
-from hvd_trainer.keeper import Keeper, Memory
+from hvd_trainer.faults.elastic import DismissedError, HorovodElasticDriver
+from hvd_trainer.training.manager import CheckpointManager, InMemorySnapshot
 
 HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
@@ -211,7 +211,7 @@ def test_one_fit_in_a_job() -> None:
     others = (1, 240)
     backend: Any = SimpleNamespace(driver=object(), all_gather_object=lambda mine: [others, mine])
     parts: dict[str, Any] = dict.fromkeys(("state", "progress", "guard", "requeue"))
-    keeper = Keeper(backend, SaveOptions(), None, keeps=False, memory=Memory(fit=0), **parts)  # type: ignore[arg-type]
+    keeper = CheckpointManager(backend, SaveOptions(), None, keeps=False, memory=InMemorySnapshot(fit=0), **parts)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):
         keeper.restore(seed=0, is_over=lambda: False)
 
@@ -231,7 +231,7 @@ RANK = {f"HOROVOD_{name}": str(value) for name, value in {**NUMBERS, **SERVER}.i
 
 
 @contextmanager
-def answering(status: int, answer: str) -> Iterator[Driver]:
+def answering(status: int, answer: str) -> Iterator[HorovodElasticDriver]:
     """A driver whose horovodrun gives this answer, as rank 1 of 2 on host b."""
 
     class Answer(BaseHTTPRequestHandler):
@@ -246,16 +246,16 @@ def answering(status: int, answer: str) -> Iterator[Driver]:
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Driver(RANK | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port)})
+        yield HorovodElasticDriver(RANK | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port)})
         server.shutdown()
 
 
 def test_a_horovodrun_that_is_not_there() -> None:
     """Its variables were set by hand, or it has ended."""
     with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_PORT too.* Type: unset HOROVOD_ELASTIC"):
-        Driver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
+        HorovodElasticDriver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
     with pytest.raises(LaunchError, match=r"horovodrun at 127.0.0.1:1 does not answer: .* start the job anew"):
-        Driver(dict(RANK)).listen()
+        HorovodElasticDriver(dict(RANK)).listen()
 
 
 def test_the_next_world() -> None:

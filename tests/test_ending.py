@@ -75,7 +75,7 @@ ONE_FAILS = """
 import os
 import torch
 from torch import nn
-from hvd_trainer import Trainer, TrainerOptions, TensorData, run_job
+from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
 
 class BadLoss:
     def __init__(self, rank):

@@ -10,12 +10,11 @@ import torch
 from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer.backends import horovod_exchange
+from hvd_trainer.backends import horovod_reducer
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
-from hvd_trainer.backends.horovod_exchange import Waiter
-from hvd_trainer.backends.member import BROKEN
-from hvd_trainer.watch import Activity
-from hvd_trainer.watch.activity import ExchangeAbortedError
+from hvd_trainer.backends.horovod_reducer import Waiter
+from hvd_trainer.backends.session import BROKEN
+from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
 # Gradients in buckets.
 
@@ -108,7 +107,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(done_after_s: float, **options: Any) -> tuple[Clock, Waiter]:
         clock = Clock(done_after_s)
         times = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
-        monkeypatch.setattr(horovod_exchange, "time", times)
+        monkeypatch.setattr(horovod_reducer, "time", times)
         hvd: Any = SimpleNamespace(poll=clock.poll, synchronize=lambda handle: f"result {handle}")
         return clock, Waiter(hvd, 60, **options)
 
@@ -119,10 +118,10 @@ def test_a_wait_sleeps_at_once_on_cpus_and_asks_first_on_accelerators(clocked: A
     clock, waiter = clocked(40e-6)
     assert waiter.result(7) == "result 7"
     assert clock.slept == 1
-    clock, waiter = clocked(40e-6, spin_s=horovod_exchange.SPIN_S)
+    clock, waiter = clocked(40e-6, spin_s=horovod_reducer.SPIN_S)
     waiter.wait(7)
     assert clock.slept == 0
-    clock, waiter = clocked(1e-3, spin_s=horovod_exchange.SPIN_S)
+    clock, waiter = clocked(1e-3, spin_s=horovod_reducer.SPIN_S)
     waiter.wait(7)
     assert 0 < clock.slept < 20, "nor does it hold a core for long"
 

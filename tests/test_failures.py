@@ -19,10 +19,13 @@ import pytest
 import torch.distributed as dist
 from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
-from hvd_trainer.launch import World
-from hvd_trainer.peers import Peer
-from hvd_trainer.watch import Activity, Hub, Verdict, station
-from hvd_trainer.watch.judge import Event, Sign, Stuck, culprit, find_stuck
+from hvd_trainer.faults import monitor
+from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.monitor import RootCause
+from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, find_stalls, root_cause
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous.ranks import RankInfo
 
 TIMEOUT_S, SOON_S = 3, 25
 JOB = [str(Path(__file__).with_name("faulty_job.py")), "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
@@ -203,7 +206,7 @@ TWO_FITS = """
 import sys
 import torch
 from torch import nn
-from hvd_trainer import EngineOptions, LogOptions, TensorData, Trainer, TrainerOptions, TrainOptions
+from hvd_trainer import EngineOptions, LogOptions, TensorData, TrainOptions, Trainer, TrainerOptions
 
 for seed in (1, 2):
     options = TrainerOptions(
@@ -229,15 +232,17 @@ def test_a_second_training_of_a_process_is_no_restart_of_the_first(tmp_path: Pat
 WATCH = """
 import sys, time
 import torch.distributed as dist
-from hvd_trainer.launch import World
-from hvd_trainer.peers import Peer
-from hvd_trainer.watch import Activity, Hub, Verdict
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.faults.monitor import RootCause
 
 world = World(0, 2, 0, 2, 0, 1, "hand")
-peers = [Peer("here", rank, "ddp", (0,), None) for rank in (0, 1)]
-hub = Hub(world, peers, Activity(60), startup_s=60, environ={}, goes_on_s=float(sys.argv[1]))
+peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
+hub = MonitorServer(world, peers, Activity(60), startup_s=60, environ={}, goes_on_s=float(sys.argv[1]))
 hub.start(dist.HashStore(), "127.0.0.1")
-hub.decide(Verdict(1, "failure: rank 1", told=True), 0.1)
+hub.decide(RootCause(1, "failure: rank 1", told=True), 0.1)
 if sys.argv[2] == "broken":
     hub.look = None
 time.sleep(60)
@@ -264,17 +269,17 @@ def test_a_rank_that_does_not_leave_is_ended(goes_on_s: str, watch: str, said: s
 @pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
 def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is connected with it may be the user's own, such as a callback's upload."""
-    monkeypatch.setattr(station, "GRACE_S", 0.5)
-    peers = [Peer("here", 0, "ddp", (0,), None), Peer("there", 0, "ddp", (0,), None, address="127.0.0.2")]
+    monkeypatch.setattr(monitor, "GRACE_S", 0.5)
+    peers = [RankInfo("here", 0, "ddp", (0,), None), RankInfo("there", 0, "ddp", (0,), None, address="127.0.0.2")]
     activity = Activity(60)
     activity.enter(phase)
-    hub = Hub(World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, goes_on_s=60)
+    hub = MonitorServer(World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, goes_on_s=60)
     with (
         socket.create_server(("127.0.0.2", 0)) as there,
         socket.create_connection(there.getsockname(), timeout=2) as line,
     ):
         hub.start(dist.HashStore(), "127.0.0.1")
-        hub.decide(Verdict(1, "failure: rank 1", told=True), 0.1)
+        hub.decide(RootCause(1, "failure: rank 1", told=True), 0.1)
         with nullcontext() if phase != "callback" else pytest.raises(TimeoutError):
             assert line.recv(1) == b""
         hub.close()
@@ -287,31 +292,31 @@ def test_the_cause_comes_before_its_consequences() -> None:
     """A killed rank breaks exchanges, which ranks may tell of before its own line breaks."""
     broken = [Event("raised", rank, "connection closed", in_exchange=True) for rank in (0, 3)]
     lost, raised = Event("lost", 2), Event("raised", 1, "ValueError")
-    assert culprit([*broken, lost]) == lost
-    assert culprit([broken[0], lost, raised]) == raised
-    assert culprit(broken) == broken[0]
-    assert culprit([broken[0], Event("interrupted", 1)]).rank == 1
-    assert culprit([Event("left", 1), broken[0]]) == broken[0]
-    assert culprit([broken[0], Event("orphaned", 2)]).kind == "orphaned"
+    assert root_cause([*broken, lost]) == lost
+    assert root_cause([broken[0], lost, raised]) == raised
+    assert root_cause(broken) == broken[0]
+    assert root_cause([broken[0], Event("interrupted", 1)]).rank == 1
+    assert root_cause([Event("left", 1), broken[0]]) == broken[0]
+    assert root_cause([broken[0], Event("orphaned", 2)]).kind == "orphaned"
 
 
-def waits(seconds: float, step: int = 7) -> Sign:
-    return Sign(step, "reduce", seconds, waits=True, limit_s=60)
+def waits(seconds: float, step: int = 7) -> Heartbeat:
+    return Heartbeat(step, "reduce", seconds, waits=True, limit_s=60)
 
 
 @pytest.mark.parametrize(
     ("signs", "found"),
     [
-        ([waits(59), Sign(7, "data", 59, limit_s=60)], None),
+        ([waits(59), Heartbeat(7, "data", 59, limit_s=60)], None),
         # Who waits is not stuck; who does not get on is, unless it may be slow.
-        ([waits(61), Sign(7, "data", 62, limit_s=60), waits(61)], Stuck((1,), "late")),
-        ([waits(61), Sign(7, "save", 62, limit_s=300), waits(61)], None),
-        ([waits(61), Sign(0, "start", 200), waits(61)], None),
+        ([waits(61), Heartbeat(7, "data", 62, limit_s=60), waits(61)], Stall((1,), "late")),
+        ([waits(61), Heartbeat(7, "save", 62, limit_s=300), waits(61)], None),
+        ([waits(61), Heartbeat(0, "start", 200), waits(61)], None),
         # A rank on a GPU runs ahead of the one that holds it up.
-        ([Sign(9, "forward", 61, limit_s=60), Sign(7, "data", 61, limit_s=60)], Stuck((1,), "late")),
-        ([waits(61), Sign(7, "backward", 3, silent_s=61, limit_s=60), waits(61)], Stuck((1,), "silent")),
-        ([waits(61, step=8), waits(61, step=7)], Stuck((1,), "crossed")),
+        ([Heartbeat(9, "forward", 61, limit_s=60), Heartbeat(7, "data", 61, limit_s=60)], Stall((1,), "late")),
+        ([waits(61), Heartbeat(7, "backward", 3, silent_s=61, limit_s=60), waits(61)], Stall((1,), "silent")),
+        ([waits(61, step=8), waits(61, step=7)], Stall((1,), "crossed")),
     ],
 )
-def test_who_holds_the_others_up(signs: list[Sign], found: Stuck | None) -> None:
-    assert find_stuck(dict(enumerate(signs)), patience_s=60) == found
+def test_who_holds_the_others_up(signs: list[Heartbeat], found: Stall | None) -> None:
+    assert find_stalls(dict(enumerate(signs)), patience_s=60) == found

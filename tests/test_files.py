@@ -13,10 +13,11 @@ import pytest
 import torch
 from launchers import launch
 
-from hvd_trainer import boards, checkpoint
-from hvd_trainer.data import imdb_archive, imdb_tokens
-from hvd_trainer.export import export_tensors
-from hvd_trainer.files import replacing
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.export import export_tensors
+from hvd_trainer.jobs.reviews import archive, tokenizer
+from hvd_trainer.rendezvous import registry
+from hvd_trainer.utils.files import replacing
 
 UMASKS = (0o077, 0o022, 0o002)
 
@@ -57,15 +58,15 @@ def test_all_that_a_run_writes_follows_the_umask(umask: int, tmp_path: Path) -> 
 
 def test_the_cache_of_tokens_follows_the_umask(umask: int, tmp_path: Path) -> None:
     """Colleagues who share the folder could not read it, and each made their own."""
-    source = fake_imdb.write_archive(tmp_path / imdb_archive.ARCHIVE, fake_imdb.reviews())
-    tokens = imdb_tokens.encode(imdb_archive.read(source), 300, 16)
-    imdb_tokens.save(tokens, tmp_path / "cache/tokens.npz")
+    source = fake_imdb.write_archive(tmp_path / archive.ARCHIVE, fake_imdb.reviews())
+    tokens = tokenizer.encode(archive.read(source), 300, 16)
+    tokenizer.save(tokens, tmp_path / "cache/tokens.npz")
     assert rights(tmp_path / "cache") == wanted(tmp_path / "cache", umask)
 
 
 def test_where_ranks_meet_is_for_their_user_alone(umask: int, tmp_path: Path) -> None:
     """Whatever the umask: who reads it could take part in the job."""
-    boards.FileBoard(tmp_path / "met/job").post("ticket")
+    registry.FileRegistry(tmp_path / "met/job").post("ticket")
     assert rights(tmp_path) == {"met": "700", "met/job": "600"}
 
 
@@ -79,12 +80,12 @@ def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pyt
         (shared / name).symlink_to(mine)
     (shared / f".step-000000001.{os.getpid()}").symlink_to(tmp_path, target_is_directory=True)
     export_tensors({"a": torch.zeros(2)}, file)
-    path = checkpoint.save(shared, {"a": 1}, step=1, epoch=0)
+    path = storage.save(shared, {"a": 1}, step=1, epoch=0)
     assert mine.read_text() == "precious"
     assert not file.is_symlink()
     assert not path.is_symlink()
-    assert checkpoint.load(path) == {"a": 1}
-    assert not (tmp_path / checkpoint.STATE).exists()
+    assert storage.load(path) == {"a": 1}
+    assert not (tmp_path / storage.STATE).exists()
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     (shared / f".{file.name}.guessed").symlink_to(mine)
     with pytest.raises(FileExistsError):

@@ -14,14 +14,16 @@ import torch
 from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer import accelerator
 from hvd_trainer.backends import EngineOptions, exchange_monitor
 from hvd_trainer.backends.ddp import DDPBackend
 from hvd_trainer.backends.single import SingleBackend
-from hvd_trainer.launch import World
-from hvd_trainer.peers import Peer
-from hvd_trainer.watch import Activity, Hub, Verdict, stacks
-from hvd_trainer.watch.activity import ExchangeAbortedError
+from hvd_trainer.faults import stack_dump
+from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
+from hvd_trainer.faults.monitor import RootCause
+from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous.ranks import RankInfo
+from hvd_trainer.utils import accelerator
 
 GPU = torch.device("cuda", 1)
 
@@ -74,10 +76,10 @@ def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
 def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
     """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
     aborted = threading.Event()
-    there = [Peer("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
+    there = [RankInfo("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
     for goes_on_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
         aborted.clear()
-        watch = Hub(
+        watch = MonitorServer(
             World(0, 2),
             there,
             Activity(5),
@@ -86,7 +88,7 @@ def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None
             goes_on_s=goes_on_s,
             abort_exchanges=aborted.set,
         )
-        watch.decide(Verdict(rank, "it failed", told=False), 3)
+        watch.decide(RootCause(rank, "it failed", told=False), 3)
         survives = goes_on_s is not None and rank == 1
         assert aborted.wait(5 if survives else 0.2) is survives
         watch.selector.close()
@@ -103,18 +105,18 @@ def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch
         "state": "scheduled",
     }
     distributed = torch._C._distributed_c10d
-    assert "Exchanges that" not in stacks.own_stacks()
+    assert "Exchanges that" not in stack_dump.own_stacks()
     monkeypatch.setattr(
         distributed, "_dump_nccl_trace_json", lambda **_: json.dumps({"entries": [entry]}).encode(), raising=False
     )
     shown: list[str] = []
-    asking = threading.Thread(target=lambda: shown.append(stacks.own_stacks()))
+    asking = threading.Thread(target=lambda: shown.append(stack_dump.own_stacks()))
     asking.start()
     asking.join()
-    assert stacks.unfinished_in(shown[0]) == (
+    assert stack_dump.unfinished_in(shown[0]) == (
         "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
     )
-    assert "test_gpu_behind.py" in stacks.main_of(shown[0])
+    assert "test_gpu_behind.py" in stack_dump.main_of(shown[0])
 
 
 def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:

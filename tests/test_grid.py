@@ -21,14 +21,14 @@ from launchers import Job, launch, start
 from matplotlib.figure import Figure
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools import formats
-from hvd_trainer.tools.grid import picture, report, tool
-from hvd_trainer.tools.grid.figures import read_figures
-from hvd_trainer.tools.grid.job import find_job
-from hvd_trainer.tools.grid.plan import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
+from hvd_trainer.tools.grid import cli, heat_map, report
+from hvd_trainer.tools.grid.configurations import ABSENT, Axis, Configuration, configurations, in_rounds, read_axis
+from hvd_trainer.tools.grid.job_options import find_job
 from hvd_trainer.tools.grid.prediction import predict, why_off
+from hvd_trainer.tools.grid.results import read_figures
 from hvd_trainer.tools.grid.rows import Row, make_rows
-from hvd_trainer.tools.runs import Run, append_run, carry_out, claimed, read_runs, why_it_failed
+from hvd_trainer.tools.runner import formats
+from hvd_trainer.tools.runner.runs import Run, append_run, locked_folder, read_runs, run_once, why_it_failed
 
 SIZED = "synthetic_reviews"
 
@@ -228,7 +228,7 @@ def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path)
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "
         "time.sleep(60)"
     )
-    ended = carry_out(
+    ended = run_once(
         [sys.executable, "-c", code], tmp_path, {"job": "sleep"}, 1, threads=1, limit_s=2.0, read=read_figures
     )
     assert (ended.state, ended.note) == ("killed", "had not ended after 2 s (--timeout-s)")
@@ -241,20 +241,20 @@ def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path)
 def test_what_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What failed is not, what was killed is when the grid is started again, and what is done never is."""
     made = plan(ranks="1,2,4,8")
-    what = tool.Grid(find_job("mnist"), axes_of(ranks="1,2,4,8"), made, "", tmp_path)
+    what = cli.Grid(find_job("mnist"), axes_of(ranks="1,2,4,8"), made, "", tmp_path)
     ends = {1: "done", 2: "failed", 4: "killed", 8: "done"}
     started: list[tuple[int, int]] = []
 
-    def start_nothing(what: tool.Grid, configuration: Configuration, number: int, limit_s: float) -> Run:
+    def start_nothing(what: cli.Grid, configuration: Configuration, number: int, limit_s: float) -> Run:
         started.append((number, configuration.ranks))
         return Run(configuration.identity, number, ends[configuration.ranks], 1.0)
 
     def again(**how: Any) -> list[tuple[int, int]]:
         started.clear()
-        tool.measure(what, tool.Options(tool.Axes(), **how))
+        cli.measure(what, cli.Options(cli.Axes(), **how))
         return started
 
-    monkeypatch.setattr(tool, "start", start_nothing)
+    monkeypatch.setattr(cli, "start", start_nothing)
     assert again(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
     ends[4] = "done"
     assert again(rounds=2) == [(1, 4), (2, 4)]
@@ -326,7 +326,7 @@ def test_the_table_names_what_has_no_figures() -> None:
 def test_a_long_heading_stays_in_the_picture() -> None:
     """It was cut at both ends."""
     figure = Figure(figsize=(4.5, 2.6))
-    picture.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
+    heat_map.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
     place = figure.texts[0].get_window_extent()
     assert place.x0 > 0
     assert place.x1 < figure.bbox.width
@@ -349,12 +349,12 @@ def test_what_a_prediction_did_not_know() -> None:
 
 def test_pictures_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:
     rows, axes = rows_of_a_grid()
-    across, up = picture.inner_axes(axes)
+    across, up = heat_map.inner_axes(axes)
     assert (across.name, up.name) == ("chunks", "batch_size")
-    panels = list(picture.panels_of(rows, axes, across, up))
+    panels = list(heat_map.panels_of(rows, axes, across, up))
     assert [panel.title for panel in panels] == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
     assert [len(panel.rows) for panel in panels] == [4] * 4
-    files = picture.draw(rows, axes, picture.QUANTITIES[0], "a heading", tmp_path)
+    files = heat_map.draw(rows, axes, heat_map.QUANTITIES[0], "a heading", tmp_path)
     assert [file.name for file in files] == ["throughput.png", "throughput.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")
     drawn = files[1].read_text()
@@ -363,15 +363,15 @@ def test_pictures_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:
     for text in ("a heading", "impossible", "failed", "batch size", "throughput, samples/s"):
         assert f">{text}<" in drawn
     assert "<pattern" in drawn  # the hatching
-    assert picture.draw(rows, axes, picture.QUANTITIES[1], "no figures", tmp_path) == []
+    assert heat_map.draw(rows, axes, heat_map.QUANTITIES[1], "no figures", tmp_path) == []
 
 
 def test_pictures_of_other_axes() -> None:
     """The memory of a model: no chunks, no batch sizes."""
     axes = axes_of(ranks="2", precision="fp32,bf16", shard="none,optimizer,full", backend="ddp,horovod")
-    across, up = picture.inner_axes(axes)
+    across, up = heat_map.inner_axes(axes)
     assert (across.name, up.name) == ("shard", "precision")
-    across, up = picture.inner_axes(axes_of(ranks="1,2"))
+    across, up = heat_map.inner_axes(axes_of(ranks="1,2"))
     assert (across.name, up.name) == ("ranks", "")
 
 
@@ -382,7 +382,7 @@ def test_pictures_of_other_axes() -> None:
     ("arguments", "message"),
     [
         (["--job", "nothing"], r"there is no module nothing\. Type --job imdb or --job mnist"),
-        (["--job", "hvd_trainer.models"], r"defines 0 classes of options"),
+        (["--job", "hvd_trainer.jobs.models"], r"defines 0 classes of options"),
         (["--job", "mnist", "--ranks", "0,1"], r"--ranks 0,1: give whole numbers from 1 on"),
         (["--job", "mnist", "--chunks", "1,,2"], r"--chunks 1,,2: give values with commas"),
         (
@@ -405,14 +405,14 @@ def test_pictures_of_other_axes() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        tool.main(["--out", str(tmp_path / "grid"), *arguments])
+        cli.main(["--out", str(tmp_path / "grid"), *arguments])
     assert not (tmp_path / "grid").exists()
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formats, "NEEDED", ("rich", "no_such_package"))
     with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[tools\]'"):
-        tool.main(["--job", "mnist", "--out", str(tmp_path / "grid")])
+        cli.main(["--job", "mnist", "--out", str(tmp_path / "grid")])
 
 
 def test_a_folder_is_one_grids_alone(tmp_path: Path) -> None:
@@ -424,13 +424,13 @@ def test_a_folder_is_one_grids_alone(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(OptionError, match="another one is using it"), claimed(tmp_path):
+        with pytest.raises(OptionError, match="another one is using it"), locked_folder(tmp_path):
             pass
         other.communicate()
-    with claimed(tmp_path):
+    with locked_folder(tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="cannot be written to"), claimed(tmp_path / "file"):
+    with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file"):
         pass
 
 

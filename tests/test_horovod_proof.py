@@ -14,11 +14,11 @@ import pytest
 from install_checks import NO_NETWORK, ROOT, installed_record, record_of
 from launchers import requires
 
-from hvd_trainer.tools.horovod import proof
-from hvd_trainer.tools.horovod.errors import InstallError
-from hvd_trainer.tools.horovod.patches import RECORD_FILE, RECORD_TEMPLATE
-from hvd_trainer.tools.horovod.plan import BuildPlan
-from hvd_trainer.tools.horovod.probe import TorchFacts
+from hvd_trainer.horovod_build import self_test
+from hvd_trainer.horovod_build.build_plan import BuildPlan
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.horovod_build.facts import TorchFacts
+from hvd_trainer.horovod_build.patches import RECORD_FILE, RECORD_TEMPLATE
 
 FOR_CPUS = BuildPlan(torch=TorchFacts(version="2.15.0"), cuda=None, nccl=None, mpi=None, jobs=1)
 SSH = "horovodrun: could not connect to some hosts via ssh"
@@ -45,12 +45,12 @@ def fail(asked: str, *args: object, **options: object) -> None:
 def test_only_a_proof_that_holds_leaves_its_mark(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "run_logged", fail)
+    monkeypatch.setattr(self_test, "run_logged", fail)
     with pytest.raises(InstallError, match="2 ranks could not exchange cpu tensors"):
-        proof.prove(FOR_CPUS, tmp_path / "log")
+        self_test.prove(FOR_CPUS, tmp_path / "log")
     assert record_of(installed) == {"mpi": None}
-    monkeypatch.setattr(proof, "run_logged", lambda *args, **options: None)
-    proof.prove(FOR_CPUS, tmp_path / "log")
+    monkeypatch.setattr(self_test, "run_logged", lambda *args, **options: None)
+    self_test.prove(FOR_CPUS, tmp_path / "log")
     assert record_of(installed) == {"mpi": None, "proved": True}
 
 
@@ -60,12 +60,12 @@ def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch:
     def unknown(host: str) -> str:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(proof, "run_logged", fail)
+    monkeypatch.setattr(self_test, "run_logged", fail)
     with pytest.raises(InstallError, match=SSH):
-        proof.prove(FOR_CPUS, tmp_path / "log")
+        self_test.prove(FOR_CPUS, tmp_path / "log")
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     with pytest.raises(InstallError, match=r"localhost leads to no address[^$]*>> /etc/hosts"):
-        proof.prove(FOR_CPUS, tmp_path / "log")
+        self_test.prove(FOR_CPUS, tmp_path / "log")
 
 
 @requires("horovod", "ssh")
@@ -81,7 +81,7 @@ def test_localhost_is_unknown(tmp_path: Path) -> None:
         pytest.skip(f"this machine knows localhost without /etc/hosts, or hides no file {seen.stderr.decode()}")
     code = (
         "from pathlib import Path\n"
-        "from hvd_trainer.tools.horovod import proof\n"
+        "from hvd_trainer.horovod_build import proof\n"
         f"proof._prove_run('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
     )
     done = subprocess.run([*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -100,7 +100,7 @@ def test_one_that_was_not_proved_is_installed_anew(tmp_path: Path) -> None:
     for path in real.iterdir():
         (planted / path.name).symlink_to(path)
     record = tmp_path / RECORD_FILE
-    text = record.read_text(encoding="utf-8").replace(proof.MARK, "")
+    text = record.read_text(encoding="utf-8").replace(self_test.MARK, "")
     folder = str(tmp_path / "wheels")
     options = [
         "--wheel-dir",
@@ -110,7 +110,7 @@ def test_one_that_was_not_proved_is_installed_anew(tmp_path: Path) -> None:
         "nccl" if built["cuda"] else "none",
     ]
     record.unlink()
-    for mark, said in ((proof.MARK, "is installed already"), ("", "it was not proved, or that failed")):
+    for mark, said in ((self_test.MARK, "is installed already"), ("", "it was not proved, or that failed")):
         record.write_text(text + mark, encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", "hvd_trainer", "install-horovod", *options],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_trainer.tools.horovod import messages
+from hvd_trainer.horovod_build import messages
 
 # Runs in a process of its own, on the source tree given by its working folder: a real elastic
 # driver and rendezvous server, three attacks, and then an honest worker.

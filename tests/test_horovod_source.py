@@ -11,10 +11,10 @@ import pytest
 from install_checks import NO_NETWORK, ROOT
 from launchers import requires
 
-from hvd_trainer.tools.horovod.errors import InstallError
-from hvd_trainer.tools.horovod.patches import apply_patches
-from hvd_trainer.tools.horovod.source import PatchError, Replacement
-from hvd_trainer.tools.horovod.steps import BuildSteps
+from hvd_trainer.horovod_build.build_steps import BuildSteps
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.horovod_build.patches import apply_patches
+from hvd_trainer.horovod_build.source import PatchError, Replacement
 
 
 def test_the_changes_fit_the_published_source(patched: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_package_with_another_hash_is_not_even_unpacked(
 
 def test_a_horovod_without_its_extension_is_not_usable(patched: Path) -> None:
     """Such a one prints a warning, imports all the same, and has no `init`."""
-    code = "from hvd_trainer.tools.horovod.probe import probe; print(probe().horovod.error)"
+    code = "from hvd_trainer.horovod_build.facts import probe; print(probe().horovod.error)"
     out = subprocess.check_output(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": f"{patched}{os.pathsep}{ROOT}"},

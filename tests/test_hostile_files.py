@@ -25,16 +25,18 @@ import torch
 from launchers import QUICKEST, launch
 from test_checkpoint import fit
 
-from hvd_trainer import checkpoint, parse
-from hvd_trainer.data import imdb_archive, imdb_tokens
-from hvd_trainer.data import mnist as mnist_module
+from hvd_trainer import parse
+from hvd_trainer.checkpoint import storage as checkpoint
 from hvd_trainer.errors import CheckpointError, DataError, OptionError
-from hvd_trainer.log import MOST_LINE_BYTES, _drop_later
-from hvd_trainer.mnist import MnistOptions
-from hvd_trainer.tools.horovod import wheel
-from hvd_trainer.tools.horovod.errors import InstallError
-from hvd_trainer.tools.runs import Run, claimed, read_runs
-from hvd_trainer.tools.step_figures import are_figures
+from hvd_trainer.horovod_build import wheel
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.jobs import images as mnist_module
+from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.jobs.reviews import archive as imdb_archive
+from hvd_trainer.jobs.reviews import tokenizer
+from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
+from hvd_trainer.tools.runner.runs import Run, locked_folder, read_runs
+from hvd_trainer.tools.runner.step_stats import are_figures
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
 
@@ -343,7 +345,7 @@ def test_a_log_folder_with_a_pipe(tmp_path: Path) -> None:
 def test_metrics_of_any_length_and_depth(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     good = b'{"event": "step", "step": 3}\n'
-    hostile = [b"[" * 100_000, b'{"a":' * 100_000, b"x" * (3 * MOST_LINE_BYTES), b"\xff\xfe", b"9" * 5000]
+    hostile = [b"[" * 100_000, b'{"a":' * 100_000, b"x" * (3 * MAX_LINE_BYTES), b"\xff\xfe", b"9" * 5000]
     file.write_bytes(good + b"\n".join(hostile) + b"\n" + good + b'{"event": "step", "st')
     _drop_later(file, 3, 0)
     assert file.read_bytes() == good * 2
@@ -393,15 +395,15 @@ def test_results_from_elsewhere_lead_nowhere(tmp_path: Path) -> None:
     mine.write_text("precious")
     out.mkdir()
     (out / ".lock").symlink_to(mine)
-    with pytest.raises(OptionError, match=r"--out .*\.lock is a link"), claimed(out):
+    with pytest.raises(OptionError, match=r"--out .*\.lock is a link"), locked_folder(out):
         pass
     (out / ".lock").unlink()
     (out / "failed").mkdir()
     (out / "failed/1.txt").symlink_to(mine)
-    with pytest.raises(OptionError, match=r"--out .*1\.txt is a link"), claimed(out):
+    with pytest.raises(OptionError, match=r"--out .*1\.txt is a link"), locked_folder(out):
         pass
     (out / "failed").rename(out / "running")  # as a killed run may have left it
-    with claimed(out):
+    with locked_folder(out):
         assert not (out / "running").exists()
     assert mine.read_text() == "precious"
 
@@ -470,8 +472,8 @@ VOCABULARY, LENGTH = 300, 16
 def tokens(tmp_path: Path) -> Path:
     archive = fake_imdb.write_archive(tmp_path / imdb_archive.ARCHIVE, fake_imdb.reviews())
     file = tmp_path / "cache.npz"
-    imdb_tokens.save(imdb_tokens.encode(imdb_archive.read(archive), VOCABULARY, LENGTH), file)
-    imdb_tokens.load(file, VOCABULARY, LENGTH)
+    tokenizer.save(tokenizer.encode(imdb_archive.read(archive), VOCABULARY, LENGTH), file)
+    tokenizer.load(file, VOCABULARY, LENGTH)
     return file
 
 
@@ -494,7 +496,7 @@ def test_a_cache_of_other_things(name: str, value: Any, tokens: Path) -> None:
         content = dict(arrays) | {name: value}
     np.savez(tokens, **content)
     with pytest.raises(DataError, match="cache.npz is damaged"):
-        imdb_tokens.load(tokens, VOCABULARY, LENGTH)
+        tokenizer.load(tokens, VOCABULARY, LENGTH)
 
 
 def test_a_cache_that_unpacks_to_anything(tokens: Path) -> None:
@@ -502,7 +504,7 @@ def test_a_cache_that_unpacks_to_anything(tokens: Path) -> None:
         content = dict(arrays) | {"train_ids": np.zeros((10**6, LENGTH), np.int16)}
     np.savez_compressed(tokens, **content)
     with pytest.raises(DataError, match="is packed, and would unpack to more"):
-        imdb_tokens.load(tokens, VOCABULARY, LENGTH)
+        tokenizer.load(tokens, VOCABULARY, LENGTH)
 
 
 # Built wheels: code that is run.

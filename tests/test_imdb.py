@@ -25,12 +25,15 @@ from torch import nn
 
 from hvd_trainer import backends, parse
 from hvd_trainer.backends import Backend, EngineOptions
-from hvd_trainer.data import LoaderPlan, TextOptions, Texts, imdb_archive, imdb_tokens, load_texts, make_loader
-from hvd_trainer.data import imdb as imdb_module
-from hvd_trainer.data import imdb_download as download_module
+from hvd_trainer.data import LoaderPlan, make_loader
 from hvd_trainer.errors import DataError, OptionError
-from hvd_trainer.imdb import PRESETS, ImdbOptions, TextModelOptions
-from hvd_trainer.text_model import PADDING, TextSizes, transformer
+from hvd_trainer.jobs.imdb import PRESETS, ImdbOptions, TextModelOptions
+from hvd_trainer.jobs.reviews import archive as imdb_archive
+from hvd_trainer.jobs.reviews import dataset as imdb_module
+from hvd_trainer.jobs.reviews import download as download_module
+from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
+from hvd_trainer.jobs.reviews.dataset import TextOptions, Texts, load_texts
+from hvd_trainer.jobs.transformer import PADDING, TextSizes, transformer
 
 VOCABULARY, LENGTH = 300, 16
 TINY = TextSizes(

@@ -18,12 +18,13 @@ import psutil
 import pytest
 from install_checks import NO_NETWORK, ROOT, put_nccl, script, tool_folder
 
-from hvd_trainer.tools.horovod import tool, toolchain
-from hvd_trainer.tools.horovod.errors import InstallError
-from hvd_trainer.tools.horovod.patches import PATCH_SET
-from hvd_trainer.tools.horovod.plan import python_tag
-from hvd_trainer.tools.horovod.probe import Facts, HorovodFacts, TorchFacts, probe
-from hvd_trainer.tools.horovod.steps import run_logged
+from hvd_trainer.horovod_build import installer as tool
+from hvd_trainer.horovod_build import toolchain
+from hvd_trainer.horovod_build.build_plan import python_tag
+from hvd_trainer.horovod_build.build_steps import run_logged
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
+from hvd_trainer.horovod_build.patches import PATCH_SET
 
 T = TypeVar("T")
 

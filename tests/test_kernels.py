@@ -13,11 +13,12 @@ from launchers import QUICKEST, launch, requires, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from hvd_trainer import EngineOptions, OptionError, Trainer, TrainerOptions, TrainOptions, accelerator
-from hvd_trainer.measure_options import MeasureOptions
-from hvd_trainer.models import MODELS
-from hvd_trainer.optimizer import make_optimizer
-from hvd_trainer.parallel_options import ParallelOptions
+from hvd_trainer import EngineOptions, OptionError, Trainer, TrainerOptions, TrainOptions
+from hvd_trainer.config.measure_options import MeasureOptions
+from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.jobs.models import MODELS
+from hvd_trainer.jobs.optimizers import make_optimizer
+from hvd_trainer.utils import accelerator
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from launchers import REPOSITORY
 
-from hvd_trainer.config import parse
-from hvd_trainer.mnist import MnistOptions
-from hvd_trainer.store.ticket import SECRET_FILE
+from hvd_trainer.config.parser import parse
+from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.rendezvous.endpoint import SECRET_FILE
 
 FOLDER = REPOSITORY / "examples/kubernetes"
 RUN_POLICY = {

@@ -9,8 +9,8 @@ import environments
 import pytest
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch import (
-    LAUNCHERS,
+from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.launch.world import (
     UNKNOWN,
     World,
     detect,
@@ -20,7 +20,7 @@ from hvd_trainer.launch import (
     slurm_job,
     slurm_step,
 )
-from hvd_trainer.peers import Peer, check_world, fair_cpus, locate, sharing_gpu
+from hvd_trainer.rendezvous.ranks import RankInfo, check_world, fair_cpus, resolve_nodes, sharing_gpu
 
 
 def one_node(size: int) -> list[tuple[int, ...]]:
@@ -250,20 +250,20 @@ def test_an_array_s_task_is_named_apart_from_its_array() -> None:
 # What follows once the ranks have met.
 
 
-def peer(host: str = "a", local_rank: int = 0, cpus: range = range(4), gpu: str | None = None) -> Peer:
-    return Peer(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpu=gpu)
+def peer(host: str = "a", local_rank: int = 0, cpus: range = range(4), gpu: str | None = None) -> RankInfo:
+    return RankInfo(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpu=gpu)
 
 
 def test_nodes_are_numbered_by_their_first_rank() -> None:
     peers = [peer("b"), peer("b", 1), peer("a")]
     worlds = [World(rank, 3, p.local_rank, 2 - rank // 2, UNKNOWN, UNKNOWN) for rank, p in enumerate(peers)]
-    located = [locate(world, peers) for world in worlds]
+    located = [resolve_nodes(world, peers) for world in worlds]
     assert [(world.node_rank, world.num_nodes) for world in located] == [(0, 2), (0, 2), (1, 2)]
 
 
 def test_two_ranks_with_one_local_rank_on_a_host_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"Ranks 0 and 1 both say .* local rank 0 on a\. Give each"):
-        locate(World(0, 2, 0, 2), [peer(), peer()])
+        resolve_nodes(World(0, 2, 0, 2), [peer(), peer()])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ QUICK = {("horovodrun", "horovod"), ("torchrun", "ddp"), ("mpirun", "horovod"), 
 SESSION = """
 import sys
 import hvd_trainer
-from hvd_trainer.mnist import MnistOptions, train
+from hvd_trainer.jobs.mnist import MnistOptions, train
 
 def rank_job(args):
     # Defined in the session, as in a notebook's cell.
@@ -214,7 +214,7 @@ def test_omp_num_threads_is_respected() -> None:
 
 
 def test_importing_the_package_or_its_launch_layer_imports_neither_engine() -> None:
-    code = "import sys, json, hvd_trainer, hvd_trainer.launch; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json, hvd_trainer, hvd_trainer.launch.world; print(json.dumps(sorted(sys.modules)))"
     asked = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.errors import OptionError
-from hvd_trainer.metrics import Meter, accuracy
+from hvd_trainer.observe.metrics import Meter, accuracy
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

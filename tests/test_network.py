@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hvd_trainer import network
 from hvd_trainer.errors import LaunchError
+from hvd_trainer.utils import network
 
 CARDS = {"lo": ["127.0.0.1"], "eth1": ["10.2.0.7"], "eth0": ["10.1.0.7", "10.1.0.8"], "tun0": []}
 

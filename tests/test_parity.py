@@ -12,7 +12,7 @@ from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import EngineOptions, OptionError, TensorData, Trainer, TrainerOptions, TrainOptions
-from hvd_trainer.models import conv_net
+from hvd_trainer.jobs.models import conv_net
 
 EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per epoch: 20 steps in all
 

@@ -16,18 +16,18 @@ from made_traces import Edit, line_of, made
 from torch import Tensor, nn
 
 from hvd_trainer import TrainerOptions
+from hvd_trainer.config.measure_options import MeasureOptions
 from hvd_trainer.errors import OptionError
-from hvd_trainer.fingerprints import KEPT_BYTES, fingerprints, sampled, stride
-from hvd_trainer.measure_options import MeasureOptions
-from hvd_trainer.step_trace import draws
-from hvd_trainer.tools.parity import tool
-from hvd_trainer.tools.parity.gap import NONE, gap, least_norms
+from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
+from hvd_trainer.observe.step_trace import draws
+from hvd_trainer.tools.parity import cli
+from hvd_trainer.tools.parity.distance import NONE, distance_between, least_norms
 from hvd_trainer.tools.parity.pair import Pair, compare_all
 from hvd_trainer.tools.parity.report import as_json, conclusions, shown_steps, table
-from hvd_trainer.tools.parity.runs import Plan, Traced, engines_of, read_traced_job, same_global_batch
 from hvd_trainer.tools.parity.tolerance import tolerance
-from hvd_trainer.tools.parity.trace import EVENTS, Trace, When, read_trace
-from hvd_trainer.tools.runs import Run
+from hvd_trainer.tools.parity.traced_runs import Plan, Traced, engines_of, read_traced_job, same_global_batch
+from hvd_trainer.tools.parity.traces import EVENTS, Trace, When, read_trace
+from hvd_trainer.tools.runner.runs import Run
 
 HERE = Path(__file__).parent
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
@@ -334,16 +334,16 @@ def test_runs_with_the_bits_of_another_are_not_compared_again() -> None:
 
 def test_gaps() -> None:
     nan = math.nan
-    assert gap(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])).relative == 0
-    assert gap(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0])).relative == math.inf
-    assert gap(torch.tensor([math.inf]), torch.tensor([math.inf])).relative == 0
-    assert gap(torch.tensor([3, 4]), torch.tensor([3, 5])).absolute == 1
-    assert gap(None, torch.tensor([1.0]))[2:] == (NONE, 1.0)
-    assert gap(torch.zeros(0), torch.zeros(0)).relative == 0
+    assert distance_between(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])).relative == 0
+    assert distance_between(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0])).relative == math.inf
+    assert distance_between(torch.tensor([math.inf]), torch.tensor([math.inf])).relative == 0
+    assert distance_between(torch.tensor([3, 4]), torch.tensor([3, 5])).absolute == 1
+    assert distance_between(None, torch.tensor([1.0]))[2:] == (NONE, 1.0)
+    assert distance_between(torch.zeros(0), torch.zeros(0)).relative == 0
     # What is nothing but rounding beside the others does not count by its own size.
     values = {"gradients/a": torch.tensor([100.0]), "gradients/b": torch.tensor([1e-6])}
     least = least_norms(values)["gradients/b"]
-    assert gap(values["gradients/b"], -values["gradients/b"], least).relative == pytest.approx(2e-6)
+    assert distance_between(values["gradients/b"], -values["gradients/b"], least).relative == pytest.approx(2e-6)
 
 
 # What is said.
@@ -432,7 +432,7 @@ def test_one_process_comes_last_with_the_batch_of_all() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", *DIGITS])
+        cli.main(["--out", str(tmp_path / "out"), *arguments, "--", *DIGITS])
     assert not (tmp_path / "out").exists()
 
 
@@ -448,12 +448,12 @@ def test_a_trace_needs_a_folder_and_a_step() -> None:
 
 
 def test_samples_are_known_by_their_bytes() -> None:
-    one = fingerprints((torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])))
-    other = fingerprints(({"x": torch.arange(6.0).view(3, 2)}, torch.tensor([0, 1, 1])))
+    one = sample_checksums((torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])))
+    other = sample_checksums(({"x": torch.arange(6.0).view(3, 2)}, torch.tensor([0, 1, 1])))
     assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False]
     assert one[0].split("-")[1] == one[2].split("-")[1]
     assert len(set(one)) == 3
-    assert len(fingerprints((torch.zeros(4, 2), None))) == 4
+    assert len(sample_checksums((torch.zeros(4, 2), None))) == 4
 
 
 def test_what_drops_out() -> None:
@@ -472,8 +472,8 @@ def test_of_a_large_model_every_nth_value_is_kept() -> None:
     assert stride(large, 40) == 1  # which another stage has
     many = nn.Linear(2**10, 2**10, bias=False)
     assert stride(many, KEPT_BYTES // 2**22) == 4
-    assert len(sampled(torch.zeros(100, 100), 16)) == 625
-    assert len(sampled(torch.zeros(50), 16)) == 50
+    assert len(subsample(torch.zeros(100, 100), 16)) == 625
+    assert len(subsample(torch.zeros(50), 16)) == 50
 
 
 @cache

@@ -14,7 +14,7 @@ import slurm_cluster
 from launchers import QUICKEST, REPOSITORY, launch, requires, start
 from slurm_batch import sbatch
 
-from hvd_trainer.preemption import heard
+from hvd_trainer.faults.preemption import listen_for_signals
 
 JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 
@@ -67,7 +67,7 @@ def test_what_was_there_is_put_back() -> None:
     numbers: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(2):
-        with heard(numbers.append) as request:
+        with listen_for_signals(numbers.append) as request:
             for _ in range(2):  # by a scheduler, and by a launcher again
                 os.kill(os.getpid(), signal.SIGUSR1)
             wait_until(numbers)
@@ -83,7 +83,7 @@ def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
-        with heard(numbers.append):
+        with listen_for_signals(numbers.append):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_until(numbers)
         assert got == [signal.SIGUSR1]
@@ -95,7 +95,7 @@ def test_a_fork_that_is_ended_stops_nobody() -> None:
     """DataLoader ends loader processes by SIGTERM; their socket is their parent's too."""
     numbers: list[int] = []
     forked, tell = os.pipe()
-    with heard(numbers.append) as request:
+    with listen_for_signals(numbers.append) as request:
         child = os.fork()
         if child == 0:
             os.write(tell, b"!")  # what Python does after a fork is done

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerator_stand_in import StandIn
 
-from hvd_trainer.tools.probe import Probe
+from hvd_trainer.tools.runner.step_probe import Probe
 
 
 def recorded(folder: Path) -> float:
@@ -29,5 +29,5 @@ def test_memory_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.M
     """The host's was compared with the trainer's on a GPU, as if both were one thing."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
     StandIn(monkeypatch).peak = 3 * 2**20
-    monkeypatch.setattr("hvd_trainer.tools.probe.clock_of", lambda device: Probe(tmp_path, 0)._clock)
+    monkeypatch.setattr("hvd_trainer.tools.runner.step_probe.clock_of", lambda device: Probe(tmp_path, 0)._clock)
     assert recorded(tmp_path) == 3

@@ -17,13 +17,13 @@ from records import records
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.horovod_timeline import read_timeline
-from hvd_trainer.config import LogOptions, TrainerOptions
+from hvd_trainer.config.measure_options import MeasureOptions, ProfilePlan
+from hvd_trainer.config.options import LogOptions, TrainerOptions
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure_options import MeasureOptions, ProfilePlan
-from hvd_trainer.profile.breakdown import Figures, breakdown
-from hvd_trainer.profile.clocks import Ahead, ahead_of_first, compare_clocks
-from hvd_trainer.profile.operators import Operator, operators
-from hvd_trainer.profile.waiting import waits
+from hvd_trainer.observe.profiler.breakdown import Figures, breakdown
+from hvd_trainer.observe.profiler.clocks import Ahead, ahead_of_first, compare_clocks
+from hvd_trainer.observe.profiler.operators import Operator, operators
+from hvd_trainer.observe.profiler.waits import waits
 
 ENGINES = ("ddp", "horovod")
 PHASES = {"data", "forward", "backward", "reduce", "step"}
@@ -265,7 +265,7 @@ import time
 from pathlib import Path
 import torch
 from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
-from hvd_trainer.profile import recorder
+from hvd_trainer.observe.profiler import recorder
 
 class Block(Callback):
     def on_step_end(self, trainer, result):

@@ -14,18 +14,18 @@ import pytest
 
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.compare import plan as compare_plan
 from hvd_trainer.tools.compare import report as compare_report
+from hvd_trainer.tools.compare import trials as compare_plan
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.project.fit import CPU, GPU, fit, interval
-from hvd_trainer.tools.project.held_out import Errors, Guess, by_series, furthest, large, tables
-from hvd_trainer.tools.project.model import BACKWARD, INNER, Costs, Setup, exchange, largest_of, step
-from hvd_trainer.tools.project.points import SHIPPED, Point, pieces_of, read_points
-from hvd_trainer.tools.project.projection import elsewhere, near
-from hvd_trainer.tools.project.published import SERIES, published
-from hvd_trainer.tools.project.scope import Scope
-from hvd_trainer.tools.project.tool import Options, main, project
-from hvd_trainer.tools.runs import Run
+from hvd_trainer.tools.estimate.cli import Options, main, project
+from hvd_trainer.tools.estimate.fit import CPU, GPU, fit, interval
+from hvd_trainer.tools.estimate.held_out import Errors, Guess, by_series, furthest, large, tables
+from hvd_trainer.tools.estimate.model import BACKWARD, INNER, Costs, Setup, exchange, largest_of, step
+from hvd_trainer.tools.estimate.points import SHIPPED, Point, pieces_of, read_points
+from hvd_trainer.tools.estimate.projection import elsewhere, near
+from hvd_trainer.tools.estimate.published import SERIES, published
+from hvd_trainer.tools.estimate.scope import Scope
+from hvd_trainer.tools.runner.runs import Run
 
 NOTHING = Costs(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 """No cost but the link's own."""
@@ -468,7 +468,7 @@ def test_the_job_of_a_comparison(tmp_path: Path, typed: Callable[..., tuple[int,
 
 def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
     """The names are those of `compare`'s own figures."""
-    place = compare_plan.Point(compare_plan.Contestant("ddp", "ddp", ("-m", "hvd_trainer.mnist")), 1, 1, {})
+    place = compare_plan.Point(compare_plan.Entry("ddp", "ddp", ("-m", "hvd_trainer.mnist")), 1, 1, {})
     work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
     run = Run(place.identity, 1, "done", 1.0, figures=figures)

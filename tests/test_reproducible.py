@@ -14,7 +14,7 @@ import torch
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
 from hvd_trainer.backends.base import pairwise_sum
-from hvd_trainer.reproducible import TreeSum, one_way_to_compute
+from hvd_trainer.optim.reproducible import TreeSum, one_way_to_compute
 
 pytestmark = requires("horovod")
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]

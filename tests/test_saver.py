@@ -15,11 +15,11 @@ import torch
 from accelerator_stand_in import StandIn
 from torch import Tensor
 
-from hvd_trainer import checkpoint
-from hvd_trainer import saver as saver_module
-from hvd_trainer.config import SaveOptions
-from hvd_trainer.keeper import Keeper
-from hvd_trainer.saver import PinnedMemory, Saver, on_host, placed
+from hvd_trainer.checkpoint import async_writer as saver_module
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.async_writer import AsyncWriter, PinnedMemory, on_host, placed
+from hvd_trainer.config.options import SaveOptions
+from hvd_trainer.training.manager import CheckpointManager
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Saver]:
-    made = Saver(tmp_path, SaveOptions(keep=5))
+def saver(tmp_path: Path) -> Iterator[AsyncWriter]:
+    made = AsyncWriter(tmp_path, SaveOptions(keep=5))
     yield made
     made.close()
 
 
-def hand_over(saver: Saver, number: int) -> None:
+def hand_over(saver: AsyncWriter, number: int) -> None:
     saver.hand_over(time.perf_counter(), state(number), step=number, epoch=0, figures={})
 
 
@@ -112,25 +112,25 @@ def test_of_many_tensors_little_memory_is_left_over() -> None:
     assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
 
 
-def test_only_the_state_is_written(gpu: StandIn, saver: Saver, tmp_path: Path) -> None:
+def test_only_the_state_is_written(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
     """Of slices of one tensor PyTorch writes all of it, or refuses them if they are of several types."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     hand_over(saver, 1)
     saver.wait()
-    assert equal(checkpoint.load(tmp_path / "step-000000001"), state(1))
+    assert equal(storage.load(tmp_path / "step-000000001"), state(1))
     assert (tmp_path / "step-000000001" / "state.pt").stat().st_size < 10_000
 
 
 def test_a_save_does_not_change_the_one_that_is_being_written(
-    gpu: StandIn, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: StandIn, saver: AsyncWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, save = threading.Event(), checkpoint.save
+    may_write, save = threading.Event(), storage.save
 
     def slow(*args: Any, **kwargs: Any) -> Path:
         assert may_write.wait(10)
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(storage, "save", slow)
     hand_over(saver, 1)
     following = threading.Thread(target=hand_over, args=(saver, 2))
     following.start()
@@ -138,7 +138,7 @@ def test_a_save_does_not_change_the_one_that_is_being_written(
     following.join()
     saver.wait()
     for number in (1, 2):
-        assert equal(checkpoint.load(tmp_path / f"step-{number:09d}"), state(number))
+        assert equal(storage.load(tmp_path / f"step-{number:09d}"), state(number))
 
 
 def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
@@ -156,5 +156,5 @@ def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
     )
     settled: list[float] = []
     gpu.calls = SimpleNamespace(append=lambda call: settled.append(time.perf_counter()))  # type: ignore[assignment]
-    Keeper._save(mine, None, to_disk=True)
+    CheckpointManager._save(mine, None, to_disk=True)
     assert settled[0] < began[0] < settled[1], "synchronize, the clock, and then the guard"

@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.devices import gpu_numbers
 from hvd_trainer.backends.horovod import HorovodBackend
-from hvd_trainer.backends.pinning import gpu_numbers
 from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.optim.step import StepParts
 from hvd_trainer.parallel import sharded_optimizer
-from hvd_trainer.parallel.chunks import cut
-from hvd_trainer.parallel.devices import ticks
+from hvd_trainer.parallel.device_pipeline import ticks
 from hvd_trainer.parallel.grid import check_stages, make_grid
+from hvd_trainer.parallel.microbatch import cut
+from hvd_trainer.parallel.partition import balanced, block_names, make_parts, read_balance
 from hvd_trainer.parallel.pipeline import StageStep
+from hvd_trainer.parallel.pipeline_layout import refuse_stages_on_gloo
 from hvd_trainer.parallel.schedule import bubble, check_chunks
-from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, SharedUpdates, buckets, share_out
-from hvd_trainer.parallel.split import balanced, block_names, make_parts, read_balance
-from hvd_trainer.parallel.staged import refuse_stages_on_gloo
-from hvd_trainer.progress import Progress
-from hvd_trainer.train_step import StepParts
+from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, ShardedOptimizer, buckets, share_out
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.Monke
     )
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * UNDER_WAY)]  # two fit into a bucket
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    updates = SharedUpdates(backend, optimizer)
+    updates = ShardedOptimizer(backend, optimizer)
     for parameter in parameters:
         parameter.grad = torch.ones(1)
     optimizer.step()

@@ -11,7 +11,7 @@ import stage_checks
 import torch
 from launchers import RankError, requires, run_ranks
 
-from hvd_trainer.parallel.full_shard import gathering_policy
+from hvd_trainer.parallel.fsdp import gathering_policy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ENGINES = ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])]

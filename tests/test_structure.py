@@ -20,41 +20,16 @@ import pytest
 from launchers import REPOSITORY
 
 import hvd_trainer
-from hvd_trainer.launch import LAUNCHERS
+from hvd_trainer.launch.launchers import LAUNCHERS
 
 PACKAGE = REPOSITORY / "hvd_trainer"
 
-# Lowest first. A module may import what stands in a lower line; a folder's modules may import each other.
+# A package or module imports only what stands before it in the list; modules of a package may import each other.
 LAYERS = (
-    ("errors", "ending", "files"),
-    ("accelerator", "network"),
-    ("launch", "option_checks"),
-    ("slurm", "target", "munge"),
-    ("store",),
-    ("boards", "door", "elastic", "peers"),
-    ("rendezvous", "watch"),
-    ("spawn",),
-    ("preemption", "random_state"),
-    ("backends",),
-    ("measure_options", "parallel_options"),
-    ("agreement", "checkpoint", "config", "data", "export", "log", "merge"),
-    ("models", "optimizer", "schedule", "text_model"),
-    ("fingerprints", "memory", "metrics", "non_finite", "saver"),
-    ("progress",),
-    ("run_state",),
-    ("keeper", "train_step", "banner", "callback"),
-    ("step_times", "step_trace"),
-    ("profile",),
-    ("observers",),
-    ("captured_step", "reproducible", "parallel"),
-    ("trainer",),
-    ("job",),
-    ("tools",),
-    ("imdb", "mnist"),
-    ("cli",),
-    ("__main__",),
+    *("errors", "utils", "config", "launch", "rendezvous", "faults", "backends", "data", "observe", "checkpoint"),
+    *("optim", "parallel", "training", "jobs", "horovod_build", "tools", "mnist", "imdb", "cli", "__main__"),
 )
-LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+LAYER_OF = {name: number for number, name in enumerate(LAYERS)}
 
 # What the launchers' rows call a rank, a size and so on; and names of the same kind that no row uses.
 RANK_VARIABLES = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
@@ -145,7 +120,7 @@ def test_rank_variables_are_read_in_launch_and_slurm_only() -> None:
     """Elsewhere such a name may only be the key of a dictionary: what Horovod is told before it starts."""
     wrong = []
     for path in modules().values():
-        if path in (PACKAGE / "launch.py", PACKAGE / "slurm.py"):
+        if path in (PACKAGE / "launch/world.py", PACKAGE / "launch/launchers.py", PACKAGE / "launch/slurm.py"):
             continue
         dictionaries = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Dict))
         written = {id(key) for node in dictionaries for key in node.keys}
@@ -165,7 +140,7 @@ def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only(
         if name.partition(".")[0] == "horovod"
     }
     assert "backends/horovod.py" in importing
-    allowed = re.compile(r"backends/horovod\w*\.py|elastic\.py|tools/horovod/(probe|selftest)\.py")
+    allowed = re.compile(r"backends/horovod\w*\.py|faults/elastic\.py|horovod_build/(facts|self_test_job)\.py")
     assert not [path for path in importing if not allowed.fullmatch(path)]
 
 
@@ -173,7 +148,7 @@ def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only(
     ("module", "absent"),
     [
         ("hvd_trainer", {"torch", "horovod", "tyro"}),
-        ("hvd_trainer.launch", {"torch", "horovod"}),
+        ("hvd_trainer.launch.world", {"torch", "horovod"}),
         ("hvd_trainer.cli", {"torch", "horovod"}),
         # What the main job may need later is imported then: each of these would delay every start.
         ("hvd_trainer.mnist", {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors", "tokenizers"}),
@@ -221,7 +196,7 @@ def words_of(path: Path) -> Iterator[tuple[int, str]]:
     yield from imports(path)
 
 
-@pytest.mark.parametrize("name", ["trainer.py", "train_step.py"])
+@pytest.mark.parametrize("name", ["training/trainer.py", "optim/step.py"])
 def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
     found = [
         (line, word)
@@ -233,8 +208,8 @@ def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
 
 ACCELERATORS = re.compile(r"(?<![a-z])(cuda|xpu)(?![a-z])")
 NAMES_ACCELERATORS = {
-    "accelerator": "it is there for that",
-    "backends.options": "the choices of --device",
+    "utils.accelerator": "it is there for that",
+    "config.engine_options": "the choices of --device",
     "backends.horovod": "hvd.cuda_built(), by Horovod's own name",
 }
 
@@ -251,14 +226,14 @@ def kinds_of_accelerators(path: Path) -> Iterator[str]:
 def test_one_module_names_kinds_of_accelerators() -> None:
     """The others ask it; but the installer and the doctor, whose subject they are."""
     naming = {name: list(kinds_of_accelerators(path)) for name, path in modules().items()}
-    apart = ("tools.horovod", "tools.doctor")
+    apart = ("horovod_build", "tools.doctor")
     allowed = {name for name in naming if name in NAMES_ACCELERATORS or name.startswith(apart)}
     assert not [place for name, places in naming.items() if name not in allowed for place in places]
     assert all(naming[name] for name in NAMES_ACCELERATORS), "one names none any more"
 
 
 def test_the_loop_does_not_branch_on_the_rank() -> None:
-    tree = tree_of(PACKAGE / "trainer.py")
+    tree = tree_of(PACKAGE / "training/trainer.py")
     comparisons = [
         node.lineno
         for node in ast.walk(tree)

@@ -24,8 +24,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hvd_trainer import OptionError, Trainer
-from hvd_trainer.models import conv_net
-from hvd_trainer.schedule import StepRate, check_decay, count_warmup_steps
+from hvd_trainer.jobs.models import conv_net
+from hvd_trainer.optim.learning_rate import StepRate, check_decay, count_warmup_steps
 
 ENGINES = ("ddp", "horovod")
 pytestmark = requires("horovod")

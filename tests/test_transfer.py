@@ -12,11 +12,11 @@ from accelerator_stand_in import StandIn
 from data_checks import Stream
 from torch import Tensor
 
-from hvd_trainer import banner
 from hvd_trainer.data import LoaderPlan, TensorData, make_loader
 from hvd_trainer.data import batch as batch_module
 from hvd_trainer.data.transfer import Transfer
-from hvd_trainer.launch import World
+from hvd_trainer.launch.world import World
+from hvd_trainer.observe import summary
 
 DEVICE = torch.device("meta")
 """Stands for the accelerator; batches that are sent there stay where they are, so that they can be looked at."""
@@ -134,13 +134,13 @@ def test_the_banner_says_where_the_data_are(train: bool, test: bool | None, said
         return None if sent is None else SimpleNamespace(name="digits", num_samples=20, is_sent=sent)
 
     trainer: Any = SimpleNamespace(device=DEVICE, train_loader=loader(train), test_loader=loader(test))
-    assert banner._data(trainer).endswith(f"to test on{said}")
+    assert summary._data(trainer).endswith(f"to test on{said}")
 
 
 def test_on_the_cpu_the_banner_says_nothing_of_it() -> None:
     loader: Any = SimpleNamespace(name="digits", num_samples=20, is_sent=False)
     trainer: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=loader, test_loader=None)
-    assert banner._data(trainer) == "digits: 20 samples to train on, none to test on"
+    assert summary._data(trainer) == "digits: 20 samples to train on, none to test on"
 
 
 def test_ranks_agree_on_a_streams_batches_without_the_accelerator() -> None:

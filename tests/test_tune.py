@@ -14,12 +14,12 @@ import yaml
 from launchers import launch
 
 from hvd_trainer import OptionError
-from hvd_trainer.tools.runs import read_runs
-from hvd_trainer.tools.tune import tool
-from hvd_trainer.tools.tune.knobs import changes, settling_steps, words
+from hvd_trainer.tools.runner.runs import read_runs
+from hvd_trainer.tools.tune import cli
 from hvd_trainer.tools.tune.race import Noise, Race
 from hvd_trainer.tools.tune.report import as_yaml, sentences
 from hvd_trainer.tools.tune.search import AS_IT_IS, Found, Search
+from hvd_trainer.tools.tune.settings import changes, settling_steps, words
 
 FACTS = {
     "device": "cpu",
@@ -60,7 +60,7 @@ def test_only_what_differs_is_tried() -> None:
 def test_what_the_job_is_typed_with_stays() -> None:
     found = changes("exchange", "horovod", FACTS, {}, {"bucket_mb", "autotune", "cycle_time_ms"})
     assert {its.option for its in found} == {"num_groups"}
-    job = tool.Job(("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1"), {"workers": 2})
+    job = cli.Job(("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1"), {"workers": 2})
     assert job.fixed == {"bucket_mb", "bucket_views", "lr", "workers"}
 
 
@@ -273,16 +273,16 @@ def test_the_yaml_goes_on_with_the_options_of_the_jobs_own() -> None:
 )
 def test_mistakes_are_said_before_anything_runs(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        tool.main(["--out", str(tmp_path / "out"), *arguments, "--", "-m", "hvd_trainer.mnist"])
+        cli.main(["--out", str(tmp_path / "out"), *arguments, "--", "-m", "hvd_trainer.mnist"])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_options_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
-        tool.Job.read(["-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")])
+        cli.Job.read(["-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")])
     with pytest.raises(OptionError, match="cannot be read"):
-        tool.Job.read(["-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"])
+        cli.Job.read(["-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"])
 
 
 def command(out: Path, *options: str, job: Sequence[str] = ()) -> list[str]:

@@ -14,11 +14,12 @@ import pytest
 import torch
 from launchers import launch, requires
 
-from hvd_trainer import LaunchError, checkpoint
-from hvd_trainer.tools.verify import hunt
-from hvd_trainer.tools.verify.job import STEPS_PER_EPOCH
-from hvd_trainer.tools.verify.tool import BATCH, PLACES, bits_different, plans_for, samples_lost
-from hvd_trainer.watch.page import Page
+from hvd_trainer import LaunchError
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.faults.shared_status import SharedStatus
+from hvd_trainer.tools.verify_resume import kill
+from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
+from hvd_trainer.tools.verify_resume.cli import BATCH, PLACES, bits_different, plans_for, samples_lost
 
 
 @pytest.mark.long
@@ -43,13 +44,13 @@ def test_plans_cover_every_place() -> None:
 
 
 @pytest.fixture
-def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hunt.RunningJob]:
+def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kill.RunningJob]:
     """A job whose launcher and only rank do nothing, for ever."""
     for name in ("START_S", "END_S", "SETTLE_S"):
-        monkeypatch.setattr(hunt, name, 0.2)
-    page = Page.make()
+        monkeypatch.setattr(kill, name, 0.2)
+    page = SharedStatus.make()
     assert page is not None
-    with hunt.RunningJob(["sleep", "60"], tmp_path, size=1) as job, subprocess.Popen(["sleep", "60"]) as rank:
+    with kill.RunningJob(["sleep", "60"], tmp_path, size=1) as job, subprocess.Popen(["sleep", "60"]) as rank:
         job._ranks, job._pages = {0: psutil.Process(rank.pid)}, {0: page[0]}
         page[0].write(3, "data")
         yield job
@@ -57,13 +58,13 @@ def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hunt.Run
     os.close(page[1])
 
 
-def test_a_job_that_does_not_get_on_is_given_up(asleep: hunt.RunningJob) -> None:
+def test_a_job_that_does_not_get_on_is_given_up(asleep: kill.RunningJob) -> None:
     with pytest.raises(LaunchError, match=r"did not come to step 4 in 0\.2 s"):
-        asleep.hunt(hunt.Plan("data", 0, 4, 0.0))
+        asleep.hunt(kill.Plan("data", 0, 4, 0.0))
 
 
-def test_a_launcher_that_outlives_its_ranks_is_counted(asleep: hunt.RunningJob) -> None:
-    hit = asleep.hunt(hunt.Plan("data", 0, 3, 0.0))
+def test_a_launcher_that_outlives_its_ranks_is_counted(asleep: kill.RunningJob) -> None:
+    hit = asleep.hunt(kill.Plan("data", 0, 3, 0.0))
     assert hit is not None
     assert hit.left_behind == 1
 
@@ -94,6 +95,6 @@ def test_a_different_bit_is_counted(tmp_path: Path) -> None:
     other.view(torch.uint8)[0, 0] ^= 5
     for name, tensor in (("a", weights), ("same", weights.clone()), ("other", other)):
         state = {"model": {"weight": tensor}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
-        checkpoint.save(tmp_path / name, state, step=1, epoch=1)
+        storage.save(tmp_path / name, state, step=1, epoch=1)
     assert bits_different(tmp_path / "a", tmp_path / "same") == 0
     assert bits_different(tmp_path / "a", tmp_path / "other") == 2

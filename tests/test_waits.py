@@ -24,12 +24,12 @@ from hvd_trainer import (
     accuracy,
     backends,
 )
-from hvd_trainer.agreement import Agreement
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import NonFiniteError
-from hvd_trainer.metrics import Meter
-from hvd_trainer.non_finite import NonFiniteGuard
-from hvd_trainer.progress import Progress
+from hvd_trainer.observe.metrics import Meter
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.optim.non_finite import NonFiniteGuard
+from hvd_trainer.training.consensus import StepConsensus
 
 VIEWS = ("detach", "slice", "select", "split", "view", "alias", "_record_function")
 
@@ -111,7 +111,7 @@ def test_a_step_adds_nothing_to_model_data_and_metrics(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(optimizer, "step", update)
     # Whether to stop is asked by the clock, a few times a second.
-    monkeypatch.setattr(Agreement, "after_step", lambda _: frozenset())
+    monkeypatch.setattr(StepConsensus, "after_step", lambda _: frozenset())
     data = TensorData(torch.randn(160, 4), torch.randint(3, (160,)))
     with Trainer(options(batch_size=8)) as trainer, operators:
         window = Window(operators)
@@ -158,7 +158,7 @@ def test_numbers_are_read_where_the_rank_says_that_it_waits(
     backend.activity.enter("step")
     model = nn.Linear(2, 2)
     guard, meter, agreement = NonFiniteGuard(backend, "error", model), Meter({"a": accuracy}, backend), None
-    agreement = Agreement(backend, ["stop"])
+    agreement = StepConsensus(backend, ["stop"])
     reads = Reads(backend, monkeypatch)
     for number in range(3):
         guard.note(number, [torch.tensor(1.0)], torch.tensor(2.0))

@@ -23,13 +23,12 @@ from hvd_trainer import (
     TrainOptions,
     accuracy,
     backends,
-    checkpoint,
-    keeper,
 )
-from hvd_trainer.elastic import RescaleError
 from hvd_trainer.errors import CheckpointError, LaunchError
-from hvd_trainer.launch import World
-from hvd_trainer.watch.activity import ExchangeAbortedError
+from hvd_trainer.faults.activity import ExchangeAbortedError
+from hvd_trainer.faults.elastic import RescaleError
+from hvd_trainer.launch.world import World
+from hvd_trainer.training import manager, storage
 
 STEPS = 10
 """of the one epoch"""
@@ -114,14 +113,14 @@ def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world
 ) -> None:
     """That has another writer, which does not know of it."""
 
-    save, trouble = checkpoint.save, [CheckpointError("the disk is full")]
+    save, trouble = storage.save, [CheckpointError("the disk is full")]
 
     def full_once(*args: Any, **more: Any) -> Path:
         if trouble:
             raise trouble.pop()
         return save(*args, **more)
 
-    monkeypatch.setattr(checkpoint, "save", full_once)
+    monkeypatch.setattr(storage, "save", full_once)
     with pytest.raises(CheckpointError, match="the disk is full"):
         figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
 
@@ -137,7 +136,7 @@ def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch
             trainer.backend.activity.abort()
             return state
 
-        monkeypatch.setattr(keeper, "on_host", copy)
+        monkeypatch.setattr(manager, "on_host", copy)
 
     with pytest.raises(ExchangeAbortedError):
         figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)

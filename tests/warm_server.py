@@ -28,7 +28,12 @@ from typing import NoReturn
 
 NEEDED = (
     *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "sklearn.datasets", "tyro"),
-    *("hvd_trainer.job", "hvd_trainer.models", "hvd_trainer.spawn", "hvd_trainer.trainer"),
+    *(
+        "hvd_trainer.training.job",
+        "hvd_trainer.jobs.models",
+        "hvd_trainer.training.spawn",
+        "hvd_trainer.training.trainer",
+    ),
     "hvd_trainer.backends.ddp",
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02

@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.raw.resnet import BATCH, make
 from hvd_trainer.backends import EngineOptions
-from hvd_trainer.config import LogOptions, TrainerOptions, TrainOptions
+from hvd_trainer.config.options import LogOptions, TrainerOptions, TrainOptions
 from hvd_trainer.data import TensorData
-from hvd_trainer.trainer import Trainer
+from hvd_trainer.training.trainer import Trainer
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import cross_entropy
 
-from hvd_trainer.config import TrainerOptions
-from hvd_trainer.data import ImageOptions, TensorData, load_images
-from hvd_trainer.job import run_job
-from hvd_trainer.models import mlp
-from hvd_trainer.trainer import Trainer
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.data import TensorData
+from hvd_trainer.jobs.images import ImageOptions, load_images
+from hvd_trainer.jobs.models import mlp
+from hvd_trainer.training.job import run_job
+from hvd_trainer.training.trainer import Trainer
 
 LR, MOMENTUM = 0.05, 0.9
 

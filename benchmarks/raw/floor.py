@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.raw.cnn import Net, load, normalised
-from hvd_trainer.backends.allocator import keep_freed_memory
+from hvd_trainer.backends.malloc import keep_freed_memory
 
 
 def main() -> None:

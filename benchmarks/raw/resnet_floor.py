@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.raw.resnet import BATCH, make
-from hvd_trainer.backends.allocator import keep_freed_memory
+from hvd_trainer.backends.malloc import keep_freed_memory
 
 
 def main() -> None:

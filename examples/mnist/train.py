@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import Trainer, TrainerOptions, accuracy, load_images, run_job
-from hvd_trainer.data import ImageOptions
+from hvd_trainer.jobs.images import ImageOptions
 
 
 @dataclass(frozen=True)

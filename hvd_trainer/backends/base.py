@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer import accelerator
-from hvd_trainer.backends import torch_group
+from hvd_trainer.backends import process_group
+from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
-from hvd_trainer.backends.member import Member
-from hvd_trainer.backends.options import EngineOptions
-from hvd_trainer.backends.pinning import Devices
-from hvd_trainer.backends.same_model import parameters_of
+from hvd_trainer.backends.session import Session
+from hvd_trainer.config.engine_options import EngineOptions
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -73,7 +73,7 @@ class Span(NamedTuple):
     """the same, if it is a moment"""
 
 
-class Backend(Member):
+class Backend(Session):
     """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
 
     Args:
@@ -205,7 +205,7 @@ class Backend(Member):
         Args:
             groups: the ranks of each; all ranks must give the same.
         """
-        return torch_group.make(
+        return process_group.make(
             self, groups, accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
         )
 
@@ -296,7 +296,7 @@ class Backend(Member):
     def abort_exchanges(self) -> None:
         if self.uses_nccl:
             self.activity.abort()
-            torch_group.abort()
+            process_group.abort()
 
     def _update(self, optimizer: Optimizer) -> None:
         optimizer.step()

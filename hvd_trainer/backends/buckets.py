@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hvd_trainer import accelerator
+from hvd_trainer.utils import accelerator
 
 
 @dataclass

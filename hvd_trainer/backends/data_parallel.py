@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_trainer import accelerator
 from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils import accelerator
 
 ITSELF = "DataParallel does it in its own way; leave it out, or use --backend ddp"
 

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hvd_trainer import accelerator
-from hvd_trainer.backends import torch_group
+from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReduceOp
-from hvd_trainer.backends.ddp_exchange import GroupExchange
-from hvd_trainer.backends.same_model import refuse_unused, start_equal
+from hvd_trainer.backends.ddp_reducer import GroupReducer
+from hvd_trainer.backends.model_sync import check_unused, synchronize
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils import accelerator
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
 OPS = {
@@ -61,14 +61,14 @@ class DDPBackend(Backend):
 
     _ddp: DistributedDataParallel | None = None
     _hook: RemovableHandle | None = None
-    _exchange: GroupExchange | None = None
+    _exchange: GroupReducer | None = None
     _column_group: dist.ProcessGroup | None = None
 
     def _start(self) -> None:
         self._check_transport()
-        torch_group.start(self, self.transport)
+        process_group.start(self, self.transport)
         if len(self.columns) > 1:
-            self._column_group = torch_group.make(self, self.columns)
+            self._column_group = process_group.make(self, self.columns)
 
     def _check_transport(self) -> None:
         fits = accelerator.collectives(self.device)
@@ -93,7 +93,7 @@ class DDPBackend(Backend):
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = self._column_group = None
-        torch_group.stop()
+        process_group.stop()
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
@@ -101,7 +101,7 @@ class DDPBackend(Backend):
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
-        start_equal(self, model, optimizer)
+        synchronize(self, model, optimizer)
         self.learn_names(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
@@ -114,7 +114,7 @@ class DDPBackend(Backend):
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         if self._exchange is not None:
             self._exchange.close()
-        self._exchange = GroupExchange(
+        self._exchange = GroupReducer(
             self._column_group,
             len(self.column),
             [p for p in stage.parameters() if p.requires_grad],
@@ -174,7 +174,7 @@ class DDPBackend(Backend):
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if not self.options.find_unused_parameters:
-            refuse_unused(self._names, optimizer)
+            check_unused(self._names, optimizer)
         if self._exchange is not None:
             self._exchange.finish()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from hvd_trainer import accelerator
+from hvd_trainer.utils import accelerator
 
 ANSWER_S = 0.2
 """How long the device is given to say that it is done."""

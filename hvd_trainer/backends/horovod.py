@@ -20,27 +20,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer import accelerator
-from hvd_trainer.backends import torch_group
+from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
 from hvd_trainer.backends.compiled import compile_in_buckets
-from hvd_trainer.backends.horovod_exchange import (
+from hvd_trainer.backends.horovod_reducer import (
     SPIN_S,
-    BucketExchange,
-    Exchange,
+    BucketReducer,
+    Reducer,
     Waiter,
-    WrappedExchange,
+    WrappedReducer,
     used_somewhere,
 )
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
-from hvd_trainer.backends.member import environment
-from hvd_trainer.backends.same_model import refuse_unused, start_equal
+from hvd_trainer.backends.model_sync import check_unused, synchronize
+from hvd_trainer.backends.session import environment
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
-from hvd_trainer.network import interface_of
-from hvd_trainer.peers import check_world
-from hvd_trainer.store import client
-from hvd_trainer.store.ticket import read_ticket
+from hvd_trainer.rendezvous import store_client
+from hvd_trainer.rendezvous.endpoint import read_endpoint
+from hvd_trainer.rendezvous.ranks import check_world
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.network import interface_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,7 +78,7 @@ class HorovodBackend(Backend):
 
     def __enter__(self) -> Self:
         self._hvd = _import_horovod()
-        self._exchange: Exchange | None = None
+        self._exchange: Reducer | None = None
         self._set: Any = None
         self._ending = threading.Lock()
         return super().__enter__()
@@ -215,8 +215,8 @@ class HorovodBackend(Backend):
         first, and hang if a rank is quick.
         """
         if self.world.is_first:
-            self.store.set("horovod", str(client.serve(self.address)))
-        ticket = read_ticket(self.store.get("horovod").decode())
+            self.store.set("horovod", str(store_client.serve(self.address)))
+        ticket = read_endpoint(self.store.get("horovod").decode())
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
         return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 
@@ -238,7 +238,7 @@ class HorovodBackend(Backend):
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
-        torch_group.stop()
+        process_group.stop()
 
     # Training.
 
@@ -255,7 +255,7 @@ class HorovodBackend(Backend):
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
-        start_equal(self, model, optimizer)
+        synchronize(self, model, optimizer)
         with self.activity.waiting():
             self._broadcast_model(model)
         self.learn_names(model)
@@ -296,18 +296,18 @@ class HorovodBackend(Backend):
             if not tensor.is_contiguous():
                 tensor.copy_(packed[name])
 
-    def _make_exchange(self, model: nn.Module, optimizer: Optimizer) -> Exchange:
+    def _make_exchange(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd, options = self._hvd, self.options
         compression = self._compression()
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
         if options.adasum:
-            return WrappedExchange(
+            return WrappedReducer(
                 hvd, self._waiter, model, optimizer, {"op": hvd.Adasum, "compression": compression}
             )
         if options.num_groups is not None or sparse:
             settings = {"compression": compression, "groups": None if sparse else options.num_groups}
-            return WrappedExchange(hvd, self._waiter, model, optimizer, settings)
-        return BucketExchange(
+            return WrappedReducer(hvd, self._waiter, model, optimizer, settings)
+        return BucketReducer(
             hvd,
             self._waiter,
             model,
@@ -322,7 +322,7 @@ class HorovodBackend(Backend):
         if self._exchange is not None:
             self._exchange.close()
         hvd = self._hvd
-        self._exchange = BucketExchange(
+        self._exchange = BucketReducer(
             hvd,
             self._waiter,
             stage,
@@ -373,7 +373,7 @@ class HorovodBackend(Backend):
         if self._exchange is None:
             return
         if not self.options.find_unused_parameters:
-            refuse_unused(self._names, optimizer)
+            check_unused(self._names, optimizer)
             self._exchange.finish()
             return
         usage = used_somewhere(lambda flags: self.all_reduce(flags, "max"), optimizer)
@@ -452,7 +452,7 @@ class HorovodBackend(Backend):
 
 
 def _patch_set() -> int:
-    """Which of our changes this Horovod has (`tools/horovod/patches.py`); 0: it is none of our builds."""
+    """Which of our changes this Horovod has (`horovod_build/patches.py`); 0: it is none of our builds."""
     try:
         build = importlib.import_module("horovod.hvd_trainer_build")
     except ImportError:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hvd_trainer import accelerator
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils import accelerator
 
 if TYPE_CHECKING:
     from hvd_trainer.backends.base import Backend

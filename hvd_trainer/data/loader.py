@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hvd_trainer import accelerator, preemption
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, as_pair
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.shard import (
-    Place,
+    BatchKey,
     TrainingBatches,
     epoch_order,
     evaluation_share,
@@ -29,10 +28,12 @@ from hvd_trainer.data.shard import (
     training_share,
 )
 from hvd_trainer.data.transfer import Transfer
-from hvd_trainer.peers import fair_cpus
-from hvd_trainer.random_state import apart, seed_all, seed_of
+from hvd_trainer.faults import preemption
+from hvd_trainer.rendezvous.ranks import fair_cpus
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.rng import apart, seed_all, seed_of
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 EVALUATION = -1
 """Stands for the epoch in the seeds of random transforms."""
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ class LoaderPlan:
     """how many virtual ranks share a global batch; None: the ranks themselves do"""
     accumulate: int = 1
     """batches of a virtual rank in a step: they come one after the other"""
-    share: Share | None = None
+    share: DataShard | None = None
     """which share of the data this rank takes; None: that of its number among all ranks"""
     num_workers: int | None = None
     """processes that load for this rank; None: one less than its CPUs, at most 8"""
@@ -58,7 +59,7 @@ class LoaderPlan:
     """batches that each of them has ready; None: as PyTorch does"""
 
 
-class Share(NamedTuple):
+class DataShard(NamedTuple):
     """One of `size` equal shares of the data, from 0 on. Ranks that share a copy of the model take the same."""
 
     number: int
@@ -86,7 +87,7 @@ class Loader(ABC):
         self.num_samples, self.backend, self.plan = num_samples, backend, plan
         self._transfer = Transfer(backend.device)
         self.is_sent = not accelerator.is_host(backend.device)
-        self._share = share = plan.share or Share(backend.world.rank, backend.world.size)
+        self._share = share = plan.share or DataShard(backend.world.rank, backend.world.size)
         self._size = plan.virtual_ranks or share.size
         each = self._size // share.size
         self._parts = range(share.number * each, (share.number + 1) * each)
@@ -119,14 +120,14 @@ class Loader(ABC):
             consumed,
         )
 
-    def _evaluation(self, device: torch.device = CPU) -> list[tuple[Place, Tensor]]:
+    def _evaluation(self, device: torch.device = CPU) -> list[tuple[BatchKey, Tensor]]:
         """The same for evaluation."""
         assert self.num_samples is not None
         number, size = self._share
         share = evaluation_share(self.num_samples, number, size).to(device)
         # `split` gives one empty part of an empty tensor, and no batch may be empty.
         batches = share.split(self.plan.batch_size) if len(share) else ()
-        return [(Place(position, number), chosen) for position, chosen in enumerate(batches)]
+        return [(BatchKey(position, number), chosen) for position, chosen in enumerate(batches)]
 
     def _moved(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return map(as_pair, self._transfer.moved(batches))
@@ -156,7 +157,7 @@ class TensorLoader(Loader):
     def evaluation(self) -> Iterator[Batch]:
         return self._batches(EVALUATION, self._evaluation(self._inputs.device))
 
-    def _batches(self, epoch: int, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[Batch]:
+    def _batches(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
         device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
         taken = self._raw(batches)
@@ -167,7 +168,7 @@ class TensorLoader(Loader):
                 batch = self._data.take(inputs, targets)
             yield batch
 
-    def _raw(self, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[tuple[Place, Tensor, Tensor]]:
+    def _raw(self, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[tuple[BatchKey, Tensor, Tensor]]:
         """Yield batches before their transform, where the data set is: in its compact form they are sent."""
         for place, chosen in batches:
             yield place, self._rows(self._inputs, chosen), self._rows(self._targets, chosen)
@@ -184,7 +185,7 @@ class _Batches(Sampler[list[tuple[int, int]]]):
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.batches: Iterable[tuple[Place, Tensor]] = ()
+        self.batches: Iterable[tuple[BatchKey, Tensor]] = ()
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return ([(self.epoch, index) for index in batch.tolist()] for _, batch in self.batches)
@@ -235,7 +236,7 @@ class DatasetLoader(Loader):
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, self._evaluation())
 
-    def _pass(self, epoch: int, batches: Iterable[tuple[Place, Tensor]]) -> Iterator[Batch]:
+    def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
         self._sampler.epoch, self._sampler.batches = epoch, batches
         return self._moved(self._loader)
 
@@ -252,7 +253,7 @@ def torch_loader(
     """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
     num_workers = plan.num_workers
     if num_workers is None:
-        num_workers = min(MOST_WORKERS, fair_cpus(backend.world, backend.peers) - 1)
+        num_workers = min(MAX_WORKERS, fair_cpus(backend.world, backend.peers) - 1)
     return DataLoader(
         data,
         batch_size,

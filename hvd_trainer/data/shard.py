@@ -48,7 +48,7 @@ def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) ->
     return whole[consumed:end][rank::size]
 
 
-class Place(NamedTuple):
+class BatchKey(NamedTuple):
     """Where a batch stands: by it random transforms draw their numbers."""
 
     position: int
@@ -76,12 +76,12 @@ class TrainingBatches:
     consumed: int = 0
     """as in `training_share`"""
 
-    def __iter__(self) -> Iterator[tuple[Place, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[BatchKey, Tensor]]:
         batch_size, step = self.batch_size, self.batch_size * self.accumulate
         for start in range(0, len(self.shares[0][1]), step):
             for part, share in self.shares:
                 for first in range(start, min(start + step, len(share)), batch_size):
-                    yield Place(self.consumed + first * self.size, part), share[first : first + batch_size]
+                    yield BatchKey(self.consumed + first * self.size, part), share[first : first + batch_size]
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, first_samples, samples_in
 from hvd_trainer.data.loader import CPU, EVALUATION, Loader, LoaderPlan, torch_loader
 from hvd_trainer.errors import DataError, OptionError
-from hvd_trainer.random_state import drawing_apart, seed_all, seed_of
+from hvd_trainer.utils.rng import isolated_rng, seed_all, seed_of
 
 
 class _Stream(IterableDataset[Any]):
@@ -97,4 +97,4 @@ class StreamLoader(Loader):
             self._stream.epoch = epoch
         self._stream.seed = seed = seed_of(self.plan.seed, epoch, self._share.number)
         batches = self._moved(self._loader)
-        return batches if self._loader.num_workers else drawing_apart(batches, seed, CPU)
+        return batches if self._loader.num_workers else isolated_rng(batches, seed, CPU)

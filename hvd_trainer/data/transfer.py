@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_trainer import accelerator
 from hvd_trainer.data.batch import tensors_in, to_device
+from hvd_trainer.utils import accelerator
 
 T = TypeVar("T")
 

@@ -1,10 +1,10 @@
 """Which part of the model and which share of the data a rank has; the rest of the trainer does not ask.
 
-Whole     each rank has all blocks, and its own share of each batch
-Staged    the ranks of a row share a copy of the model, a stage each, and a share of the batch (`staged.py`)
+WholeModelLayout  each rank has all blocks, and its own share of each batch
+PipelineLayout    the ranks of a stage group share a copy of the model, a stage each, and a share of the batch
 
 With either, copies of the model may share out the updates (`sharded_optimizer.py`), or all that they have, in
-slices (`full_shard.py`).
+slices (`fsdp.py`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.backends.same_model import parameters_of, start_equal
-from hvd_trainer.config import TrainOptions
-from hvd_trainer.data import Batch, Loader, Share
+from hvd_trainer.backends.model_sync import synchronize
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.data import Batch, DataShard, Loader
 from hvd_trainer.errors import OptionError
-from hvd_trainer.parallel.blocks import Blocks
-from hvd_trainer.parallel.sharded_optimizer import SharedUpdates
-from hvd_trainer.parallel.split import block_names
-from hvd_trainer.parallel_options import ParallelOptions
-from hvd_trainer.train_step import StepParts, TrainStep
+from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.parallel.partition import block_names
+from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
+from hvd_trainer.parallel.stage_module import StageModule
+from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
-    from hvd_trainer.parallel.full_shard import Slices
+    from hvd_trainer.parallel.fsdp import FSDPShards
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -52,7 +53,7 @@ class Layout(ABC):
         is_whole: whether the model is in one place, as it was given.
     """
 
-    share: Share
+    share: DataShard
     is_whole: bool
     seeds_itself: bool
 
@@ -61,9 +62,9 @@ class Layout(ABC):
     ) -> None:
         self._backend, self._options, self._train = backend, options, train
         self._exchange = exchange and train.reproducible is None
-        self._updates: SharedUpdates | None = None
+        self._updates: ShardedOptimizer | None = None
         self._everyone: dist.ProcessGroup | None = None
-        self._slices: Slices | None = None
+        self._slices: FSDPShards | None = None
         if backend.driver is not None and (options.stages > 1 or options.shard != "none"):
             raise OptionError(
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
@@ -73,9 +74,9 @@ class Layout(ABC):
             self._everyone = backend.group_of([range(backend.world.size)])
         if options.shard == "full" and len(backend.column) > 1:
             # Tensors in slices are half a second of imports that only this needs.
-            from hvd_trainer.parallel.full_shard import Slices
+            from hvd_trainer.parallel.fsdp import FSDPShards
 
-            self._slices = Slices(backend, train.precision)
+            self._slices = FSDPShards(backend, train.precision)
         self.is_whole = options.stages == 1 and self._slices is None
 
     @abstractmethod
@@ -104,7 +105,7 @@ class Layout(ABC):
     def _share_updates(self, optimizer: Optimizer) -> None:
         """Lets each replica update a share of the parameters, if that is wanted."""
         if self._everyone is not None:
-            self._updates = SharedUpdates(self._backend, optimizer)
+            self._updates = ShardedOptimizer(self._backend, optimizer)
             drop_other_state(optimizer, self.owns)
 
     def local(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -176,14 +177,14 @@ class Layout(ABC):
             self._updates.close()
 
 
-class Whole(Layout):
+class WholeModelLayout(Layout):
     """Each rank has the whole model."""
 
     def __init__(
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
     ) -> None:
         super().__init__(backend, options, train, exchange=exchange)
-        self.share = Share(backend.world.rank, backend.world.size)
+        self.share = DataShard(backend.world.rank, backend.world.size)
         self.seeds_itself = train.reproducible is not None
 
     def check_batch(self, batch_size: int) -> None:
@@ -195,7 +196,7 @@ class Whole(Layout):
         to_train = self._blocks_of(model)
         if self._slices is not None:
             self._slices.check(model)
-            start_equal(self._backend, to_train, optimizer)
+            synchronize(self._backend, to_train, optimizer)
             blocks = []
             if isinstance(model, nn.Sequential):
                 block_names(model, "--shard full")  # a parameter of two blocks would become two
@@ -219,14 +220,14 @@ class Whole(Layout):
             return model
         block_names(model, "--activation-checkpointing blocks")
         blocks = list(enumerate(model.children()))
-        return Blocks(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
+        return StageModule(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
 
     def make_step(self, parts: StepParts) -> TrainStep:
         if self._slices is None:
             return TrainStep(parts)
-        from hvd_trainer.parallel.full_shard import SlicedStep
+        from hvd_trainer.parallel.fsdp import FSDPStep
 
-        return SlicedStep(replace(parts, bare=parts.model))
+        return FSDPStep(replace(parts, bare=parts.model))
 
     def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         return dict(owned)

@@ -22,33 +22,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvd_trainer.backends import Backend, StepResult
-from hvd_trainer.backends.same_model import parameters_of
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
-from hvd_trainer.metrics import Meter
-from hvd_trainer.parallel.blocks import Blocks, Draws
-from hvd_trainer.parallel.chunks import Chunk, cut
-from hvd_trainer.parallel.devices import ManyDevices
-from hvd_trainer.parallel.loss import ChunkLoss
+from hvd_trainer.observe.metrics import Meter
+from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.parallel.device_pipeline import DevicePipeline
+from hvd_trainer.parallel.microbatch import MicroBatch, cut
+from hvd_trainer.parallel.microbatch_loss import MicroBatchLoss
 from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
-from hvd_trainer.train_step import StepParts, TrainStep
+from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
+from hvd_trainer.utils.tensors import parameters_of
 
 
 class OneStage:
     """All blocks in this process: chunk after chunk."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: StageModule) -> None:
         self._blocks = blocks
         self.group: dist.ProcessGroup | None = None
 
-    def train(self, chunks: Sequence[Chunk], loss: ChunkLoss, draws: Callable[[int], Draws]) -> None:
+    def train(
+        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, draws: Callable[[int], MicroBatchRNG]
+    ) -> None:
         """Forward and backward of all chunks."""
         self._blocks.draws_of = draws
         for number, chunk in enumerate(chunks):
             self._blocks.chunk = number
             loss(self._blocks(chunk.inputs), number).backward()
 
-    def evaluate(self, chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+    def evaluate(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
         """Forward of all chunks."""
         for number, chunk in enumerate(chunks):
             loss(self._blocks(chunk.inputs), number)
@@ -71,7 +73,7 @@ class ManyStages:
 
     def __init__(
         self,
-        parts: Mapping[int, Blocks],
+        parts: Mapping[int, StageModule],
         num_parts: int,
         chunks: int,
         schedule: Schedule,
@@ -82,7 +84,7 @@ class ManyStages:
 
         self.group, self._backend, self._parts = group, backend, parts
         self._is_first, self._is_last = 0 in parts, num_parts - 1 in parts
-        self._loss: ChunkLoss | None = None
+        self._loss: MicroBatchLoss | None = None
         stages = [
             _make_stage(part, number, num_parts, backend, group, self._worked) for number, part in parts.items()
         ]
@@ -99,19 +101,21 @@ class ManyStages:
         assert self._loss is not None
         return self._loss(outputs, number)
 
-    def train(self, chunks: Sequence[Chunk], loss: ChunkLoss, draws: Callable[[int], Draws]) -> None:
+    def train(
+        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, draws: Callable[[int], MicroBatchRNG]
+    ) -> None:
         """Forward and backward of all chunks, through all stages."""
         for part in self._parts.values():
             part.draws_of = draws
         self._run(self._schedule.step, chunks, loss)
 
-    def evaluate(self, chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+    def evaluate(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
         """Forward of all chunks, through all stages."""
         busy_s = self.busy_s
         self._run(self._schedule.eval, chunks, loss)
         self.busy_s = busy_s
 
-    def _run(self, run: Callable[..., Any], chunks: Sequence[Chunk], loss: ChunkLoss) -> None:
+    def _run(self, run: Callable[..., Any], chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
         self._loss = loss
         inputs = _joined([chunk.inputs for chunk in chunks]) if self._is_first else ()
         # The schedule cuts up what it is given, and the loss finds the chunk by its number.
@@ -122,7 +126,7 @@ class ManyStages:
 
 
 def _make_stage(
-    part: Blocks,
+    part: StageModule,
     number: int,
     num_parts: int,
     backend: Backend,
@@ -160,7 +164,7 @@ def _make_stage(
     return Stage(part, number, num_parts, backend.device, group=group)
 
 
-Runner = OneStage | ManyDevices | ManyStages
+Runner = OneStage | DevicePipeline | ManyStages
 
 
 class StageStep(TrainStep):
@@ -201,8 +205,8 @@ class StageStep(TrainStep):
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
         """All chunks of one batch, through all stages."""
         self.backend.activity.enter("forward")
-        loss = ChunkLoss(self.loss, chunks := self._cut(batch), weight, self._begin)
-        draws = functools.partial(Draws, self._seed, self.progress.step, self._replica, self._batch)
+        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), weight, self._begin)
+        draws = functools.partial(MicroBatchRNG, self._seed, self.progress.step, self._replica, self._batch)
         self._batch += 1
         self._runner.train(chunks, loss, draws)
         mean = loss.mean()
@@ -216,12 +220,12 @@ class StageStep(TrainStep):
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         assert batch is not None
-        loss = ChunkLoss(self.loss, chunks := self._cut(batch), 1.0, lambda share: share)
+        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), 1.0, lambda share: share)
         self._runner.evaluate(chunks, loss)
         for _, passed in sorted(loss.passes.items()):
             meter.add(*passed)
 
-    def _cut(self, batch: Batch) -> list[Chunk]:
+    def _cut(self, batch: Batch) -> list[MicroBatch]:
         return cut(batch, self._chunks, self._chunk_size)
 
     def _begin(self, share: Tensor) -> Tensor:

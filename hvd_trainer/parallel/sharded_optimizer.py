@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.backends.same_model import parameters_of
+from hvd_trainer.utils.tensors import parameters_of
 
 BUCKET_BYTES = 4 * 2**20
 """Of parameters that are sent together: a copy of them is made, and the engines hold on to the last ones."""
@@ -55,7 +55,7 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-class SharedUpdates:
+class ShardedOptimizer:
     """Has an optimizer update only this rank's share of the parameters, and completes the others' after each step.
 
     Args:

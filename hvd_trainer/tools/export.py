@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_trainer import checkpoint
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.export import export_tensors
 from hvd_trainer.errors import CheckpointError
-from hvd_trainer.export import export_tensors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("checkpoint", help="a checkpoint, or a log folder, of which the newest is taken")
     parser.add_argument("file", nargs="?", type=Path, default=Path("model.safetensors"))
     options = parser.parse_args(argv)
-    found = checkpoint.restore(None, options.checkpoint)
+    found = storage.restore(None, options.checkpoint)
     assert found.state is not None
     try:
         export_tensors(found.state["model"], options.file)

@@ -107,7 +107,7 @@ def nccl(bench: Bench) -> Iterable[Check]:
     """Both engines over NCCL (on CPUs over Gloo), each rank on a host of its own name."""
     for engine in ("ddp", "horovod"):
         use = f"--backend {engine}"
-        proof = ("-m", "hvd_trainer.tools.doctor.proof_job")
+        proof = ("-m", "hvd_trainer.tools.doctor.all_reduce_job")
         yield Check(f"{engine}: sums", train_two, (proof, use), needs_in(use))
         yield Check(f"{engine}: the bits of one rank", check_same_bits, (use,), needs_in(use))
         for name, row in (table.NCCL | table.NCCL_OF_ONE[engine]).items():
@@ -140,7 +140,7 @@ def check_refusal_of_stages(bench: Bench) -> dict[str, Any]:
 
 def check_asynchronous(bench: Bench) -> dict[str, Any]:
     """Equal weights with it and without; the median step of both."""
-    from hvd_trainer.tools.step_figures import read_steps
+    from hvd_trainer.tools.runner.step_stats import read_steps
 
     digests, figures = {}, {}
     for on, name in (("0", "without"), ("1", "with")):

@@ -22,7 +22,7 @@ import torch
 from gpu import failures, install, memory, ranks, several, speed
 from gpu.bench import MARK, Bench, Check, FailedError, MissingError
 from gpu.report import FAILED, MEASURED, NOT_HERE, PROVEN, Outcome, Report, Status, outcome
-from hvd_trainer import accelerator
+from hvd_trainer.utils import accelerator
 
 NO_GPU = 69
 """EX_UNAVAILABLE of sysexits.h."""

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, accelerator
-from hvd_trainer.config import parse
+from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions
+from hvd_trainer.config.parser import parse
 from hvd_trainer.data.dataset import Normalise
-from hvd_trainer.models import MODELS
+from hvd_trainer.jobs.models import MODELS
+from hvd_trainer.utils import accelerator
 
 WARM, BLOCKS = 30, 3
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "hipLaunchKernel", "hipExtLaunch")

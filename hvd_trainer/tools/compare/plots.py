@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvd_trainer.banner import plural
 from hvd_trainer.tools.compare.result import PART_TEXTS, Comparison, Measured
-from hvd_trainer.tools.step_figures import STEP_PARTS
+from hvd_trainer.tools.runner.step_stats import STEP_PARTS
+from hvd_trainer.utils.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

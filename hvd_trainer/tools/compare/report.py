@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_trainer.banner import plural
 from hvd_trainer.tools.compare.page import write_page
 from hvd_trainer.tools.compare.result import Comparison, Measured
-from hvd_trainer.tools.formats import console, milliseconds, number, percent
+from hvd_trainer.tools.runner.formats import console, milliseconds, number, percent
+from hvd_trainer.utils.text import plural
 
 NAME = "comparison"
 

@@ -9,12 +9,12 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from hvd_trainer.banner import plural
-from hvd_trainer.tools.compare.plan import Point
-from hvd_trainer.tools.compare.work import Side, refuse_unequal
-from hvd_trainer.tools.paired import Ratio, ratio
-from hvd_trainer.tools.runs import Run
-from hvd_trainer.tools.step_figures import STEP_PARTS
+from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
+from hvd_trainer.tools.compare.trials import Point
+from hvd_trainer.tools.runner.ratio import Ratio, ratio
+from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.step_stats import STEP_PARTS
+from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {
     "data": "fetching data",

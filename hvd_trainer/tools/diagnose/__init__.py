@@ -1,4 +1,4 @@
 """`diagnose`: a job with things left out.
 
-tool.py runs it -> causes.py: what each cause costs -> actions.py: what to do about it -> report.py
+cli.py runs it -> causes.py: what each cause costs -> actions.py: what to do about it -> report.py
 """

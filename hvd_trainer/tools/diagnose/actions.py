@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.banner import plural
 from hvd_trainer.tools.diagnose.causes import ALONE, NORMAL, ONE_THREAD, TWICE, Figures, Shares
+from hvd_trainer.utils.text import plural
 
 Runs = Mapping[str, Figures]
 Facts = Mapping[str, Any]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_trainer.backends import EngineOptions, create
-from hvd_trainer.job import run_job
-from hvd_trainer.tools.doctor.proof_job import all_reduce_s
+from hvd_trainer.tools.doctor.all_reduce_job import all_reduce_s
+from hvd_trainer.training.job import run_job
 
 RESULT = "collectives.json"
 SMALLEST, LARGEST = 2**10, 2**24

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvd_trainer.banner import plural
 from hvd_trainer.tools.diagnose.actions import Action
 from hvd_trainer.tools.diagnose.causes import CAUSES, COMPUTING, Figures, Line, Shares
-from hvd_trainer.tools.formats import console, milliseconds, number
+from hvd_trainer.tools.runner.formats import console, milliseconds, number
+from hvd_trainer.utils.text import plural
 
 BAR = 30
 """Letters that stand for a whole step."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_trainer.horovod_build.installer import default_wheel_dir
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
-from hvd_trainer.tools.doctor.situation import Situation
-from hvd_trainer.tools.horovod.tool import default_wheel_dir
 
 MOUNTS = Path("/proc/self/mounts")
 NETWORK = (
@@ -47,7 +47,7 @@ class Place:
     """`local disk (ext4)`"""
 
 
-def check_data(situation: Situation) -> list[Finding]:
+def check_data(situation: Context) -> list[Finding]:
     """The folder for data sets."""
     asked = situation.options.data_dir
     folder = (asked or default_data_dir()).expanduser().absolute()
@@ -57,11 +57,11 @@ def check_data(situation: Situation) -> list[Finding]:
 
 def default_data_dir() -> Path:
     """Where the jobs keep data that nobody has named a folder for: beside the built wheels."""
-    # data/mnist.py, which says so, imports PyTorch.
+    # jobs/images.py, which says so, imports PyTorch.
     return default_wheel_dir().with_name("data")
 
 
-def check_logs(situation: Situation) -> list[Finding]:
+def check_logs(situation: Context) -> list[Finding]:
     """The folder for logs and checkpoints, if one was named."""
     asked = situation.options.log_dir
     if asked is None:

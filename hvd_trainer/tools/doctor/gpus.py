@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from hvd_trainer.slurm import SEES_GPUS, visible_gpus
+from hvd_trainer.horovod_build.toolchain import find_toolkits
+from hvd_trainer.launch.slurm import SEES_GPUS, visible_gpus
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, size, warning
-from hvd_trainer.tools.doctor.probe import Gpu, TorchSeen
-from hvd_trainer.tools.doctor.situation import Situation
-from hvd_trainer.tools.horovod.toolchain import find_toolkits
+from hvd_trainer.tools.doctor.torch_facts import Gpu, TorchSeen
 
 QUERY = "--query-gpu=uuid,driver_version,memory.free"
 MODULE = Path("/proc/driver/nvidia/version")
@@ -37,7 +37,7 @@ class Driver:
     error: str | None = None
 
 
-def check_cuda(situation: Situation) -> list[Finding]:
+def check_cuda(situation: Context) -> list[Finding]:
     """The driver, the toolkit, and one line per GPU."""
     driver = _find_driver(situation)
     torch = situation.seen.torch
@@ -52,7 +52,7 @@ def check_cuda(situation: Situation) -> list[Finding]:
     return [finding, *gpus]
 
 
-def _find_driver(situation: Situation) -> Driver:
+def _find_driver(situation: Context) -> Driver:
     program = situation.programs.find("nvidia-smi")
     version = read_module(MODULE.read_text()) if MODULE.exists() else None
     if program is None:
@@ -155,7 +155,7 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
     return False
 
 
-def check_nccl(situation: Situation) -> list[Finding]:
+def check_nccl(situation: Context) -> list[Finding]:
     """NCCL, by which GPUs exchange."""
     seen = situation.seen
     installed = seen.facts.torch.nccl_version if seen.facts is not None else None
@@ -179,7 +179,7 @@ def judge_nccl(installed: str | None, torch: TorchSeen, environ: Mapping[str, st
     return ok("NCCL", f"{installed or torch.nccl}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")
 
 
-def check_links(situation: Situation) -> list[Finding]:
+def check_links(situation: Context) -> list[Finding]:
     """How the GPUs are connected, if there are several."""
     program = situation.programs.find("nvidia-smi")
     if program is None or len(situation.seen.torch.gpus) < 2:

@@ -3,7 +3,7 @@
 here                                 there
   time           ------------->
           <-------------           1789.25    its clock, three times: the quickest counts
-  python, remote.py  -->
+  python, host_facts.py -->
           <-------------           {"versions": ...}
 """
 
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import first_line
-from hvd_trainer.tools.doctor import remote
+from hvd_trainer.tools.doctor import host_facts
+from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
 from hvd_trainer.tools.doctor.programs import LAST_WORDS_S, side_by_side
-from hvd_trainer.tools.doctor.situation import Host, Situation
 
 CONNECT_S = 3
 ASKED = 3
@@ -72,10 +72,10 @@ class Visit:
     unsure_s: float = 0.0
     """half of the time that the answer took"""
     facts: Mapping[str, Any] | None = None
-    """what remote.py has said; None: no Python there"""
+    """what host_facts.py has said; None: no Python there"""
 
 
-def check_hosts(situation: Situation) -> list[Finding]:
+def check_hosts(situation: Context) -> list[Finding]:
     """ssh to all hosts at the same time; their versions and clocks."""
     if not situation.hosts:
         return []
@@ -83,7 +83,7 @@ def check_hosts(situation: Situation) -> list[Finding]:
     ssh = situation.programs.find("ssh")
     if others and ssh is None:
         return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
-    here = remote.describe(os.getcwd())
+    here = host_facts.describe(os.getcwd())
     visits = side_by_side([partial(_visit, situation, ssh or "ssh", host) for host in others])
     wait(visits, timeout=situation.programs.left_s + LAST_WORDS_S)
     findings = []
@@ -100,7 +100,7 @@ def check_hosts(situation: Situation) -> list[Finding]:
     return findings
 
 
-def _visit(situation: Situation, ssh: str, host: Host) -> Visit:
+def _visit(situation: Context, ssh: str, host: Host) -> Visit:
     programs, limit_s = situation.programs, situation.options.timeout_s
     late = threading.Event()
 
@@ -125,7 +125,7 @@ def _visit(situation: Situation, ssh: str, host: Host) -> Visit:
     return replace(visit, wrong="" if visit.facts is not None else wrong)
 
 
-def _command(situation: Situation, ssh: str, host: Host) -> list[str]:
+def _command(situation: Context, ssh: str, host: Host) -> list[str]:
     # Where ssh looks, but as files that it only reads. The home folder is that of the list of users, not HOME.
     own = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh/known_hosts"
     known = f"GlobalKnownHostsFile={' '.join([*KNOWN_HOSTS, str(own)])}"
@@ -155,9 +155,9 @@ def _talk(process: subprocess.Popen[str]) -> Visit:
             if match is None:
                 return Visit()
             times.append((unsure, float(match[0]) - began - unsure))
-        process.stdin.write(f"python\n{Path(remote.__file__).read_text()}")
+        process.stdin.write(f"python\n{Path(host_facts.__file__).read_text()}")
         process.stdin.close()
-        answer = _line_after(process, remote.MARK)
+        answer = _line_after(process, host_facts.MARK)
         facts = None if answer is None else json.loads(answer)
     unsure, skew = min(times, default=(0.0, 0.0))
     return Visit(reached=bool(times), skew_s=skew, unsure_s=unsure, facts=facts)

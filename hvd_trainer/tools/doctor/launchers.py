@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch import detect, launcher_in, slurm_job
-from hvd_trainer.slurm import SlurmStep, detect_slurm
+from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
+from hvd_trainer.launch.world import detect, launcher_in, slurm_job
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
-from hvd_trainer.tools.doctor.situation import Situation
 
 QUICK_S = 2.0
 """What the controller of a cluster takes to answer, unless it is in trouble."""
@@ -21,7 +21,7 @@ STEP_S = 5.0
 ALL_NODES = ("--noheader", "--Node", "--format=%N %T")
 
 
-def check_variables(situation: Situation) -> list[Finding]:
+def check_variables(situation: Context) -> list[Finding]:
     """Whether the shell has variables by which a process takes itself for a rank."""
     return [judge_variables(situation.environ)]
 
@@ -45,7 +45,7 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     return ok("launcher", f"this is {world}, started by {launcher.name}")
 
 
-def check_mpi(situation: Situation) -> list[Finding]:
+def check_mpi(situation: Context) -> list[Finding]:
     """mpirun, which only some need."""
     mpirun = situation.programs.find("mpirun")
     if mpirun is None:
@@ -71,7 +71,7 @@ def mpi_version(text: str) -> str:
     return re.sub(r"^mpirun \((.+)\) ", r"\1 ", lines[0].strip())
 
 
-def check_slurm(situation: Situation) -> list[Finding]:
+def check_slurm(situation: Context) -> list[Finding]:
     """srun, and whether the cluster's controller answers; inside a job, whether it starts a task."""
     programs, job = situation.programs, slurm_job(situation.environ).number
     srun = programs.find("srun")
@@ -96,7 +96,7 @@ def check_slurm(situation: Situation) -> list[Finding]:
     return [ok("Slurm", f"{release}, outside of a job; {nodes_by_state(answer.out)}")]
 
 
-def _inside(situation: Situation, srun: str, release: str, job: str) -> Finding:
+def _inside(situation: Context, srun: str, release: str, job: str) -> Finding:
     """Inside of a job: a task beside those that run."""
     place = f"{release}, inside of job {job}"
     task = [srun, "--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"]
@@ -106,7 +106,7 @@ def _inside(situation: Situation, srun: str, release: str, job: str) -> Finding:
     return ok("Slurm", f"{place}; srun starts tasks")
 
 
-def check_visible_gpus(situation: Situation) -> list[Finding]:
+def check_visible_gpus(situation: Context) -> list[Finding]:
     """In a Slurm step: whether the ranks of this node see each other's GPUs; nothing outside of one."""
     with suppress(LaunchError):  # "launcher" says what is wrong
         step = detect_slurm(situation.environ)

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_trainer.launch import cpu_ids
+from hvd_trainer.launch.world import cpu_ids
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, size, warning
-from hvd_trainer.tools.doctor.situation import Situation
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 2**30
@@ -22,7 +22,7 @@ LEAST_FILES, FILES_PER_RANK = 1024, 4
 THREADS = "OMP_NUM_THREADS"
 
 
-def check_cpus(situation: Situation) -> list[Finding]:
+def check_cpus(situation: Context) -> list[Finding]:
     """The CPUs that this process may use, and the threads of a rank."""
     usable = cpu_ids()
     quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
@@ -117,7 +117,7 @@ def num_cores(cpus: Sequence[int], root: Path) -> int:
     return len(cores)
 
 
-def check_shared_memory(situation: Situation) -> list[Finding]:
+def check_shared_memory(situation: Context) -> list[Finding]:
     """/dev/shm, through which loader processes and NCCL hand over data."""
     return [judge_shared_memory(SHARED)]
 
@@ -142,7 +142,7 @@ def judge_shared_memory(folder: Path) -> Finding:
     return ok(name, free)
 
 
-def check_open_files(situation: Situation) -> list[Finding]:
+def check_open_files(situation: Context) -> list[Finding]:
     """How many files and connections a process may have."""
     ranks = sum(host.slots or 1 for host in situation.hosts)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,7 +163,7 @@ def judge_open_files(soft: int, hard: int, needed: int) -> Finding:
     )
 
 
-def check_infiniband(situation: Situation) -> list[Finding]:
+def check_infiniband(situation: Context) -> list[Finding]:
     """InfiniBand's ports, and the memory that may be locked for them; nothing where there is none."""
     return judge_infiniband(Path("/sys/class/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 

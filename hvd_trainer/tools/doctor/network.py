@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from hvd_trainer.network import ELSEWHERE, LOOPBACK, address_towards, interface_of
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
-from hvd_trainer.tools.doctor.situation import Situation
+from hvd_trainer.utils.network import ELSEWHERE, LOOPBACK, address_towards, interface_of
 
 LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 """Variables that name interfaces, in full."""
@@ -48,7 +48,7 @@ def interfaces() -> dict[str, Interface]:
     }
 
 
-def check_interfaces(situation: Situation) -> list[Finding]:
+def check_interfaces(situation: Context) -> list[Finding]:
     """The interfaces, and what the environment says of them."""
     found = interfaces()
     usable = {name: its for name, its in found.items() if its.is_up and its.addresses}
@@ -96,7 +96,7 @@ def matching(pattern: str, names: Mapping[str, object] | Sequence[str]) -> list[
     return [name for name in names if name not in fits] if without else fits
 
 
-def check_route(situation: Situation) -> list[Finding]:
+def check_route(situation: Context) -> list[Finding]:
     """Which interface the engines take: on one host the loopback, on several the one on the way to the others."""
     chosen = [f"{name}={situation.environ[name]}" for name in (*LISTS, PATTERNS) if situation.environ.get(name)]
     own = f"; {', '.join(chosen)} in this shell comes first" if chosen else ""
@@ -119,7 +119,7 @@ def check_route(situation: Situation) -> list[Finding]:
     return [ok("network", f"the engines use {text}{own}")] if ways else []
 
 
-def _ways(situation: Situation) -> dict[str, str | None]:
+def _ways(situation: Context) -> dict[str, str | None]:
     """The interface on the way to each other host whose name leads anywhere; None: there is no way."""
     ways: dict[str, str | None] = {}
     for host in situation.hosts:
@@ -133,7 +133,7 @@ def _ways(situation: Situation) -> dict[str, str | None]:
     return ways
 
 
-def check_names(situation: Situation) -> list[Finding]:
+def check_names(situation: Context) -> list[Finding]:
     """The names of this host and of all others, and to what they lead."""
     mine, findings = socket.gethostname(), []
     for name in situation.lookups:
@@ -155,7 +155,7 @@ def judge_localhost(found: Sequence[str]) -> list[Finding]:
     return [error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")]
 
 
-def _addresses(situation: Situation, name: str) -> list[str]:
+def _addresses(situation: Context, name: str) -> list[str]:
     try:
         return situation.addresses(name)
     except OSError:
@@ -187,7 +187,7 @@ def _judge_name(name: str, found: Sequence[str]) -> Finding:
     return ok(f"host {name}", ", ".join(found[:3]))
 
 
-def check_ports(situation: Situation) -> list[Finding]:
+def check_ports(situation: Context) -> list[Finding]:
     """torchrun's port, or the one that was chosen; and the ports that the system hands out."""
     chosen = situation.environ.get("MASTER_PORT", "")
     if chosen.isdecimal() and 0 < int(chosen[:6]) < 65536:

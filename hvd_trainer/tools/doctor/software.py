@@ -10,12 +10,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from hvd_trainer.horovod_build import installer
+from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts
+from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, late, ok, warning
 from hvd_trainer.tools.doctor.gpus import maker
-from hvd_trainer.tools.doctor.probe import TorchSeen
-from hvd_trainer.tools.doctor.situation import Situation
-from hvd_trainer.tools.horovod import tool
-from hvd_trainer.tools.horovod.probe import HorovodFacts, TorchFacts
+from hvd_trainer.tools.doctor.torch_facts import TorchSeen
 
 PACKAGE = "hvd_trainer"
 TESTED_PYTHON = ((3, 10), (3, 13))
@@ -23,7 +23,7 @@ TESTED_TORCH = (Version("2.11"), Version("2.15"))
 INSTALL = "python -m hvd_trainer install-horovod"
 
 
-def check_python(situation: Situation) -> list[Finding]:
+def check_python(situation: Context) -> list[Finding]:
     """This Python, and whether it is also what the word `python` starts, as in `horovodrun -np 2 python ...`."""
     mine = f"{platform.python_version()} in {sys.prefix}"
     oldest, newest = TESTED_PYTHON
@@ -51,7 +51,7 @@ def _activate() -> str:
     return f"export PATH={folder}:$PATH"
 
 
-def check_packages(situation: Situation) -> list[Finding]:
+def check_packages(situation: Context) -> list[Finding]:
     """What this package and torchvision require, and what is installed."""
     try:
         version = importlib.metadata.version(PACKAGE)
@@ -94,7 +94,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_torch(situation: Situation) -> list[Finding]:
+def check_torch(situation: Context) -> list[Finding]:
     """PyTorch, and for what it was built."""
     seen = situation.seen
     if seen.is_late and seen.torch.error is not None:
@@ -122,7 +122,7 @@ def judge_torch(torch: TorchSeen) -> Finding:
     return ok("torch", found)
 
 
-def check_horovod(situation: Situation) -> list[Finding]:
+def check_horovod(situation: Context) -> list[Finding]:
     """Horovod, and whether it fits this PyTorch, by the installer's own rules."""
     seen = situation.seen
     if seen.is_late:
@@ -146,8 +146,8 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSe
         found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
         return warning("horovod", found, f"{command}    (see Security in README.md)")
     # Whatever it was built for must fit; what else could have been built is no matter.
-    asked = tool.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
-    reason = tool.unfit(horovod, torch, asked)
+    asked = installer.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
+    reason = installer.unfit(horovod, torch, asked)
     if reason is not None:
         return error("horovod", f"does not fit: {reason}", f"{command}    (until then: --backend ddp)")
     if not Path(sys.executable).with_name("horovodrun").exists():

@@ -1,4 +1,4 @@
 """`grid`: a job in many configurations.
 
-plan.py -> tool.py runs it -> rows.py, prediction.py -> report.py, picture.py
+configurations.py -> cli.py runs them -> rows.py, prediction.py -> report.py, heat_map.py
 """

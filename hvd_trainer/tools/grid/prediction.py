@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvd_trainer.tools.grid.plan import RANKS, Configuration
+from hvd_trainer.tools.grid.configurations import RANKS, Configuration
 
 CUTTING = (
     *("stages", "devices_per_rank", "devices", "chunks", "schedule", "parts_per_stage", "balance"),

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from hvd_trainer import accelerator
-from hvd_trainer.tools.formats import console, milliseconds, more_or_less, number, percent
-from hvd_trainer.tools.grid.plan import Axis, label
+from hvd_trainer.tools.grid.configurations import Axis, label
 from hvd_trainer.tools.grid.prediction import why_off
 from hvd_trainer.tools.grid.rows import DIFFERENT, Row
+from hvd_trainer.tools.runner.formats import console, milliseconds, more_or_less, number, percent
+from hvd_trainer.utils import accelerator
 
 
 def beside_first(difference: float) -> str:

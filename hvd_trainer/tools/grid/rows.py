@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hvd_trainer.tools.grid.plan import Configuration
+from hvd_trainer.tools.grid.configurations import Configuration
 from hvd_trainer.tools.grid.prediction import predict
-from hvd_trainer.tools.runs import Run
+from hvd_trainer.tools.runner.runs import Run
 
 DIFFERENT = 0.1
 """From which a measured step counts as another than the predicted one."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvd_trainer.tools.parity.findings import Finding
-from hvd_trainer.tools.parity.trace import Trace
+from hvd_trainer.tools.parity.traces import Trace
 
 NEAR = 1e-3
 """How close a ratio is to the number that explains it; relative."""

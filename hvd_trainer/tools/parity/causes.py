@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvd_trainer.option_checks import flag
+from hvd_trainer.config.checks import flag
 from hvd_trainer.tools.parity.case import ROUNDING, Case, Cause, Rule
 from hvd_trainer.tools.parity.causes_start import START
 from hvd_trainer.tools.parity.causes_step import STEP

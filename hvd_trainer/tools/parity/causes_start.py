@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hvd_trainer.tools.parity.case import MOVED, Case, Cause, Rule
-from hvd_trainer.tools.parity.gap import NONE
+from hvd_trainer.tools.parity.distance import NONE
 
 
 def other_set_up(case: Case) -> Iterator[Cause]:

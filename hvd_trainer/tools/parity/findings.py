@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.banner import plural
-from hvd_trainer.tools.parity.gap import NONE, apart
-from hvd_trainer.tools.parity.set_up import set_ups, settings
+from hvd_trainer.tools.parity.distance import NONE, apart
+from hvd_trainer.tools.parity.settings import run_settings, settings
 from hvd_trainer.tools.parity.tensors import Unlike, among_ranks, between
 from hvd_trainer.tools.parity.tolerance import Tolerance
-from hvd_trainer.tools.parity.trace import Trace, When
+from hvd_trainer.tools.parity.traces import Trace, When
+from hvd_trainer.utils.text import plural
 
 OTHER_BATCHES = 1e-5
 """Of test figures: other numbers of ranks evaluate in other batches, and sum in another order, also where they
@@ -77,7 +77,7 @@ class _At:
         return {"start": self._start, "step": self._step, "evaluation": self._evaluation}[self._when.name]()
 
     def _start(self) -> Iterator[Finding]:
-        yield from self._named("set-up", *set_ups(self._one, self._other))
+        yield from self._named("set-up", *run_settings(self._one, self._other))
         yield from self._tensors("parameters")
         yield from self._named("settings", settings(self._one), settings(self._other))
         yield from self._tensors("optimizer")

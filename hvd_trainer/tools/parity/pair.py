@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from hvd_trainer.banner import plural
 from hvd_trainer.tools.parity.case import Case, Cause
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.findings import Finding, find
 from hvd_trainer.tools.parity.tensors import largest
 from hvd_trainer.tools.parity.tolerance import Tolerance, tolerance
-from hvd_trainer.tools.parity.trace import Trace
+from hvd_trainer.tools.parity.traces import Trace
+from hvd_trainer.utils.text import plural
 
 WORDS = {
     "set-up": "the set-up",

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.fingerprints import SMALL
+from hvd_trainer.observe.checksums import SMALL
 from hvd_trainer.tools.parity.pair import Pair
-from hvd_trainer.tools.parity.runs import TRACED, Traced
-from hvd_trainer.tools.parity.trace import Trace, When
+from hvd_trainer.tools.parity.traced_runs import TRACED, Traced
+from hvd_trainer.tools.parity.traces import Trace, When
 
 NAME = "parity.json"
 MOST_ROWS = 24

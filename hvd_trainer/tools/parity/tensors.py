@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hvd_trainer.tools.parity.gap import Gap, gap, least_norms
-from hvd_trainer.tools.parity.trace import Moment, Trace, When
+from hvd_trainer.tools.parity.distance import Distance, distance_between, least_norms
+from hvd_trainer.tools.parity.traces import Moment, Trace, When
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Unlike:
 
     name: str
     ranks: tuple[int, int]
-    gap: Gap
+    gap: Distance
     count: int
     """how many differ"""
     total: int
@@ -104,12 +104,12 @@ class _Sides:
         left, right = self.checksums(place)
         return left == right
 
-    def gap(self, place: Place) -> Gap:
+    def gap(self, place: Place) -> Distance:
         left, right, name = self._left[place.one], self._right[place.other], f"{self._kind}/{place.name}"
-        return gap(left.values.get(name), right.values.get(name), left.least.get(name, 0.0))
+        return distance_between(left.values.get(name), right.values.get(name), left.least.get(name, 0.0))
 
     def unlike(self, places: Sequence[Place], limit: float) -> Unlike | None:
-        differing: dict[str, tuple[Place, Gap]] = {}
+        differing: dict[str, tuple[Place, Distance]] = {}
         seen = set()
         for place in places:
             # Ranks that have the same need not be looked at again.

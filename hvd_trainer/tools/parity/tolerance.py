@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hvd_trainer.tools.parity.trace import Trace
+from hvd_trainer.tools.parity.traces import Trace
 
 BY_ORDER = {"fp32": (1e-5, 1e-3, 0.05), "fp16": (1e-3, 0.1, 0.3), "bf16": (1e-2, 0.3, 0.3)}
 """By precision: of the first loss (100 times the last bit in fp32, once in the others), of the first tensors (3

@@ -1,4 +1,4 @@
 """`tune`: which settings of an engine are the fastest here, for a job.
 
-knobs.py: what can be changed -> search.py: what is run next, as race.py judges -> tool.py runs it -> report.py
+settings.py: what can be changed -> search.py: what is run next, as race.py judges -> cli.py runs it -> report.py
 """

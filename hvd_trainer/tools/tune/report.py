@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from hvd_trainer.banner import plural
-from hvd_trainer.tools.formats import console, percent
-from hvd_trainer.tools.paired import Ratio
-from hvd_trainer.tools.tune.knobs import GROUPS, shown
+from hvd_trainer.tools.runner.formats import console, percent
+from hvd_trainer.tools.runner.ratio import Ratio
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
+from hvd_trainer.tools.tune.settings import GROUPS, shown
+from hvd_trainer.utils.text import plural
 
 REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
 """Options by which sums are cut into other parts."""

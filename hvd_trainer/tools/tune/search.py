@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.formats import percent
-from hvd_trainer.tools.paired import Ratio, ratio
-from hvd_trainer.tools.tune.knobs import GROUPS, Change, Group, changes
+from hvd_trainer.tools.runner.formats import percent
+from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.tune.race import FEWEST, Noise, Race, Standing
+from hvd_trainer.tools.tune.settings import GROUPS, Change, Group, changes
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None: it does not run."""

@@ -1,0 +1,209 @@
+"""When to save, and saving beside the training: only the copy to host memory holds it up.
+
+training   ... step | copy | step  step  step ...
+writer              |      | write, sync, rename, remove old ones |
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.config.options import SaveOptions
+from hvd_trainer.utils import accelerator
+
+ALIGNED_BYTES = 64
+"""Each tensor begins at a multiple of this, which is one of every type's size."""
+FEW_BYTES = 2**26
+"""Up to so many bytes in all, tensors are in one block of page-locked memory."""
+
+
+class AsyncWriter:
+    """Writes rank 0's checkpoints; on other ranks it only knows when.
+
+    Args:
+        folder: the run's `checkpoints` folder; None on other ranks than 0 and where nothing is kept.
+        options: when to save and what to keep.
+
+    Attributes:
+        stalled_s: how long training stood still for saving so far, in seconds, on this rank.
+        saves: how many times.
+
+    Raises:
+        CheckpointError: what killed saves have left cannot be removed.
+    """
+
+    def __init__(self, folder: Path | None, options: SaveOptions) -> None:
+        self._folder, self._options = folder, options
+        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._memory = PinnedMemory()
+        self._last = time.monotonic()
+        self.stalled_s, self.saves = 0.0, 0
+        self._tried = False
+        if folder is not None:
+            storage.sweep(folder)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the last save is longer ago than `--save-every-s`; by this rank's clock."""
+        every = self._options.save_every_s
+        return every is not None and time.monotonic() - self._last >= every
+
+    def after_step(self, step: int) -> bool:
+        """Whether to save after this step because of its number; the same on all ranks."""
+        every = self._options.save_every_steps
+        return every is not None and step % every == 0
+
+    def after_epoch(self, epoch: int, *, last: bool) -> bool:
+        """Whether to save after so many epochs; at the end of a run always."""
+        every = self._options.save_every_epochs
+        return every is not None and (epoch % every == 0 or last)
+
+    def hand_over(
+        self, began: float, state: Mapping[str, Any] | None, *, step: int, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Copies the state to host memory and has it written; the state may change afterwards.
+
+        Waits for the save before, if that is still being written. All ranks call it.
+
+        Args:
+            began: when training stopped for this save, by `time.perf_counter`.
+            state: from `TrainState.collect`.
+            step, epoch, figures: as in `checkpoint.Manifest`.
+
+        Raises:
+            CheckpointError: the save before could not be written.
+        """
+        self.wait()  # from here on the writer reads nothing of the copy before, in whose place the new one comes
+        if self._folder is not None and state is not None:
+            copied = on_host(state, self._memory)
+            self._writing = self._writer.submit(self._write, copied, step, epoch, dict(figures))
+        self._last = time.monotonic()
+        self.saves += 1
+        self.stalled_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more.
+
+        Raises:
+            CheckpointError: what was being written could not be.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Lets the writer end what it began; its errors have been told by `wait`."""
+        self._writer.shutdown()
+
+    def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
+        assert self._folder is not None
+        path = storage.save(self._folder, state, step=step, epoch=epoch, figures=figures)
+        if not self._tried:
+            # An object that cannot be read back shall be known now, and not when the run must go on from it.
+            storage.load(path)
+            self._tried = True
+        storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
+
+
+class PinnedMemory:
+    """Page-locked memory for copies of an accelerator's tensors, kept from one save to the next.
+
+    A few large blocks, of a power of two bytes each, to which PyTorch would round each tensor up.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return an empty tensor of the same form for each; those of the call before are overwritten."""
+        before = len(self._blocks[0]) if self._blocks else 0
+        size, places = placed([tensor.nbytes for tensor in tensors], before)
+        if size > before:
+            self._blocks.clear()
+        while len(self._blocks) <= places[-1][0]:
+            self._blocks.append(accelerator.pinned((size,), torch.uint8))
+        return [self._room(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
+
+    def _room(self, tensor: Tensor, block: int, offset: int) -> Tensor:
+        like = torch.empty_like(tensor, device="meta")
+        if not tensor.numel():
+            return torch.empty_like(like, device="cpu")
+        # With a storage of its own: of a slice, `torch.save` would write the whole block.
+        flat = torch.frombuffer(
+            self._blocks[block].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset
+        )
+        return flat.as_strided(like.shape, like.stride())
+
+
+def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, int]]]:
+    """Place tensors of so many bytes into blocks, one after the other.
+
+    Args:
+        sizes: of the tensors.
+        least: bytes that a block has at least.
+
+    Returns:
+        The bytes of each block: enough for the largest tensor, a sixteenth of all, and all if they are few. And
+        for each tensor the number of its block, and where in that it begins.
+    """
+    sizes = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), FEW_BYTES), 1)
+    block_size = max(least, 1 << (needed - 1).bit_length())
+    places, block, used = [], 0, 0
+    for size in sizes:
+        if used + size > block_size:
+            block, used = block + 1, 0
+        places.append((block, used))
+        used += size
+    return block_size, places
+
+
+def on_host(value: Any, memory: PinnedMemory | None = None) -> Any:
+    """Return a copy of nested dictionaries, lists and tuples with every tensor copied to host memory.
+
+    Copies from an accelerator are started all together and waited for once. They come after the work that it has
+    been given: training goes on only when they are done, since its next forward pass changes buffers.
+
+    Args:
+        value: what to copy.
+        memory: for what comes from an accelerator, in place of what was copied there before; None: new memory.
+    """
+    sent: list[tuple[Tensor, Tensor]] = []
+    copied = _copied(value, sent)
+    if sent:
+        tensors = [tensor for tensor, _ in sent]
+        for (tensor, empty), room in zip(sent, (memory or PinnedMemory()).like(tensors), strict=True):
+            empty.data = room.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors}:
+            accelerator.synchronize(device)
+    return copied
+
+
+def _copied(value: Any, sent: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copy what is on the host; note each tensor of an accelerator with the empty one that stands for it."""
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        if accelerator.is_host(tensor.device):
+            return tensor.clone()
+        sent.append((tensor, torch.empty(0, dtype=tensor.dtype)))
+        return sent[-1][1]
+    if isinstance(value, dict):
+        # Of its own kind: some schedulers keep a Counter.
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _copied(item, sent)
+        return copied
+    if isinstance(value, list | tuple):
+        items = [_copied(item, sent) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,288 @@
+"""All that a run goes on from: collected from all ranks, and put back on as many ranks or on others.
+
+What is the same on all ranks is kept once; what is a rank's own is kept per rank:
+
+    model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
+    data                                           which samples, in which order: what the position in it means
+    ranks: random, metrics, buffers                with another number of ranks random numbers are drawn anew,
+                                                   metrics are added up, and buffers start from their mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.checkpoint.export import NAME as WEIGHTS
+from hvd_trainer.checkpoint.export import export_tensors, export_weights
+from hvd_trainer.errors import CheckpointError, first_line
+from hvd_trainer.observe.metrics import Meter, check_state, combined_state
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.utils.files import UNREADABLE
+from hvd_trainer.utils.rng import check_random_state, random_state, seed_all, seed_of, set_random_state
+
+MAX_LINES = 20
+
+
+class Stateful(Protocol):
+    """What is part of a run's state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class ModelShards(Protocol):
+    """Which parts of a model and its optimizer a rank has; see `parallel/layout.py`."""
+
+    is_whole: bool
+    seeds_itself: bool
+
+    def merged(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+
+    def merged_updates(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+
+    def local_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def local(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
+
+
+class TrainState:
+    """The state of a run.
+
+    Args:
+        backend: the engine.
+        model: the bare module.
+        progress: the counters.
+        others: optimizer, scheduler and scaler, by these names; those that there are.
+        data: seed and number of samples of the training set.
+        parts: which parts of model and optimizer this rank has.
+        reproducible: whether each step leaves equal buffers on all ranks.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        progress: Progress,
+        others: Mapping[str, Stateful],
+        data: Mapping[str, Any],
+        parts: ModelShards,
+        *,
+        reproducible: bool = False,
+    ) -> None:
+        self._parts, self._reproducible = parts, reproducible
+        self._backend, self._model, self._progress = backend, model, progress
+        self._others, self._data = others, data
+        self.metrics: Mapping[str, Any] | None = None
+        """Where the metrics of a restored epoch stood on this rank; None at an epoch's start."""
+
+    def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
+        """The state as it is now: on rank 0, and None on the others. A collective.
+
+        Args:
+            meter: what the running epoch has gathered; None between epochs.
+            everywhere: give it to the others too.
+        """
+        # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
+        differ = meter is not None and not self._reproducible
+        means = self._backend.mean_buffers(self._model) if differ else {}
+        mine: dict[str, Any] = {"random": random_state(self._backend.device)}
+        if meter is not None:
+            mine["metrics"] = meter.state_dict()
+            own = dict(self._model.named_buffers())
+            # Through the host: a GPU's tensor would come out on the same GPU of each rank that receives it.
+            mine["buffers"] = {name: own[name].cpu() for name in means}
+        ranks = self._backend.all_gather_object(mine)
+        model = self._parts.merged({name: means.get(name, value) for name, value in self._owned().items()})
+        if model is not None:
+            model = {name: model[name] for name in self._model.state_dict()}  # in their order, not the stages'
+        others = {name: part.state_dict() for name, part in self._others.items()}
+        others["optimizer"]["state"] = self._parts.merged_updates(others["optimizer"]["state"])
+        if not (everywhere or self._backend.world.is_first):
+            return None
+        return {
+            "model": model,
+            "progress": self._progress.state_dict(),
+            "data": dict(self._data),
+            "kinds": {name: type(part).__name__ for name, part in self._others.items()},
+            "ranks": ranks,
+            **others,
+        }
+
+    def _owned(self) -> dict[str, Any]:
+        """The model's state, as far as this rank has it: of other stages it knows names and shapes only."""
+        return {name: value for name, value in self._model.state_dict().items() if not is_elsewhere(value)}
+
+    def export(self, folder: Path | None) -> None:
+        """Writes the weights of the whole model on rank 0, which has a folder. A collective.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if self._parts.is_whole:
+            export_weights(self._model, folder)
+            return
+        weights = self._parts.merged(self._owned())
+        if folder is not None and weights is not None:
+            export_tensors(weights, folder / WEIGHTS)
+
+    def restore(self, state: Mapping[str, Any], partial: Collection[str] = ()) -> list[str]:
+        """Puts a state back, the same on all ranks; returns what there is to say about it.
+
+        Args:
+            state: from `collect`, on as many ranks or on others, under this engine or another.
+            partial: what may be missing or different, and then starts anew: optimizer, scheduler, scaler, random,
+                data.
+
+        Raises:
+            CheckpointError: something is missing or does not fit; nothing has been changed then, unless something
+                in it is of another kind than its name says.
+        """
+        try:
+            wrong = self._mistakes(state, partial)
+            said = [] if wrong else self._put_back(state, partial)
+        except UNREADABLE as error:
+            wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
+        if wrong:
+            raise CheckpointError(
+                f"The checkpoint does not fit: {'; '.join(wrong)}. Give the options of its run, or begin another: "
+                f"--resume none, or another --log-dir"
+            )
+        return said
+
+    def _put_back(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+        restored, anew = ["model"], []
+        # All names and shapes have been compared.
+        self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
+        for name, part in self._others.items():
+            if self._fits(state, name):
+                its = state[name]
+                if name == "optimizer":
+                    its = {**its, "state": self._parts.local(part, its["state"])}
+                part.load_state_dict(its)
+                restored.append(name)
+            else:
+                anew.append(name)
+        self._progress.load_state_dict(state["progress"])
+        if state["data"] != self._data and self._progress.consumed:
+            anew.append("data (the epoch begins again)")
+            self._progress.consumed = 0
+        notes = self._restore_ranks(state["ranks"], partial, restored, anew)
+        said = [f"restored {', '.join(restored)}"]
+        said += [f"anew: {', '.join(anew)}"] if anew else []
+        return said + notes
+
+    def _restore_ranks(
+        self, ranks: Sequence[Mapping[str, Any]], partial: Collection[str], restored: list[str], anew: list[str]
+    ) -> list[str]:
+        world, device = self._backend.world, self._backend.device
+        same = len(ranks) == world.size
+        mine = ranks[world.rank] if same else {}
+        notes = []
+        if "random" in mine:
+            set_random_state(mine["random"], device)
+            restored.append("random")
+        elif not self._parts.seeds_itself:
+            seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
+            anew.append("random")
+        if not same and not self._parts.seeds_itself:
+            before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+            notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
+        for name, buffer in mine.get("buffers", {}).items():
+            if not is_elsewhere(self._model.get_buffer(name)):
+                self._model.get_buffer(name).copy_(buffer)
+        gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
+        if gathered:
+            # With other ranks, the first has gathered what all had.
+            whole = gathered[world.rank] if same else combined_state(gathered) if world.is_first else None
+            self.metrics = whole
+            restored.append("metrics")
+        elif self._progress.consumed:
+            anew.append("metrics")
+        return notes
+
+    def _fits(self, state: Mapping[str, Any], name: str) -> bool:
+        return name in state and state["kinds"].get(name) == type(self._others[name]).__name__
+
+    def _mistakes(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+        missing = [name for name in ("model", "progress", "data", "kinds", "ranks") if name not in state]
+        if missing:
+            return [f"it has no {', '.join(missing)}, so it is not one of ours"]
+        Progress().load_state_dict(state["progress"])
+        for rank in state["ranks"]:
+            self._check_rank(rank)
+        found = differences(self._model.state_dict(), state["model"])
+        for name in self._others:
+            if self._fits(state, name):
+                found += [f"{key} of its {name} is no number" for key in self._not_numbers(state, name)]
+            if name in partial or self._fits(state, name):
+                continue
+            there = f"its {name} is {state['kinds'][name]}, not {type(self._others[name]).__name__}"
+            found.append(
+                (there if name in state["kinds"] else f"it has no {name}")
+                + f" (to start that anew: --resume-partial {name})"
+            )
+        if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
+            found.append("it has no random state (to start that anew: --resume-partial random)")
+        if state["progress"]["consumed"] and state["data"] != self._data and "data" not in partial:
+            theirs, ours = state["data"], self._data
+            changed = [
+                f"{key} {theirs.get(key)} (here {ours[key]})" for key in ours if theirs.get(key) != ours[key]
+            ]
+            found.append(
+                f"it was saved inside an epoch of other data: {', '.join(changed)} (to begin that epoch again: "
+                f"--resume-partial data)"
+            )
+        return found
+
+    def _check_rank(self, rank: Mapping[str, Any]) -> None:
+        """What a rank has of its own, checked by all, or all but that one would go on."""
+        if "random" in rank:
+            check_random_state(rank["random"])
+        if "metrics" in rank:
+            check_state(rank["metrics"])
+        for name, buffer in rank.get("buffers", {}).items():
+            if _form(buffer) != _form(self._model.get_buffer(name)):
+                raise ValueError(f"{name} of a rank is {_form(buffer)}")
+
+    def _not_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
+        """Settings that are numbers here and something else there: they would fail later, in a step."""
+        ours, theirs = self._others[name].state_dict(), state[name]
+        pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
+        return [
+            key
+            for mine, its in pairs
+            for key, value in mine.items()
+            if isinstance(value, int | float) and not isinstance(its.get(key, value), int | float | torch.Tensor)
+        ]
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether another stage has this tensor."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """How the tensors of a saved model differ from this model's: by name, by shape, by type."""
+    lines = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in theirs:
+            lines.append(f"{name} {_form(ours[name])} is not in it")
+        elif name not in ours:
+            lines.append(f"{name} {_form(theirs[name])} is not in this model")
+        elif _form(ours[name]) != _form(theirs[name]):
+            lines.append(f"{name} is {_form(theirs[name])}, and here {_form(ours[name])}")
+    more = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], f"and {more} more"] if more > 0 else lines
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -1,0 +1,175 @@
+"""Derive the command line and the YAML form of a job from its dataclasses of options.
+
+Nested dataclasses become groups in `--help`, option names stay flat (`--batch-size`), and `--config FILE` reads
+the same names from YAML, which the command line overrides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict, fields, is_dataclass
+from datetime import date
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from hvd_trainer.config.checks import flag, flag_value
+from hvd_trainer.errors import OptionError
+
+T = TypeVar("T")
+
+MOST_YAML_BYTES = 100_000
+
+
+def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = True) -> T:
+    """Fills a dataclass from the command line and, with `--config FILE`, from YAML.
+
+    Args:
+        kind: a dataclass; all fields need defaults. Fields that are dataclasses become groups.
+        args: the command line without the program's name; `sys.argv[1:]` if None.
+        outputs: print help and errors (rank 0 alone does, or each message would come once per rank).
+
+    Raises:
+        OptionError: the YAML file is missing or names an option that there is not.
+        SystemExit: the command line is wrong (code 2) or asked for help (code 0).
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    config, args = _take_config(args)
+    if config is not None:
+        args = _arguments_from_yaml(Path(config), kind) + args
+    # tyro's own switch, console_outputs, does not reach its messages about values.
+    unheard = io.StringIO()
+    with (
+        nullcontext() if outputs else redirect_stderr(unheard),
+        nullcontext() if outputs else redirect_stdout(unheard),
+    ):
+        return _read(kind, args)
+
+
+def _read(kind: type[T], args: list[str]) -> T:
+    import tyro
+
+    return tyro.cli(
+        kind,
+        prog=_program(),
+        description=f"{inspect.getdoc(kind)}\n\n--config FILE takes options from YAML (epochs: 3); the command "
+        f"line wins. Every run with --log-dir writes such a file, config.yaml.",
+        args=args,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def _program() -> str:
+    """What the user typed to start this job."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
+
+
+def flatten(options: Any) -> dict[str, Any]:
+    """All options by their flat names, as YAML and the command line write them."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(options).items():
+        flat |= value if is_dataclass(getattr(options, name)) else {name: value}
+    return flat
+
+
+def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
+    config, rest = None, []
+    remaining = iter(args)
+    for argument in remaining:
+        if argument == "--config":
+            config = next(remaining, None)
+            if config is None:
+                raise OptionError("--config needs a file: --config config.yaml")
+        elif argument.startswith("--config="):
+            config = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return config, rest
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options in a file for `--config`, by their flat names.
+
+    Raises:
+        OptionError: there is no such file, or it holds something else.
+    """
+    try:
+        # Not only files: a shell's <(...) is a pipe.
+        with path.open("rb") as file:
+            text = file.read(MOST_YAML_BYTES + 1)
+        if len(text) > MOST_YAML_BYTES:
+            raise ValueError(f"it has more than {MOST_YAML_BYTES:,} bytes")
+        content = yaml.load(text, _OptionLoader) or {}
+    except RecursionError as error:
+        raise OptionError(f"--config {path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise OptionError(f"--config {path} cannot be read: {error}") from error
+    except (LookupError, AttributeError, TypeError) as error:  # from PyYAML: such as `!!bool maybe`
+        raise OptionError(f"--config {path} cannot be read: a value is not what its tag says ({error})") from error
+    if not isinstance(content, dict):
+        raise OptionError(f"--config {path} should hold lines such as `epochs: 3`.")
+    for key, value in content.items():
+        if not all(map(_is_plain, value if isinstance(value, list) else [value])):
+            raise OptionError(f"--config {path}: {key!r:.40} should be one value, or a list of values: [2, 3]")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() < 64
+    return value is None or isinstance(value, float | str | date)
+
+
+class _OptionLoader(yaml.SafeLoader):
+    """Plain values only. Aliases could make of a short file a text of any length, and the last of two values for
+    one option would win unseen."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias (*name): type the value itself")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value.replace("-", "_") for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.most_common(1):
+            if count > 1:
+                raise yaml.YAMLError(f"it has {name!r:.40} {count} times")
+        return super().construct_mapping(node, deep)
+
+
+def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
+    known = set(_option_names(kind))
+    arguments = []
+    for name, value in read_yaml(path).items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(sorted(known))}."
+            raise OptionError(f"--config {path}: there is no option {name!r}.{hint}")
+        arguments += as_arguments(name, value)
+    return arguments
+
+
+def as_arguments(name: str, value: Any) -> list[str]:
+    """An option and its value in YAML as they would be typed. With `=`, so that a value may begin with a dash."""
+    if isinstance(value, bool):
+        return [flag_value(name, value)]
+    if isinstance(value, list):
+        return [flag(name), *map(str, value)]
+    return [f"{flag(name)}={value}"]
+
+
+def _option_names(kind: type[Any]) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for entry in fields(kind):
+        if is_dataclass(hints[entry.name]):
+            yield from _option_names(hints[entry.name])
+        else:
+            yield entry.name

@@ -1,0 +1,213 @@
+"""`python -m hvd_trainer install-horovod`: a Horovod that fits this PyTorch, proved by running it.
+
+Horovod's published source does not compile against any PyTorch from 2.1 on. This fetches it
+through pip, applies the changes in patches.py, compiles it, keeps the wheel for the next
+environment, installs it, and runs real collectives on two ranks under horovodrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan, default_jobs, python_tag
+from hvd_trainer.horovod_build.build_steps import pip, run_logged
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
+from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.horovod_build.self_test import prove
+from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
+from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, locked
+
+COMMAND = "python -m hvd_trainer install-horovod"
+
+
+def default_wheel_dir() -> Path:
+    """$XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/wheels: outside any one environment."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "hvd_trainer/wheels"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Build, install and prove a Horovod that fits this PyTorch."""
+
+    gpu: Literal["auto", "nccl", "none"] = "auto"
+    """nccl: GPU collectives through PyTorch's NCCL; none: CPU only; auto: nccl where it can be."""
+
+    mpi: bool = False
+    """Add MPI: mpirun as Horovod's own controller, and Adasum."""
+
+    wheel_dir: Path = field(default_factory=default_wheel_dir)
+    """Where built wheels and logs are kept."""
+
+    force: bool = False
+    """Build and install anew, even if a usable one is there."""
+
+    jobs: int | None = None
+    """Compilers at once (default: by cores and memory)."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The tool's entry; raises InstallError for everything that a user can mend."""
+    options = tyro.cli(Options, prog=COMMAND, args=argv)
+    # As an exception, so that the compilers end with the installer.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    install(options)
+    return 0
+
+
+def install(options: Options) -> None:
+    """Does nothing if a usable Horovod is there; otherwise leaves one, proved.
+
+    Raises:
+        InstallError: what was asked, what was found, what to type.
+    """
+    facts = _probe_torch()
+    if options.force or not _already_usable(options, facts):
+        _install(options, facts)
+
+
+def _install(options: Options, facts: Facts) -> None:
+    wheel_dir = options.wheel_dir.expanduser().resolve()
+    with locked(wheel_dir) as waited:
+        if waited and not options.force and _already_usable(options, _probe_torch()):
+            return  # the other installer was at work in this environment
+        plan = make_plan(options, facts.torch)
+        wheel = None if options.force else cached_wheel(wheel_dir, plan.key)
+        if wheel is not None:
+            print(f"installing the wheel built earlier: {wheel}", flush=True)
+        else:
+            wheel = _build(plan, wheel_dir)
+        log = wheel_dir / f"{plan.key.name}.install.log"
+        log.unlink(missing_ok=True)
+        run_logged(
+            "The built wheel must be installed.",
+            [*pip("install"), "--force-reinstall", "--no-deps", str(wheel)],
+            log,
+            os.environ,
+        )
+        prove(plan, log)
+        if plan.cuda is None:
+            _point_to_gpus(options, facts.torch)
+
+
+def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
+    print(
+        f"building {plan.key.name}\n  with {plan.jobs} compilers at once; this takes minutes; "
+        f"log: {wheel_dir / plan.key.name}.log",
+        flush=True,
+    )
+    started = time.monotonic()
+    wheel = build_wheel(plan, wheel_dir)
+    print(f"built in {time.monotonic() - started:.0f} s: {wheel}", flush=True)
+    return wheel
+
+
+def _probe_torch() -> Facts:
+    facts = probe()
+    if facts.torch.error is not None:
+        raise InstallError(
+            "Horovod is built for one PyTorch, and here none can be imported.",
+            f"{sys.executable}: {facts.torch.error}",
+            "pip install torch torchvision, then run the same command again",
+        )
+    return facts
+
+
+def make_plan(options: Options, torch: TorchFacts) -> BuildPlan:
+    """Decides GPU or not, MPI or not; raises InstallError for what is missing."""
+    cuda = choose_cuda(options.gpu, torch)
+    if isinstance(cuda, str):
+        print(f"building for the CPU: {cuda}", flush=True)
+    return BuildPlan(
+        torch=torch,
+        cuda=cuda if isinstance(cuda, CudaToolkit) else None,
+        nccl=nccl_for(torch) if isinstance(cuda, CudaToolkit) else None,
+        mpi=find_mpi() if options.mpi else None,
+        jobs=options.jobs or default_jobs(),
+    )
+
+
+def choose_cuda(gpu: str, torch: TorchFacts) -> CudaToolkit | str:
+    """The toolkit for an NCCL build, or why the build is for the CPU."""
+    if gpu == "none":
+        return "as asked (--gpu none)"
+    try:
+        return find_cuda(torch)
+    except InstallError as error:
+        if gpu == "nccl":
+            raise
+        return error.found
+
+
+def _point_to_gpus(options: Options, torch: TorchFacts) -> None:
+    """Say last that this build is for the CPU, where nobody has asked for that and PyTorch can use GPUs."""
+    why = choose_cuda(options.gpu, torch)
+    if options.gpu == "auto" and isinstance(why, str) and (torch.cuda or torch.hip):
+        print(
+            f"This Horovod is for CPUs only: {why}\n"
+            f"For GPUs type: {COMMAND} --gpu nccl    (it says what to do about that)",
+            flush=True,
+        )
+
+
+def _already_usable(options: Options, facts: Facts) -> bool:
+    if facts.horovod is None:
+        return False
+    reason = unfit(facts.horovod, facts.torch, options)
+    if reason is None:
+        record = facts.horovod.record
+        kind = f"NCCL {record['nccl']}" if record["cuda"] else "CPU only"
+        mpi = f", MPI {record['mpi']}" if record["mpi"] else ""
+        print(f"Horovod {VERSION} for torch {facts.torch.version} ({kind}{mpi}) is installed already")
+        if not record["cuda"]:
+            _point_to_gpus(options, facts.torch)
+        return True
+    print(f"the installed Horovod does not fit: {reason}", flush=True)
+    return False
+
+
+def unfit(horovod: HorovodFacts, torch: TorchFacts, options: Options) -> str | None:
+    """Why the installed Horovod is not what `options` ask for; None if it is.
+
+    The CUDA toolkit and the processor are left out: an environment that was built on one node of
+    a cluster and is used on another, perhaps without compilers, stays as it is.
+    """
+    record = horovod.record
+    if not record:
+        return horovod.error or "it was not built by this tool, so CVE-2024-10190 is open in it"
+    wanted = {
+        "horovod": VERSION,
+        "patch_set": PATCH_SET,
+        "torch": torch.version,
+        "python": python_tag(),
+    }
+    if record.get("cuda") and torch.nccl_version:
+        wanted["nccl"] = torch.nccl_version
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            return f"it was built for {name} {record.get(name)}, and this is {value}"
+    if horovod.error:
+        return horovod.error
+    if not record.get("proved"):
+        return "no ranks have exchanged tensors by it yet: it was not proved, or that failed"
+    if bool(record.get("mpi")) != options.mpi:
+        return f"it was built {'with' if record.get('mpi') else 'without'} MPI"
+    return _unfit_gpu(bool(record.get("cuda")), torch, options)
+
+
+def _unfit_gpu(has_cuda: bool, torch: TorchFacts, options: Options) -> str | None:
+    if options.gpu == "none":
+        return "it was built with NCCL" if has_cuda else None
+    if has_cuda or (options.gpu == "auto" and isinstance(choose_cuda("auto", torch), str)):
+        return None
+    return "it was built for the CPU only"

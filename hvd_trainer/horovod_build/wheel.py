@@ -1,0 +1,145 @@
+"""Builds the Horovod wheel in a folder of its own and keeps it under a key.
+
+<wheel dir>/lock                        one build at a time
+<wheel dir>/.build-XXXX/                sources, tools, temporary files; gone afterwards
+<wheel dir>/<key>.log                   everything that the build printed
+<wheel dir>/<key>/horovod-...whl        put there by a rename: whole or not at all
+
+A wheel is code that will be run. So nobody but its user (and root) may be able to write to all this: what others
+could have put there is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvd_trainer.horovod_build.build_plan import BuildKey, BuildPlan
+from hvd_trainer.horovod_build.build_steps import BuildSteps, build_environment
+from hvd_trainer.horovod_build.errors import InstallError
+from hvd_trainer.horovod_build.patches import apply_patches
+from hvd_trainer.horovod_build.toolchain import find_cxx
+
+# Sources 60 MB, tools 120 MB, objects with debug information 250 MB (CPU) to 600 MB (NCCL).
+NEEDED_MB = 800
+OURS_ALONE = 0o755
+"""Of folders, whatever the umask: also where the user's group may write to all else."""
+
+
+def cached_wheel(wheel_dir: Path, key: BuildKey) -> Path | None:
+    """The wheel that an earlier build left under this key.
+
+    Raises:
+        InstallError: others may have written it.
+    """
+    folder = wheel_dir / key.name
+    wheel = next(iter(folder.glob("horovod-*.whl")), None)
+    for path in (folder, wheel) if wheel is not None else ():
+        refuse_others(path, f"rm -r {folder}, and the same command again, which builds it anew")
+    return wheel
+
+
+def refuse_others(path: Path, remedy: str, *, above: bool = False) -> None:
+    """What others can write, or own, is not trusted.
+
+    Args:
+        path: a file or a folder.
+        remedy: what to type.
+        above: whether it is a folder above ours. In a sticky one, as /tmp is, others cannot replace ours; and
+            its group may write, since many users have a group of their own.
+
+    Raises:
+        InstallError: it is not this user's or root's alone.
+    """
+    found = path.lstat()
+    others = stat.S_IWOTH if above else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_uid not in (0, os.geteuid()):
+        why = f"{path} belongs to another user (number {found.st_uid})"
+    elif stat.S_ISLNK(found.st_mode):
+        why = f"{path} is a link"
+    elif found.st_mode & others and not (above and found.st_mode & stat.S_ISVTX):
+        why = f"other users may write to {path} ({stat.filemode(found.st_mode)})"
+    else:
+        return
+    raise InstallError(
+        "Built wheels are code that is run, so only you may write where they are kept.", why, remedy
+    )
+
+
+@contextlib.contextmanager
+def locked(wheel_dir: Path) -> Iterator[bool]:
+    """Holds the wheel dir's lock; yields whether it had to wait for another installer.
+
+    Raises:
+        InstallError: the folder cannot be made or written to, or others may write to it.
+    """
+    try:
+        wheel_dir.mkdir(OURS_ALONE, parents=True, exist_ok=True)
+        for folder in (wheel_dir, *wheel_dir.parents):
+            remedy = f"chmod go-w {folder} if it is yours, or --wheel-dir FOLDER that only you may write to"
+            refuse_others(folder, remedy, above=folder != wheel_dir)
+        lock = (wheel_dir / "lock").open("w")
+    except OSError as error:
+        raise InstallError(
+            f"Built wheels are to be kept in {wheel_dir}.",
+            f"it cannot be written to: {error.strerror}",
+            "python -m hvd_trainer install-horovod --wheel-dir FOLDER",
+        ) from error
+    with lock:
+        waited = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another installer that is using {wheel_dir} ...", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waited = True
+        yield waited
+
+
+def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
+    """Fetches, changes and compiles Horovod; the caller holds the lock.
+
+    Raises:
+        InstallError: no compiler, no space, or a step failed; the message names cause and log.
+    """
+    cxx = find_cxx(plan.torch.cxx_standard)
+    for leftover in wheel_dir.glob(".build-*"):  # of an installer that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    _require_space(wheel_dir)
+    log = wheel_dir / f"{plan.key.name}.log"
+    log.unlink(missing_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=wheel_dir, prefix=".build-") as name:
+            folder = Path(name)
+            steps = BuildSteps(folder, log)
+            steps.fetch_tools()
+            source = steps.fetch_source()
+            apply_patches(source, plan.torch.cxx_standard, plan.key.record())
+            wheel = steps.compile(source, build_environment(plan, cxx, folder))
+            target = wheel_dir / plan.key.name
+            target.mkdir(OURS_ALONE, exist_ok=True)
+            wheel.chmod(wheel.stat().st_mode & OURS_ALONE)
+            return wheel.replace(target / wheel.name)
+    except OSError as error:
+        raise InstallError(
+            "Horovod could not be built.",
+            f"{error.strerror} ({error.filename})",
+            "free some space, or --wheel-dir on another disk",
+            log,
+        ) from error
+
+
+def _require_space(wheel_dir: Path) -> None:
+    free_mb = shutil.disk_usage(wheel_dir).free // 2**20
+    if free_mb < NEEDED_MB:
+        raise InstallError(
+            f"The build needs about {NEEDED_MB} MB in {wheel_dir}.",
+            f"{free_mb} MB are free: the disk is full",
+            "free some space, or python -m hvd_trainer install-horovod --wheel-dir FOLDER on another disk",
+        )

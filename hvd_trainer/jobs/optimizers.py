@@ -1,0 +1,60 @@
+"""The optimizers that the jobs offer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.utils import accelerator
+
+OptimizerName = Literal["adam", "adamw", "sgd"]
+
+
+def make_optimizer(
+    model: nn.Module,
+    name: OptimizerName,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    device: torch.device,
+    options: TrainerOptions,
+) -> Optimizer:
+    """Return an optimizer over all parameters.
+
+    On an accelerator it is fused: one kernel updates all parameters.
+
+    Args:
+        momentum: for sgd only.
+        weight_decay: decay of the weights (adamw: decoupled).
+        device: where the model will be trained; it may still be elsewhere.
+        options: of the training.
+    """
+    weights = model.parameters()
+    fused = None if accelerator.is_host(device) else True
+    if name == "sgd":
+        # Of slices (`--shard full`) PyTorch has no fused SGD; and if the scaler leaves the first step out, its
+        # momentum would start from memory that nobody has filled.
+        if options.parallel.shard == "full" or (options.train.precision == "fp16" and momentum):
+            fused = None
+        optimizer: Optimizer = torch.optim.SGD(
+            weights, lr, momentum=momentum, weight_decay=weight_decay, fused=fused
+        )
+    else:
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+        optimizer = kind(weights, lr, weight_decay=weight_decay, fused=fused)
+    optimizer.register_load_state_dict_pre_hook(_keep_fused)
+    return optimizer
+
+
+def _keep_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Load a state with this machine's own way to compute an update, whichever saved it."""
+    groups = [
+        {**theirs, "fused": ours["fused"]}
+        for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False)
+    ]
+    return {**state, "param_groups": groups + state["param_groups"][len(groups) :]}

@@ -1,0 +1,198 @@
+"""The texts of the second job: 50,000 movie reviews from IMDB, or tokens drawn at random to measure speed.
+
+One rank per node downloads the archive if need be, and makes tokens of it if the cache has none; the others read
+what it has kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.data.dataset import TensorData
+from hvd_trainer.data.per_node import SharedDataError, once_per_node
+from hvd_trainer.errors import DataError
+from hvd_trainer.jobs.images import default_data_dir
+from hvd_trainer.jobs.reviews import archive
+from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
+from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, SPLITS, WHOLE
+from hvd_trainer.jobs.reviews.download import download
+from hvd_trainer.jobs.reviews.tokenizer import Tokens
+
+URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
+MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+DOWNLOAD_S, PREPARE_S = 240.0, 600.0
+"""Time limits: to download 84 MB; for the other ranks of a node to wait for the tokens."""
+HOW = (
+    f"To get it, type on a machine with internet: curl -O {URL} and then pass the file here: "
+    f"--data-dir {ARCHIVE}. Or train on tokens drawn at random: --dataset synthetic"
+)
+_CALLS = itertools.count()
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The data set."""
+
+    dataset: Literal["imdb", "synthetic"] = "imdb"
+    """imdb (50,000 movie reviews), or synthetic: tokens drawn at random, to measure speed without data"""
+    data_dir: str | None = None
+    """aclImdb_v1.tar.gz, the folder aclImdb that it unpacks to, or a folder with either; None: a cache folder of
+    yours"""
+    synthetic_reviews: int = 10_000
+    """synthetic only: how many to train on; a tenth as many to test on"""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A training and a test set of token ids and labels (0 negative, 1 positive)."""
+
+    train: TensorData
+    test: TensorData
+    note: str | None = None
+    """What became of the reviews, said once; None if there is nothing."""
+    tokenizer: str | None = None
+    """What made the ids, as `tokenizers.Tokenizer.from_str` takes it."""
+
+
+class Ids:
+    """Compact ids to the int64 that an embedding takes."""
+
+    deterministic = True
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return ids.long()
+
+
+def load_texts(
+    options: TextOptions,
+    backend: Backend,
+    *,
+    vocabulary: int,
+    sequence_length: int,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Texts:
+    """Loads the data set that the options name, the same on all ranks; prepares it once per node.
+
+    Args:
+        vocabulary: how many ids there are; 0 is padding.
+        sequence_length: ids per text; inputs are (num_texts, sequence_length).
+        seed: of synthetic tokens.
+        say: told what takes time.
+
+    Raises:
+        DataError: the reviews are not there, not whole, or cannot be downloaded; or the cache cannot be used.
+    """
+    if options.dataset == "synthetic":
+        return synthetic(options.synthetic_reviews, vocabulary, sequence_length, seed)
+    place = Path(options.data_dir).expanduser() if options.data_dir else default_data_dir()
+    made: list[Tokens] = []
+    node, call = backend.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
+
+    def prepare() -> str | None:
+        trouble = fetch(place, DOWNLOAD_S)
+        if trouble is not None:
+            return f"{trouble}. {HOW}"
+        file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
+        made.append(tokens)
+        backend.store.set(f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens.fingerprint()}))
+        return None
+
+    trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
+    if trouble:
+        raise SharedDataError(trouble[0])
+    # Where ranks come and go, those that were here before do not take part.
+    nodes = dict.fromkeys(peer.node for peer in backend.peers if not peer.worlds)
+    kept = {name: json.loads(backend.store.get(f"{call}.{name}")) for name in nodes}
+    if len({entry["tokens"] for entry in kept.values()}) > 1:
+        raise SharedDataError(
+            f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
+            f"the same {ARCHIVE}, and the same version of the package tokenizers."
+        )
+    return _as_texts(made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length))
+
+
+def fetch(place: Path, patience_s: float) -> str | None:
+    """Makes sure that the reviews are in `place`; returns what is wrong if it cannot.
+
+    Args:
+        patience_s: how long a download may take, in seconds.
+    """
+    try:
+        archive.find(place)
+        return None
+    except DataError as error:
+        missing = str(error)
+    if place.suffix in (".gz", ".tgz", ".tar"):
+        return f"there is no file {place}"
+    trouble = download(URL, place / ARCHIVE, MD5, patience_s=patience_s)
+    return None if trouble is None else f"{missing}, and it cannot be downloaded from here ({trouble})"
+
+
+def prepare_tokens(
+    source: Path, vocabulary: int, sequence_length: int, say: Callable[[str], None]
+) -> tuple[Path, Tokens]:
+    """The tokens of the reviews in `source`, from the cache if it has them, and the file that has them now.
+
+    Raises:
+        DataError: the reviews cannot be read, or the cache cannot be written.
+    """
+    digest = archive.digest(source)
+    file = imdb_tokens.cache_file(default_data_dir(), digest, vocabulary, sequence_length)
+    if file.exists():
+        try:
+            return file, imdb_tokens.load(file, vocabulary, sequence_length)
+        except DataError as error:
+            say(f"imdb: {error}, and is made anew")
+    say(f"imdb: makes tokens of {source}, which takes a minute, and keeps them in {file}")
+    tokens = imdb_tokens.encode(archive.read(source), vocabulary, sequence_length)
+    imdb_tokens.save(tokens, file)
+    return file, tokens
+
+
+def _as_texts(tokens: Tokens) -> Texts:
+    train, test = (TensorData(tokens.ids[split], tokens.labels[split].long(), Ids(), "IMDB") for split in SPLITS)
+    return Texts(train, test, _note(tokens), tokens.tokenizer)
+
+
+def _note(tokens: Tokens) -> str:
+    """`imdb: 25,000 + 25,000 reviews; 2 not UTF-8 (read with replacements), 3,210 cut to 256 tokens`."""
+    sizes = [len(tokens.labels[split]) for split in SPLITS]
+    parts = [f"imdb: {' + '.join(f'{size:,}' for size in sizes)} reviews"]
+    if sizes != [WHOLE] * len(SPLITS):
+        parts[0] += f" (all would be {WHOLE:,} + {WHOLE:,})"
+    counts = _told(tokens.counts, tokens.ids["train"].shape[1])
+    return "; ".join([*parts, ", ".join(counts)] if counts else parts)
+
+
+def _told(counts: Mapping[str, int], sequence_length: int) -> list[str]:
+    words = {
+        "not_utf8": "not UTF-8 (read with replacements)",
+        "empty": "empty (left out)",
+        "strange": f"other files among them (left out; a review is called such as {FOLDER}/train/pos/0_9.txt)",
+        "cut": f"cut to {sequence_length} tokens",
+    }
+    return [f"{counts[name]:,} {text}" for name, text in words.items() if counts[name]]
+
+
+def synthetic(count: int, vocabulary: int, sequence_length: int, seed: int) -> Texts:
+    """Full-length texts of tokens drawn at random, and labels too: the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = imdb_tokens.ids_type(vocabulary)
+
+    def draw(size: int) -> TensorData:
+        shape = (size, sequence_length)
+        ids = torch.randint(1, vocabulary, shape, generator=generator, dtype=dtype)
+        labels = torch.randint(2, (size,), generator=generator)
+        return TensorData(ids, labels, Ids(), "synthetic")
+
+    return Texts(draw(count), draw(max(1, count // 10)))

@@ -1,0 +1,203 @@
+"""Reviews as ids of parts of words, and a cache of them: a tokenizer's training and 50,000 reviews take a minute.
+
+The parts are learnt from the training reviews alone. A review that is longer than the sequence keeps its
+beginning and, three times as long, its end: there stands the verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_trainer.errors import DataError
+from hvd_trainer.jobs.reviews.archive import LABELS, MARKUP, SPLITS, Reviews
+from hvd_trainer.utils.files import open_plain, replacing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FORMAT = 1
+"""Of the cache; another number for any change of what is made of the same reviews."""
+PAD = "[PAD]"
+"""What id 0 is called: no token."""
+LEAST_VOCABULARY = 1 + 256
+"""That, and all bytes."""
+ENCODED_AT_ONCE = 1000
+COUNTED = ("not_utf8", "empty", "strange")
+"""Of what was odd about the reviews."""
+DAMAGED = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError, RecursionError, NotImplementedError),
+    *(ValueError, KeyError, TypeError),
+)
+"""What reading a file that is no cache raises."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Both splits as ids."""
+
+    ids: Mapping[str, Tensor]
+    """by split: int16 where the vocabulary allows it, else int32, shape (num_reviews, sequence_length)"""
+    labels: Mapping[str, Tensor]
+    """by split: uint8, shape (num_reviews,)"""
+    counts: Mapping[str, int]
+    """how many reviews were not_utf8, empty, strange and cut"""
+    tokenizer: str
+    """its JSON, as `tokenizers.Tokenizer.from_str` takes it"""
+
+    def fingerprint(self) -> str:
+        """Equal on all nodes, or they would train on different data."""
+        sha = hashlib.sha256(self.tokenizer.encode())
+        for split in SPLITS:
+            sha.update(self.ids[split].numpy().tobytes())
+            sha.update(self.labels[split].numpy().tobytes())
+        return sha.hexdigest()
+
+
+def ids_type(vocabulary: int) -> torch.dtype:
+    """The smallest type of ids that tensors can be indexed by rows in."""
+    return torch.int16 if vocabulary <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
+    """Trains a tokenizer on the training reviews and makes ids of all.
+
+    Args:
+        vocabulary: how many ids there are, at most; at least `LEAST_VOCABULARY`.
+        sequence_length: of every row: shorter reviews are filled up with 0.
+    """
+    tokenizer = _trained(reviews.train.texts, vocabulary)
+    ids, cut = {}, 0
+    for split in SPLITS:
+        texts = getattr(reviews, split).texts
+        rows = torch.zeros(len(texts), sequence_length, dtype=ids_type(vocabulary))
+        for row, parts in zip(rows.numpy(), _parts(tokenizer, texts), strict=True):
+            if len(parts) > sequence_length:
+                beginning = sequence_length // 4
+                parts = parts[:beginning] + parts[beginning - sequence_length :]
+                cut += 1
+            row[: len(parts)] = parts
+        ids[split] = rows
+    labels = {split: torch.tensor(getattr(reviews, split).labels, dtype=torch.uint8) for split in SPLITS}
+    counts = {name: getattr(reviews, name) for name in COUNTED} | {"cut": cut}
+    return Tokens(ids, labels, counts, tokenizer.to_str())
+
+
+def _trained(texts: list[str], vocabulary: int) -> Tokenizer:
+    """Byte pairs: of the same texts any run makes the same ones, and of any text it knows all letters.
+
+    The library's trainer of word pieces numbers the letters inside of words in an order that is drawn at random,
+    and these numbers decide between pairs that are equally frequent.
+    """
+    # Imported when there is something to learn: a start from the cache does without.
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(MARKUP.pattern), " "), normalizers.NFC(), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # A review may hold these letters.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
+    for start in range(0, len(texts), ENCODED_AT_ONCE):
+        for encoding in tokenizer.encode_batch(texts[start : start + ENCODED_AT_ONCE]):
+            yield encoding.ids
+
+
+# The cache.
+
+
+def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int) -> Path:
+    """Where the tokens of these reviews are kept."""
+    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.npz"
+
+
+def save(tokens: Tokens, file: Path) -> None:
+    """Writes the cache, whole or not at all.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    about = json.dumps({"counts": dict(tokens.counts), "tokenizer": tokens.tokenizer}).encode()
+    arrays: dict[str, Any] = {"about": np.frombuffer(about, np.uint8)}
+    for split in SPLITS:
+        arrays |= {f"{split}_ids": tokens.ids[split].numpy(), f"{split}_labels": tokens.labels[split].numpy()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Nodes that share the folder may write at the same time.
+        with replacing(file) as temporary, temporary.open("wb") as opened:
+            np.savez(opened, **arrays)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise DataError(
+            f"The tokens cannot be kept in {file.parent}: {error}. Name a folder with space for them: "
+            f"export XDG_CACHE_HOME=/path"
+        ) from error
+
+
+def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
+    """Reads the cache. Each of its arrays has a checksum.
+
+    Args:
+        vocabulary, sequence_length: as for `encode`.
+
+    Raises:
+        DataError: it is not there, damaged, or no such cache.
+    """
+    try:
+        with open_plain(file) as opened:
+            tokens = _read(opened)
+        for split in SPLITS:
+            _check(tokens.ids[split], tokens.labels[split], vocabulary, sequence_length)
+        return tokens
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {file}") from error
+    except DAMAGED as error:
+        raise DataError(f"{file} is damaged: {error}") from error
+
+
+def _read(file: BinaryIO) -> Tokens:
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is packed, and would unpack to more than its own size")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        about = json.loads(arrays["about"].tobytes())
+        ids = {split: torch.from_numpy(arrays[f"{split}_ids"]) for split in SPLITS}
+        labels = {split: torch.from_numpy(arrays[f"{split}_labels"]) for split in SPLITS}
+    counts = {name: operator.index(about["counts"][name]) for name in (*COUNTED, "cut")}
+    return Tokens(ids, labels, counts, str(about["tokenizer"]))
+
+
+def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
+    """What is out of its range would end a training by an error that speaks of something else."""
+    forms = (ids.dtype, ids.shape, labels.dtype)
+    if forms != (ids_type(vocabulary), (len(labels), sequence_length), torch.uint8) or not labels.numel():
+        raise ValueError("its arrays have other forms")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or int(labels.max()) >= len(LABELS):
+        raise ValueError("it has ids or labels that there are not")

@@ -1,0 +1,44 @@
+"""How much memory a training has taken."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+import torch
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.utils import accelerator
+
+MB = 2**20
+
+
+class PeakMemory:
+    """From now on: of the GPU where there is one, else of the process.
+
+    Args:
+        backend: the engine.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        if accelerator.is_host(backend.device):
+            self._base = psutil.Process().memory_info().rss
+        else:
+            accelerator.reset_peak(backend.device)
+            self._base = accelerator.allocated_bytes(backend.device)
+
+    def figures(self) -> dict[str, float]:
+        """Of the rank that took most, in MB: what it had to begin with, and its peak. A collective.
+
+        On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
+        """
+        most, base = max(self._backend.all_gather_object((peak_bytes(self._backend.device), self._base)))
+        return {"peak_memory_mb": round(most / MB, 2), "base_memory_mb": round(base / MB, 2)}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has taken, on the accelerator if that is where it trains."""
+    if accelerator.is_host(device):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kB
+    return accelerator.peak_bytes(device)

@@ -1,0 +1,199 @@
+"""Metrics are sums and counts, read from the device and brought together over ranks when they are asked for.
+
+A metric is a function of outputs and targets that gives one value per sample (N,) or their mean, or an object of
+the torchmetrics kind (see `metric_objects.py`). Each sample counts once, whatever the number of ranks and however
+unequal their shares.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.errors import CheckpointError, OptionError, first_line
+from hvd_trainer.observe.metric_objects import (
+    MetricObject,
+    export_state,
+    import_state,
+    merge_state,
+    merged_values,
+    reset,
+)
+from hvd_trainer.utils.files import UNREADABLE
+
+MetricFunction = Callable[[Any, Any], Tensor]
+Metric = MetricFunction | MetricObject
+TAKEN = ("loss", "samples")
+MOST_UNREAD = 1000
+"""Batches whose figures stay on the device at most: a few hundred bytes of its memory each."""
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the largest of the outputs (N, C) is the target's (N,) class: bool, shape (N,)."""
+    return outputs.argmax(dim=1) == targets
+
+
+class Meter:
+    """Gathers the loss and the metrics of one pass over data.
+
+    Adding a batch launches what the metrics themselves need, and waits for nothing: what they give stays on the
+    device until a figure is asked for. Only `recent` and `compute` are collectives.
+
+    Raises:
+        OptionError: a metric has a name that is taken, or gives something else than promised.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], backend: Backend) -> None:
+        for name in set(TAKEN) & set(metrics):
+            raise OptionError(f"A metric cannot be called {name!r}, which the trainer reports itself: rename it.")
+        self._functions = {n: m for n, m in metrics.items() if not isinstance(m, MetricObject)}
+        self._objects = {n: m for n, m in metrics.items() if isinstance(m, MetricObject)}
+        self._backend = backend
+        self._sums = [0.0] * (1 + len(self._functions))
+        self._before = [0.0] * (2 + len(self._functions))
+        self._unread: list[tuple[int, list[Tensor]]] = []
+        self.samples = 0
+        for metric in self._objects.values():
+            reset(metric, backend.device)
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
+        """Add one batch: `loss` is its mean loss (a scalar on the device)."""
+        loss = loss.detach()
+        values = [_summed(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
+        # A metric may have computed on the host.
+        self._unread.append((samples, [loss, *(value.to(loss.device, non_blocking=True) for value in values)]))
+        for gatherer in self._objects.values():
+            gatherer.update(outputs, targets)
+        self.samples += samples
+        if len(self._unread) >= MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Take over what the device has: one wait for all batches, in whose order it is added up."""
+        if not self._unread:
+            return
+        samples, rows = zip(*self._unread, strict=True)
+        self._unread = []
+        losses, *others = zip(*rows, strict=True)
+        columns = [torch._foreach_mul(list(losses), samples), *others]
+        found = self._backend.read(torch.stack([torch.stack(list(column)).double() for column in columns]))
+        for place, column in enumerate(found):
+            for value in column:  # `sum` would round in another way
+                self._sums[place] += value
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether some metric may hold on to the outputs that it is given."""
+        return bool(self._objects)
+
+    def local_loss(self) -> float:
+        """Return this rank's mean loss so far: waits for the device, so ask seldom."""
+        self._read()
+        return self._sums[0] / max(1, self.samples)
+
+    def recent(self) -> dict[str, float]:
+        """Return the means over what was added since the last call; loss and functions only. A collective."""
+        now = self._totals()
+        figures = self._means([total - before for total, before in zip(now, self._before, strict=True)])
+        self._before = now
+        return figures
+
+    def compute(self) -> dict[str, float]:
+        """Means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
+        return self._means(self._totals()) | merged_values(self._objects, self._backend)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has gathered so far, as a checkpoint holds it."""
+        self._read()
+        return {
+            "names": list(self._functions),
+            "sums": torch.tensor(self._sums, dtype=torch.float64),
+            "before": torch.tensor(self._before, dtype=torch.float64),
+            "samples": self.samples,
+            "objects": {name: export_state(metric) for name, metric in self._objects.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Goes on where `state_dict` was taken; returns the metrics that cannot, and start anew.
+
+        Sums are exact in float64, so that the pass ends with the figures of an undisturbed one.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        try:
+            return self._load(state)
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"The checkpoint's metrics are none ({type(error).__name__}: {first_line(error)}). Begin another "
+                f"run: --resume none, or another --log-dir"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> list[str]:
+        names = ["loss", *self._functions]
+        there = {name: place for place, name in enumerate(["loss", *state["names"]])}
+        for place, name in enumerate(names):
+            if name in there:
+                self._sums[place] = float(state["sums"][there[name]])
+                self._before[place] = float(state["before"][there[name]])
+        self._before[-1] = float(state["before"][-1])
+        self.samples = state["samples"]
+        anew = [name for name in names if name not in there]
+        for name, metric in self._objects.items():
+            if not import_state(metric, state["objects"].get(name), self._backend.device):
+                anew.append(name)
+        return anew
+
+    def _totals(self) -> list[float]:
+        self._read()
+        return self._backend.all_reduce_numbers([*self._sums, self.samples])
+
+    def _means(self, totals: Sequence[float]) -> dict[str, float]:
+        *sums, samples = totals
+        names = ("loss", *self._functions)
+        means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
+        return {**means, "samples": int(samples)}
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Looks at what should be a `Meter.state_dict` and comes from elsewhere.
+
+    Raises:
+        TypeError, ValueError, LookupError, AttributeError: it is none.
+    """
+    count = len(list(state["names"]))
+    lengths = [tuple(state[name].shape) for name in ("sums", "before")]
+    if lengths != [(1 + count,), (2 + count,)] or operator.index(state["samples"]) < 0:
+        raise ValueError("the metrics are not as many as their sums")
+    state["objects"].items()
+
+
+def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `Meter.state_dict` of one rank that has gathered what several had; the others start empty."""
+    first = states[0]
+    return {
+        "names": first["names"],
+        "sums": torch.stack([state["sums"] for state in states]).sum(0),
+        "before": first["before"],  # of all ranks, the same on each
+        "samples": sum(state["samples"] for state in states),
+        "objects": {name: merge_state([state["objects"][name] for state in states]) for name in first["objects"]},
+    }
+
+
+def _summed(name: str, value: Tensor, samples: int) -> Tensor:
+    """The sum over a batch of a metric that gave one value per sample, or their mean."""
+    if value.dim() == 0:
+        return value * samples
+    if value.numel() != samples:
+        raise OptionError(
+            f"The metric {name!r} gave {tuple(value.shape)} values for {samples} samples: give one per sample, or "
+            f"their mean."
+        )
+    return value.sum()

@@ -1,0 +1,136 @@
+"""How far training is: the counters that belong to its state, and the bar that shows them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+import psutil
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from hvd_trainer.observe.metrics import Meter
+
+REFRESH_S = 0.5
+MOST_COUNT = 2**53
+
+
+@dataclass
+class Progress:
+    """The counters of a run, saved and restored with it."""
+
+    epoch: int = 0
+    """epochs that are finished"""
+    step: int = 0
+    """optimizer steps so far, skipped ones included"""
+    consumed: int = 0
+    """samples of the running epoch that all ranks together have trained on"""
+    samples: int = 0
+    """samples of all epochs"""
+    skipped_steps: int = 0
+    """steps left out because the gradient was not finite"""
+    figures: dict[str, float] = field(default_factory=dict)
+    """of the epoch that was finished last, such as test_loss"""
+
+    def __post_init__(self) -> None:
+        self._unread: Tensor | None = None
+
+    def count_skipped(self, skipped: bool | Tensor) -> None:
+        """Count a step that was left out; one of which only the device knows when `read_skipped` is called."""
+        if isinstance(skipped, bool):
+            self.skipped_steps += skipped
+        else:
+            self._unread = skipped if self._unread is None else self._unread + skipped
+
+    def read_skipped(self, read: Callable[[Tensor], Any] = Tensor.tolist) -> None:
+        """Bring `skipped_steps` up to date: waits for the device if that has something to tell."""
+        if self._unread is not None:
+            self.skipped_steps += int(read(self._unread))
+            self._unread = None
+
+    def state_dict(self) -> dict[str, Any]:
+        self.read_skipped()
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it holds something else; nothing has been changed then.
+        """
+        figures = state.get("figures", {})
+        if not isinstance(figures, Mapping) or not all(type(value) in (int, float) for value in figures.values()):
+            raise ValueError("its figures are not all numbers")
+        counts = {name: value for name, value in state.items() if name != "figures"}
+        for name, value in counts.items():
+            if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MOST_COUNT:
+                raise ValueError(f"its counter {name!r} is {value!r:.40}, and no number from 0 on")
+        for name, value in counts.items():
+            setattr(self, name, value)
+        self.figures = dict(figures)
+
+
+class Bar:
+    """One tqdm bar over an epoch's samples, on rank 0 and only where a person watches."""
+
+    def __init__(self, visible: bool, progress: Progress, epochs: int, total: int | None) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._shown = time.monotonic()
+        terminal = _terminal() if visible else None
+        if terminal is not None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total,
+                initial=progress.consumed,
+                desc=f"epoch {progress.epoch + 1}/{epochs}",
+                unit=" samples",
+                unit_scale=True,
+                mininterval=REFRESH_S,
+                leave=False,
+                dynamic_ncols=True,
+                file=terminal,
+            )
+
+    def advance(self, consumed: int, meter: Meter) -> None:
+        """Moves to the sample `consumed`; reads the loss from the device seldom, because that waits for it."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        # Where the model is in stages, only the last one has losses.
+        if now - self._shown > REFRESH_S and meter.samples:
+            self._shown = now
+            self._bar.set_postfix_str(f"loss {meter.local_loss():.4f}", refresh=False)
+        # The last step may repeat a few samples so that all ranks have as many.
+        self._bar.update(min(consumed, self._bar.total or consumed) - self._bar.n)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _terminal() -> TextIO | None:
+    """Where a bar can be drawn: our own stderr if it is a terminal, or that of horovodrun.
+
+    horovodrun puts a pipe between its ranks and its terminal but passes carriage returns on, so a bar
+    works exactly if its own stderr is a terminal.
+    """
+    if sys.stderr.isatty():
+        return sys.stderr
+    for parent in psutil.Process().parents()[:6]:
+        try:
+            if any(os.path.basename(word) == "horovodrun" for word in parent.cmdline()[:3]):
+                target = os.readlink(f"/proc/{parent.pid}/fd/2")
+                return sys.stderr if target.startswith(("/dev/pts/", "/dev/tty")) else None
+        except (psutil.Error, OSError):
+            return None
+    return None

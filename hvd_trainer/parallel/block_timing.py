@@ -1,0 +1,64 @@
+"""How long each block of a model takes, measured."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hvd_trainer.optim.step import mixed_precision
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.rng import apart
+
+WARM_UP, ROUNDS = 2, 7
+ENOUGH_S = 1.0
+"""For one block, if it has been measured at all: large ones vary less."""
+
+
+def time_blocks(
+    blocks: Sequence[nn.Module], inputs: Any, device: torch.device, precision: str = "fp32"
+) -> list[float]:
+    """The median seconds of forward and backward of each block, for one chunk.
+
+    One block at a time is copied to the device, so that the model need not fit there.
+
+    Args:
+        inputs: of one chunk.
+        precision: as in training.
+    """
+    value, times = inputs, []
+    with apart(device), torch.enable_grad():
+        for block in blocks:
+            here = copy.deepcopy(block).to(device).train()
+            taken: list[float] = []
+            start = _now(device)
+            for number in range(WARM_UP + ROUNDS):
+                began = _now(device)
+                if taken and began - start > ENOUGH_S:
+                    break
+                with mixed_precision(device, precision):
+                    outputs = here(value)
+                roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+                if roots:
+                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+                if number >= WARM_UP:
+                    taken.append(_now(device) - began)
+            times.append(median(taken))
+            value = tree_map_only(Tensor, _as_input, outputs)
+    return times
+
+
+def _as_input(tensor: Tensor) -> Tensor:
+    """As it comes into the next block: one that backward goes through as well."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _now(device: torch.device) -> float:
+    accelerator.synchronize(device)
+    return time.perf_counter()

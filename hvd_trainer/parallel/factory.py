@@ -1,0 +1,20 @@
+"""The layout of a job, by its options."""
+
+from __future__ import annotations
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.parallel.layout import Layout, WholeModelLayout
+from hvd_trainer.parallel.pipeline_layout import PipelineLayout
+
+
+def make_layout(
+    backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+) -> Layout:
+    """How this job's ranks share model and data. The engine must have started.
+
+    Raises:
+        OptionError: the options do not fit each other, or the ranks.
+    """
+    return (PipelineLayout if options.is_staged else WholeModelLayout)(backend, options, train, exchange=exchange)

@@ -1,0 +1,278 @@
+"""A model cut into stages, or batches into micro-batches: what a rank keeps of it, and who it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.backends.model_sync import synchronize
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.data import DataShard
+from hvd_trainer.errors import OptionError
+from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.parallel.block_timing import time_blocks
+from hvd_trainer.parallel.device_pipeline import DevicePipeline
+from hvd_trainer.parallel.grid import make_grid
+from hvd_trainer.parallel.layout import K, Layout, V, drop_other_state
+from hvd_trainer.parallel.microbatch import take
+from hvd_trainer.parallel.partition import MB, Partition, block_names, make_parts
+from hvd_trainer.parallel.pipeline import ManyStages, OneStage, Runner, StageStep
+from hvd_trainer.parallel.schedule import bubble, check_chunks
+from hvd_trainer.parallel.stage_module import StageModule
+from hvd_trainer.utils import accelerator
+
+MEASURED: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+"""How long the blocks of models take, in seconds."""
+
+
+class PipelineLayout(Layout):
+    """Several ranks share one copy of the model; or one has it, and cuts its batch."""
+
+    seeds_itself = True
+
+    def __init__(
+        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+    ) -> None:
+        super().__init__(backend, options, train, exchange=exchange)
+        self.grid = make_grid([peer.node for peer in backend.peers], options.stages)
+        self.place = self.grid.place(backend.world.rank)
+        self.share = DataShard(self.place.replica, self.grid.replicas)
+        self._chunk_size = 0
+        check_chunks(options.schedule, options.stages, options.num_chunks)
+        self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
+        self._group: dist.ProcessGroup | None = None
+        self._pipeline: Runner | None = None
+        if options.stages > 1:
+            refuse_stages_on_gloo(backend, options.stages)
+            self._group = backend.group_of(self.grid.rows)
+
+    def check_batch(self, batch_size: int) -> None:
+        chunks = self._options.num_chunks
+        if chunks > batch_size:
+            raise OptionError(
+                f"--chunks {chunks} cuts a batch of {batch_size} into less than one sample. Type --chunks "
+                f"{batch_size} or less, or a larger --batch-size"
+            )
+        self._chunk_size = -(-batch_size // chunks)
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
+    ) -> tuple[nn.Module, Optimizer]:
+        # Blocks of other stages lose their tensors, but not their names and shapes.
+        options, backend = self._options, self._backend
+        why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
+        if options.num_devices > 1:
+            why = f"--devices-per-rank {options.num_devices}"
+        names = block_names(model, why)
+        timed = options.balance == "time" and self._num_parts > 1
+        times = self._measured(model, inputs) if timed else None
+        self.parts = make_parts(model, names, self._num_parts, options.balance, why, times)
+        refuse_batch_norm(model, options.num_chunks)
+        refuse_in_place(model, self.parts)
+        if self._slices is not None:
+            self._slices.check(model)
+        # Of a model that has been cut before, each stage knows the state of its own part.
+        before = optimizer.state_dict()
+        state = self.merged(before["state"])
+        synchronize(backend, model, optimizer, None if state is None else {**before, "state": state})
+        mine = range(self.place.stage, len(self.parts), options.stages)
+        refuse_what_is_elsewhere(model, [self.parts[number] for number in mine])
+        for number, part in enumerate(self.parts):
+            if number not in mine:
+                leave_out(model, part, optimizer)
+        self._mine = {number: self._blocks(model, number) for number in mine}
+        drop_other_state(optimizer, self.owns)
+        optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
+        stage = nn.ModuleList(self._mine.values())
+        if self._slices is None:
+            backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)
+        else:
+            blocks = [block for part in self._mine.values() for block in part.blocks]
+            self._slices.cut(list(stage), blocks, optimizer)
+        backend.learn_names(model)
+        self._share_updates(optimizer)
+        return model, optimizer
+
+    def _measured(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
+        """The seconds that each block takes for one chunk, as rank 0 finds it; the others wait meanwhile.
+
+        Once for a model: if it has been cut, each rank has only what the times of then have left it.
+        """
+        backend = self._backend
+        if model not in MEASURED:
+            batch, times = inputs(), []
+            if backend.world.is_first:
+                chunk = take(batch, 0, self._chunk_size)
+                times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
+            MEASURED[model] = backend.broadcast_object(times)
+        return MEASURED[model]
+
+    def _device(self, number: int) -> torch.device:
+        """Where a part is computed."""
+        return self._backend.devices[number if self._options.stages == 1 else 0]
+
+    def _blocks(self, model: nn.Module, number: int) -> StageModule:
+        """One part, on its device; those that are to be cut into slices stay where they are."""
+        blocks, device = list(model.children()), self._device(number)
+        if self._slices is None:
+            for i in self.parts[number].blocks:
+                blocks[i].to(device)
+        return StageModule(
+            [(i, blocks[i]) for i in self.parts[number].blocks],
+            device=device,
+            precision=self._train.precision,
+            recompute=self._options.activation_checkpointing == "blocks",
+            sends=self._group is not None and number + 1 < len(self.parts),
+        )
+
+    def make_step(self, parts: StepParts) -> TrainStep:
+        options = self._options
+        self._pipeline = self._runner()
+        kind = StageStep
+        if self._slices is not None:
+            from hvd_trainer.parallel.fsdp import FSDPStageStep
+
+            kind = FSDPStageStep
+        return kind(
+            parts,
+            runner=self._pipeline,
+            chunks=options.num_chunks,
+            chunk_size=self._chunk_size,
+            seed=self._train.seed,
+            replica=self.place.replica,
+        )
+
+    def _runner(self) -> Runner:
+        options = self._options
+        if self._group is not None:
+            return ManyStages(
+                self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
+            )
+        if options.num_devices > 1:
+            return DevicePipeline(list(self._mine.values()), self._backend.devices)
+        return OneStage(self._mine[0])
+
+    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        if self._group is None:
+            return dict(owned)
+        if self.place.replica > 0:
+            return None
+        return self._gathered(owned, self._group)
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """The fraction of its time that stages waited, or sent and received."""
+        # On a GPU the clock would only tell how long Python takes to ask for the work.
+        if not isinstance(self._pipeline, ManyStages) or not accelerator.is_host(self._backend.device):
+            return {}
+        busy, whole = self._backend.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
+        self._pipeline.busy_s = 0.0
+        return {"bubble": 1 - busy / whole}
+
+    def lines(self) -> dict[str, str]:
+        options, grid = self._options, self.grid
+        chunks, stages = options.num_chunks, options.stages
+        waits = bubble(options.schedule, stages, chunks, options.parts_of_each)
+        if stages == 1:
+            waits = bubble("gpipe", options.num_devices, chunks)
+        copies = f"{grid.replicas} {'copy' if grid.replicas == 1 else 'copies'}"
+        cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
+        lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
+        if len(self.parts) == 1:
+            return lines
+        how = options.schedule if stages > 1 else f"{options.num_devices} devices each"
+        lines["stages"] += f", {how}: {waits:.1%} of a step is waiting, if all parts take equally long"
+        for number, part in enumerate(self.parts):
+            names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} to {part.names[-1]}"
+            took = "" if part.seconds is None else f", {part.seconds * 1000:.2f} ms per chunk"
+            size = f"{part.parameters:,} parameters, {part.bytes / MB:,.2f} MB"
+            place = f"stage {number % stages}" if stages > 1 else str(self._device(number))
+            lines[f"part {number}"] = f"{place}: {names}, {size}{took}"
+        return lines
+
+    def close(self) -> None:
+        super().close()
+        self._group = self._pipeline = None
+
+
+def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
+    """Refuse stages that would send each other an accelerator's tensors by Gloo, which takes them for the host's.
+
+    Raises:
+        OptionError: they would.
+    """
+    if not accelerator.is_host(backend.device) and not backend.uses_nccl:
+        library = accelerator.collectives(backend.device)
+        raise OptionError(
+            f"--stages {stages} sends tensors of {backend.device} to other ranks, and Gloo sends the host's. "
+            f"Leave out --transport gloo, so that {library} sends them between ranks with a GPU each, or train on "
+            f"CPUs with --device cpu"
+        )
+
+
+def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
+    """Refuses batch norm over chunks: it would normalise by each chunk's own statistics, and learn from each.
+
+    Raises:
+        OptionError: the model has some, and the batch is cut.
+    """
+    for name, module in model.named_modules():
+        if chunks > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise OptionError(
+                f"{name} is batch norm, which would take the statistics of each of the {chunks} chunks for those "
+                f"of the batch. Type --chunks 1 --schedule gpipe, or use one that looks at one sample at a time, "
+                f"such as LayerNorm or GroupNorm"
+            )
+
+
+def refuse_in_place(model: nn.Module, parts: Sequence[Partition]) -> None:
+    """Refuses parts that begin by overwriting what they receive, which backward needs as it came.
+
+    Raises:
+        OptionError: one does.
+    """
+    blocks = list(model.named_children())
+    for part in parts[1:]:
+        name, block = blocks[part.first]
+        opening = next(module for module in block.modules() if not list(module.children()))
+        if getattr(opening, "inplace", False):
+            raise OptionError(
+                f"The part from {name} on begins with {opening}, which overwrites what it receives. Make it "
+                f"inplace=False, or cut elsewhere with --balance"
+            )
+
+
+def refuse_what_is_elsewhere(model: nn.Module, parts: Sequence[Partition]) -> None:
+    """Refuses parts of which an earlier training has left this rank nothing.
+
+    Raises:
+        OptionError: there is one.
+    """
+    blocks = list(model.children())
+    if any(p.is_meta for part in parts for number in part.blocks for p in blocks[number].parameters()):
+        raise OptionError(
+            "An earlier training of this process has cut this model elsewhere, and this rank no longer has all of "
+            "its part: train with the same --stages, --balance and --parts-per-stage, or build model and "
+            "optimizer anew"
+        )
+
+
+def leave_out(model: nn.Module, part: Partition, optimizer: Optimizer) -> None:
+    """Drops the tensors of a part's blocks; the optimizer keeps their places, so that its numbering stays."""
+    blocks = list(model.children())
+    replaced: dict[int, nn.Parameter] = {}
+    for number in part.blocks:
+        before = dict(blocks[number].named_parameters())
+        blocks[number].to("meta")
+        for name, parameter in blocks[number].named_parameters():
+            parameter.requires_grad = False
+            replaced[id(before[name])] = parameter
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]

@@ -1,0 +1,239 @@
+"""`python -m hvd_trainer diagnose`: what a step's time goes to, and what to do about it.
+
+python -m hvd_trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist
+
+The job is started a few times for a few seconds each: as it is, without fetching data, without exchanging
+gradients, without both, and on one rank alone with the same batch and with twice of it. What is missing then tells
+what it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.diagnose import collectives_job
+from hvd_trainer.tools.diagnose.actions import Action, actions
+from hvd_trainer.tools.diagnose.causes import (
+    ALONE,
+    NEITHER,
+    NO_DATA,
+    NO_EXCHANGE,
+    NORMAL,
+    ONE_THREAD,
+    TWICE,
+    Line,
+    shares,
+)
+from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, read_job, with_options
+from hvd_trainer.tools.runner.formats import check_installed
+from hvd_trainer.tools.runner.machine import busy
+from hvd_trainer.tools.runner.runs import Run, locked_folder, log_dir, run_once, split
+from hvd_trainer.tools.runner.step_stats import medians, read_figures
+from hvd_trainer.utils.text import plural
+
+WARM_UP = 5
+"""Steps that do not count."""
+FEWEST, MOST = 10, 2000
+"""Counted steps of a run."""
+BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
+"""Of a gradient's number on the wire; PowerSGD sends far fewer numbers, and how many depends on their shapes."""
+ENDLESS = ("--epochs", "1000000", "--until", "None")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Find out what a step's time goes to, by leaving things out, and what to do about it.
+
+    The job stands behind --, as it would stand behind `python`.
+    """
+
+    np: int = 2
+    """ranks"""
+    backend: Literal["horovod", "ddp"] = "horovod"
+    """the engine"""
+    seconds: float = 4.0
+    """how long each run trains, about; starting it takes longer"""
+    rounds: int = 3
+    """how often each is run"""
+    threads: int | None = None
+    """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
+    attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
+    """run what is advised, too, beside the job as it is"""
+    out: Path = Path("runs/diagnose")
+    """folder for diagnosis.json"""
+    timeout_s: float = 600.0
+    """after so many seconds a run is killed"""
+
+    def check(self) -> None:
+        """Refuses values that cannot be: all mistakes at once.
+
+        Raises:
+            OptionError: an option is out of its range.
+        """
+        mistakes = [
+            *at_least(2, np=self.np),
+            *at_least(1, rounds=self.rounds, threads=self.threads),
+            *more_than(0, seconds=self.seconds, timeout_s=self.timeout_s),
+        ]
+        refuse(mistakes)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run the job."""
+
+    name: str
+    ranks: int
+    words: tuple[str, ...]
+    """further options of the job"""
+    threads: int | None
+
+
+class Bench:
+    """Runs a job in several ways, one after the other.
+
+    Raises:
+        OptionError: the job failed.
+    """
+
+    def __init__(self, job: tuple[str, ...], options: Options, folder: Path) -> None:
+        self._job, self._options, self._folder = job, options, folder
+        self.figures: dict[str, list[dict[str, Any]]] = {}
+
+    def run(self, trial: Trial, steps: int) -> Mapping[str, Any]:
+        """One run; its figures are kept under the trial's name."""
+        engine = self._options.backend if trial.ranks > 1 else "single"
+        words = with_options(self._job, [*ENDLESS, *NOT_SAVED, *trial.words, "--max-steps", str(WARM_UP + steps)])
+        own = ["--backend", engine, "--log-dir", str(log_dir(self._folder)), "--record-steps"]
+        read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARM_UP)
+        run = self._carry_out(engine, trial, [*words, *own], read)
+        figures = {**run.figures, **run.figures["typical"]}
+        self.figures.setdefault(trial.name, []).append(figures)
+        return figures
+
+    def exchanges(self, threads: int | None) -> Line:
+        """How long exchanges of any size take here."""
+        job = ["-m", collectives_job.__name__, "--backend", self._options.backend]
+        trial = Trial("exchanges", self._options.np, (), threads)
+        job += ["--log-dir", str(log_dir(self._folder))]
+        run = self._carry_out(self._options.backend, trial, job, _pairs)
+        return Line.through(run.figures["pairs"])
+
+    def _carry_out(self, engine: str, trial: Trial, words: Sequence[str], read: Any) -> Run:
+        run = run_once(
+            command_for(LAUNCHER_OF[engine], trial.ranks, words),
+            self._folder,
+            {"trial": trial.name},
+            1,
+            threads=trial.threads,
+            limit_s=self._options.timeout_s,
+            read=read,
+        )
+        if run.state != "done":
+            output = f"; its output is in {self._folder / run.output}" if run.output else ""
+            raise OptionError(f"The job failed when it was run {trial.name}: {run.note}{output}")
+        return run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0.
+
+    Raises:
+        OptionError: an option is out of its range, or the job failed.
+    """
+    own, words = split(argv)
+    options = tyro.cli(Options, prog="python -m hvd_trainer diagnose", args=own)
+    options.check()
+    check_installed()
+    job = read_job(words)
+    folder = options.out.expanduser().resolve()
+    with locked_folder(folder):
+        diagnose(Bench(job, options, folder), options, folder)
+    return 0
+
+
+def diagnose(bench: Bench, options: Options, folder: Path) -> None:
+    """Measures, and says what came of it."""
+    if (warning := busy()) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"a first look: {plural(options.np, 'rank')} on {options.backend}", flush=True)
+    first = bench.run(Trial("to see how long a step takes", options.np, (), options.threads), FEWEST)
+    facts = first["work"] | {"cores": len(os.sched_getaffinity(0))}
+    steps = min(MOST, max(FEWEST, round(options.seconds / first["step_s"])))
+    trials = plan(options, facts)
+    count = options.rounds * len(trials)
+    print(f"{plural(count, 'run')} of {plural(WARM_UP + steps, 'step')} each ({plural(options.rounds, 'round')})")
+    for number in range(options.rounds):
+        for place, trial in enumerate(trials if number % 2 == 0 else trials[::-1], number * len(trials) + 1):
+            figures = bench.run(trial, steps)
+            print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)
+    line = bench.exchanges(options.threads)
+    runs = {trial.name: medians(bench.figures[trial.name]) for trial in trials}
+    gradient_bytes = facts["parameters"] * BYTES[facts["compression"]]
+    pieces = max(1, -(-gradient_bytes // int(facts["bucket_mb"] * 2**20)))
+    found = shares(runs, line, gradient_bytes, pieces)
+    advice = actions(found, runs, facts, options.np)
+    report = Report(found, line, runs, facts, advice, options.np, options.backend)
+    show(report)
+    tried = attempt(bench, options, steps, advice) if options.attempt else []
+    show_tried(tried)
+    file = folder / "diagnosis.json"
+    file.write_text(json.dumps(as_json(report, tried), indent=1) + "\n")
+    print(f"written: {file}")
+
+
+def plan(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
+    """What is run in each round."""
+    batch, threads = facts["batch_size"], options.threads
+    # Alone, a rank gets no more than its share of the cores: else it would be slowed down by its own threads, too.
+    share = max(1, facts["cores"] // options.np)
+    alone = min(facts["threads"], share) if facts["device"] == "cpu" else threads
+    whole = ("--global-batch-size", "None", "--batch-size")
+    trials = [
+        Trial(NORMAL, options.np, (), threads),
+        Trial(NO_DATA, options.np, ("--leave-out", "data"), threads),
+        Trial(NO_EXCHANGE, options.np, ("--leave-out", "exchange"), threads),
+        Trial(NEITHER, options.np, ("--leave-out", "data", "exchange"), threads),
+        Trial(ALONE, 1, (*whole, str(batch)), alone),
+        Trial(TWICE, 1, (*whole, str(2 * batch)), alone),
+    ]
+    if facts["device"] == "cpu" and facts["threads"] > 1:
+        trials.append(Trial(ONE_THREAD, options.np, (), 1))
+    return trials
+
+
+def attempt(
+    bench: Bench, options: Options, steps: int, advice: Sequence[Action]
+) -> list[tuple[Action, float, float]]:
+    """Runs what is advised, each beside the job as it is: samples per second before and after."""
+    tried = []
+    for action in (action for action in advice if action.can_be_tried):
+        threads = action.threads or options.threads
+        before = Trial("before", options.np, (), options.threads)
+        after = Trial(f"after: {action.text.partition(':')[0]}", options.np, action.words, threads)
+        bench.figures.pop("before", None)
+        for number in range(options.rounds):
+            for trial in (before, after)[:: 1 if number % 2 == 0 else -1]:
+                bench.run(trial, max(FEWEST, steps // action.batch_factor) if trial is after else steps)
+        rates = [medians(bench.figures[trial.name])["samples_per_s"] for trial in (before, after)]
+        tried.append((action, rates[0], rates[1]))
+    return tried
+
+
+def _pairs(log: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        return {"pairs": json.loads((log / collectives_job.RESULT).read_text())}
+    return None

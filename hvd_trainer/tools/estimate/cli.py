@@ -1,0 +1,238 @@
+"""`python -m hvd_trainer project`: how fast a job would be on hosts that nobody has here, and how sure that is.
+
+python -m hvd_trainer project --hosts 64 --gpus-per-host 8 --link-gbit 100
+
+Nothing is started or measured. A formula of a step's costs, fitted to published tables (GPUs) or to steps that
+were timed here (CPUs), gives an efficiency with an interval, beside the plain linear guess; where neither covers
+what was asked, it says that it cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from hvd_trainer.config.checks import at_least, collect_errors, more_than, refuse
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.estimate.fit import CPU, GPU, LATENCY_US
+from hvd_trainer.tools.estimate.held_out import by_series, furthest, large, tables
+from hvd_trainer.tools.estimate.points import SHIPPED, Measured, read_points
+from hvd_trainer.tools.estimate.projection import Basis, measured_basis, published_basis, rows, setup_of
+from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, show
+from hvd_trainer.tools.estimate.workload import ENGINES, CannotKnowError, Job, compared, own, reference
+from hvd_trainer.tools.runner.formats import check_installed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Project a job onto hosts that are not here: efficiency with an interval, or that it cannot be known.
+
+    The job is ResNet-50 as published, unless its figures are given, or --from a comparison.
+    """
+
+    hosts: int
+    """hosts"""
+    gpus_per_host: int
+    """ranks on each of them: GPUs, or with --device cpu processes"""
+    link_gbit: float | None = None
+    """each host's link to the others, Gbit/s"""
+    latency_us: float | None = None
+    """of a message between two hosts, one way; None: as fitted, which begins with 10, NCCL's own figure"""
+    engine: Literal["both", "horovod", "ddp"] = "both"
+    """horovod, ddp or both"""
+    images_per_s: float | None = None
+    """samples per second of one rank alone; needs --batch-size"""
+    step_ms: float | None = None
+    """the same as the time of one pass (forward, backward, update) of one rank alone"""
+    batch_size: int | None = None
+    """samples of a pass of one rank"""
+    parameters_mb: float | None = None
+    """of the model in fp32, 4 bytes each (1 MB = 2^20 bytes)"""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FILE")] = None
+    """comparison.json of `compare`: the job, its time on one rank and how much its steps vary are taken from it"""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """of gradients, on the way"""
+    accumulation: int = 1
+    """passes for one exchange"""
+    device: Literal["gpu", "cpu"] | None = None
+    """what ranks compute on; None: as --from says, else gpu"""
+    fit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """steps that `python -m benchmarks.slow_link` has timed; None: those that come with the package"""
+    json: bool = False
+    """one JSON document instead of text"""
+
+    def check(self) -> None:
+        """Refuses values that cannot be: all mistakes at once.
+
+        Raises:
+            OptionError: an option is out of its range, or two say the same.
+        """
+        figures = {
+            "--images-per-s": self.images_per_s,
+            "--step-ms": self.step_ms,
+            "--parameters-mb": self.parameters_mb,
+            "--batch-size": self.batch_size,
+        }
+        given = [name for name, value in figures.items() if value is not None]
+        mistakes = [
+            *at_least(1, hosts=self.hosts, gpus_per_host=self.gpus_per_host, accumulation=self.accumulation),
+            *at_least(1, batch_size=self.batch_size),
+            *more_than(0, link_gbit=self.link_gbit, latency_us=self.latency_us, images_per_s=self.images_per_s),
+            *more_than(0, step_ms=self.step_ms, parameters_mb=self.parameters_mb),
+            *collect_errors(
+                (
+                    self.images_per_s is not None and self.step_ms is not None,
+                    "--images-per-s and --step-ms say the same: type one of them",
+                ),
+                (
+                    self.from_ is not None and bool(given),
+                    f"--from has the job's figures already: leave out {' and '.join(given)}",
+                ),
+            ),
+        ]
+        refuse(mistakes)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 if an engine's efficiency is known, 1 if none is.
+
+    Raises:
+        OptionError: an option is out of its range, or a file is not what it should be.
+    """
+    options = tyro.cli(Options, prog="python -m hvd_trainer project", args=argv)
+    options.check()
+    check_installed()
+    measured = read_points(options.fit or SHIPPED)
+    try:
+        report = project(options, measured)
+    except CannotKnowError as error:
+        for line in str(error).splitlines():
+            print(f"{CANNOT_KNOW}: {line}")
+        return 1
+    if options.json:
+        print(as_json(report))
+    else:
+        show(report)
+    asked = [[row for row in report.rows if row.engine == basis.engine][-1] for basis in report.bases]
+    return int(not any(row.is_known for row in asked))
+
+
+def project(options: Options, measured: Measured) -> Report:
+    """All that can be said.
+
+    Raises:
+        CannotKnowError: nothing can.
+    """
+    job = job_of(options, measured)
+    reasons = missing(options, job, measured)
+    if reasons:
+        raise CannotKnowError("\n".join(reasons))
+    asked = setup_of(
+        job,
+        hosts=options.hosts,
+        ranks_per_host=options.gpus_per_host,
+        link_gbit=options.link_gbit,
+        compression=options.compression,
+        passes=options.accumulation,
+    )
+    engines = ENGINES if options.engine == "both" else (options.engine,)
+    uses_measured = job.device == measured.device
+    bases = [b for e in engines if (b := _basis(e, measured, uses_measured)) is not None]
+    if not bases:
+        raise CannotKnowError(
+            f"{options.fit or SHIPPED} has no points of {' and '.join(engines)} on several hosts: measure some "
+            f"with `python -m benchmarks.slow_link`"
+        )
+    bases = [basis.knowing(options.latency_us, job.spread) for basis in bases]
+    found = [row for basis in bases for row in rows(job, basis, asked)]
+    said = conditions(options, uses_measured)
+    return Report(job, said, bases, found, trials(engines, measured), measured.described())
+
+
+def job_of(options: Options, measured: Measured) -> Job:
+    """The job that is meant.
+
+    Raises:
+        CannotKnowError: some of its figures are missing.
+        OptionError: --device contradicts --from.
+    """
+    if options.from_ is not None:
+        job = compared(options.from_)
+        if options.device not in (None, job.device):
+            raise OptionError(
+                f"--device {options.device}: {options.from_} was measured on a {job.device}, whose steps say "
+                f"nothing about a {options.device}: leave out --device, or compare there"
+            )
+        return job
+    device = options.device or "gpu"
+    if options.images_per_s is not None or options.step_ms is not None or options.parameters_mb is not None:
+        return own(
+            device,
+            step_ms=options.step_ms,
+            images_per_s=options.images_per_s,
+            batch_size=options.batch_size,
+            parameters_mb=options.parameters_mb,
+        )
+    job = reference(device, measured)
+    if options.batch_size not in (None, job.batch_size):
+        raise CannotKnowError(
+            f"how fast {job.name} is at batch {options.batch_size}; it is known at {job.batch_size}: type "
+            f"--step-ms or --images-per-s, and --parameters-mb"
+        )
+    return job
+
+
+def missing(options: Options, job: Job, measured: Measured) -> list[str]:
+    """Why nothing can be known, whatever is asked for."""
+    return collect_errors(
+        (
+            options.hosts > 1 and options.link_gbit is None,
+            f"how fast {options.hosts} hosts reach each other: type --link-gbit",
+        ),
+        (
+            options.compression == "powersgd",
+            "what PowerSGD sends depends on the shapes of the model's tensors, and the loss that it gives on so "
+            "many ranks on the data: measure both, with --compression powersgd behind `compare ... --`",
+        ),
+        (
+            job.device == "cpu" and measured.device != "cpu",
+            f"--fit {options.fit} was measured on a {measured.device}, the job computes on a cpu: leave out --fit",
+        ),
+    )
+
+
+def conditions(options: Options, uses_measured: bool) -> list[str]:
+    """What the figures hold for, a sentence each."""
+    link = f"{options.link_gbit:g} Gbit/s" if options.link_gbit is not None else "one host"
+    latency = "as fitted" if uses_measured else f"as fitted (beforehand {LATENCY_US:g} us, NCCL's own figure)"
+    if options.latency_us is not None:
+        latency = f"{options.latency_us:g} us"
+    costs = "steps that were timed" if uses_measured else "published tables, since no GPU was measured here"
+    found = [f"Link: {link}; latency {latency}. Costs: fitted to {costs}."]
+    if options.compression != "none" and not uses_measured:
+        found.append(f"{options.compression} halves the bytes: no published table has that, the formula says it.")
+    if options.accumulation > 1 and not uses_measured:
+        found.append(f"{options.accumulation} passes for one exchange: no published table has several.")
+    return found
+
+
+def trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
+    """How the model does on what it has not seen: published tables, and what was measured here."""
+    found = []
+    for engine in engines:
+        found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", tables(engine), True))
+        found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", large(engine), True))
+        points, priors = measured.of(engine), CPU if measured.device == "cpu" else GPU
+        if len(points) > 1:
+            found.append(Trial(f"{engine}, measured, each set-up from all others", by_series(points, priors)))
+            edges = furthest(points, priors)
+            found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
+    return [trial for trial in found if trial.guesses]
+
+
+def _basis(engine: str, measured: Measured, uses_measured: bool) -> Basis | None:
+    return measured_basis(engine, measured) if uses_measured else published_basis(engine)

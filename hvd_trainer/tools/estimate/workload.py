@@ -1,0 +1,131 @@
+"""What is projected: a published job, one's own by its figures, or one that `compare` has measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.estimate.points import Measured, positive
+from hvd_trainer.tools.estimate.published import PYTORCH
+from hvd_trainer.tools.runner.formats import milliseconds, number
+
+ENGINES = ("horovod", "ddp")
+
+
+class CannotKnowError(Exception):
+    """What was asked for does not follow from what there is; its text says why, a line each."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pass of one rank: forward and backward through a batch."""
+
+    name: str
+    pass_s: Mapping[str, float]
+    """by engine, of a rank alone"""
+    batch_size: int | None
+    """None: nobody has said"""
+    gradient_mb: float
+    """of fp32"""
+    device: str
+    """gpu or cpu"""
+    spread: float | None = None
+    """standard deviation of a step, as a part of it, if it was measured"""
+
+    def described(self) -> str:
+        """In one line."""
+        times = sorted({milliseconds(seconds) for seconds in self.pass_s.values()})
+        batch = "" if self.batch_size is None else f", batch {self.batch_size}"
+        spread = "" if self.spread is None else f", which vary by {self.spread:.1%}"
+        return (
+            f"{self.name}{batch}: {' and '.join(times)} ms per pass of one rank alone{spread}, "
+            f"{number(self.gradient_mb)} MB of gradients"
+        )
+
+
+def reference(device: str, measured: Measured) -> Job:
+    """The job that the points are of: DLPerf's ResNet-50 by pytorch/examples on GPUs, else what was measured."""
+    if device == "gpu":
+        seconds = dict.fromkeys(ENGINES, PYTORCH.compute_s)
+        name = f"ResNet-50 as published (DLPerf: {PYTORCH.alone:g} images/s on one V100)"
+        return Job(name, seconds, PYTORCH.batch_size, PYTORCH.network.gradient_mb, "gpu")
+    pass_s = median(point.setup.compute_s / point.setup.passes for point in measured.points)
+    name = f"the job that was measured ({measured.machine})"
+    return Job(name, dict.fromkeys(ENGINES, pass_s), measured.batch_size, measured.gradient_mb, "cpu")
+
+
+def own(
+    device: str,
+    *,
+    step_ms: float | None,
+    images_per_s: float | None,
+    batch_size: int | None,
+    parameters_mb: float | None,
+) -> Job:
+    """A job that is known by a few figures.
+
+    Raises:
+        CannotKnowError: one is missing that the others do not replace.
+    """
+    missing = []
+    seconds = 0.0
+    if step_ms is not None:
+        seconds = step_ms / 1000
+    elif images_per_s is None:
+        missing.append("how long a rank alone takes for such a batch: type --step-ms or --images-per-s")
+    elif batch_size is None:
+        missing.append(f"how long a pass takes at {images_per_s:g} images/s: type --batch-size")
+    else:
+        seconds = batch_size / images_per_s
+    if parameters_mb is None:
+        missing.append("how many bytes are exchanged: type --parameters-mb, 4 bytes for each parameter")
+    if missing or parameters_mb is None:
+        raise CannotKnowError("\n".join(missing))
+    return Job("a job of your own", dict.fromkeys(ENGINES, seconds), batch_size, parameters_mb, device)
+
+
+def compared(file: Path) -> Job:
+    """The job that `compare` has measured, by its runs on one rank.
+
+    Raises:
+        OptionError: the file is something else, or has no run on one rank.
+    """
+    wanted = "type one that `python -m hvd_trainer compare` has written, such as runs/compare/comparison.json"
+    try:
+        content = json.loads(file.read_text())
+        runs = [
+            run for run in content["runs"] if run["state"] == "done" and "batch_size" in run["figures"]["work"]
+        ]
+        alone = [run for run in runs if run["identity"]["ranks"] == 1]
+        if not alone:
+            raise OptionError(
+                f"--from {file} has no run on one rank, with which all others are compared: measure it with "
+                f"`python -m hvd_trainer compare --np 1,2 -- ...`"
+            )
+        return _of_runs(" ".join(content["job"]), alone)
+    except OSError as error:
+        raise OptionError(f"--from {file} cannot be read ({error.strerror}): {wanted}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"--from {file} is no comparison ({error!r}): {wanted}") from None
+
+
+def _of_runs(name: str, runs: Sequence[Mapping[str, Any]]) -> Job:
+    work = runs[0]["figures"]["work"]
+    quickest = min(run["figures"]["step_p50_s"] for run in runs)
+    positive(passes=work["passes"], parameters=work["parameters"], step_p50_s=quickest)
+    seconds, spreads = {}, []
+    for engine in ENGINES:
+        its = [run["figures"] for run in runs if run["identity"]["engine"] == engine]
+        its = its or [run["figures"] for run in runs]
+        seconds[engine] = median(figures["step_p50_s"] for figures in its) / work["passes"]
+        # 95 of 100 steps of a normal distribution are below its mean and 1.645 standard deviations.
+        spreads += [(figures["step_p95_s"] / figures["step_p50_s"] - 1) / 1.645 for figures in its]
+    device = "cpu" if work["device"] == "cpu" else "gpu"
+    return Job(
+        name, seconds, work["batch_size"], work["parameters"] * 4 / 2**20, device, max(0.0, median(spreads))
+    )

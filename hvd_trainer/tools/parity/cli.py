@@ -1,0 +1,83 @@
+"""`python -m hvd_trainer parity`: do both engines train the same model, and if not, where do they part and why.
+
+python -m hvd_trainer parity -- -m hvd_trainer.mnist --dataset digits
+
+The job is started on each engine by the engine's own launcher, one after the other, and keeps what its first steps
+compute (`step_trace.py`); that is compared, in the order in which one thing follows from another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.tools.parity.pair import compare_all
+from hvd_trainer.tools.parity.report import show
+from hvd_trainer.tools.parity.traced_runs import Plan, engines_of, read_traced_job, trace_all
+from hvd_trainer.tools.runner.runs import locked_folder, split
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a job for some steps on each engine, compare them step by step, and say where they part and why.
+
+    The job stands behind --, as it would stand behind `python`. Exit codes: 0 they are the same (within the
+    tolerance), 1 they are not, 2 a mistake, or a run failed.
+    """
+
+    np: int = 2
+    """ranks, of both engines"""
+    engines: str = "horovod,ddp"
+    """two or three of: horovod, ddp, single (one process, with the same global batch)"""
+    steps: int = 20
+    """optimizer steps"""
+    tolerance: float | None = None
+    """relative difference that is allowed; None: as much as another order of sums makes, and 0 on CPUs"""
+    threads: int | None = None
+    """CPU threads of each rank; None: this machine's cores by the number of ranks"""
+    out: Path = Path("runs/parity")
+    """folder for parity.json and the traces"""
+    timeout_s: float = 600.0
+    """after so many seconds a run is killed"""
+
+    def check(self) -> None:
+        """Refuses values that cannot be: all mistakes at once.
+
+        Raises:
+            OptionError: an option is out of its range.
+        """
+        mistakes = [
+            *at_least(1, np=self.np, steps=self.steps, threads=self.threads),
+            *at_least(0, tolerance=self.tolerance),
+            *more_than(0, timeout_s=self.timeout_s),
+        ]
+        refuse(mistakes)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 the same, 1 different, 2 a run has failed.
+
+    Raises:
+        OptionError: an option is out of its range, or the job is none.
+    """
+    own, words = split(argv)
+    options = tyro.cli(Options, prog="python -m hvd_trainer parity", args=own)
+    options.check()
+    job, steps = read_traced_job(words, options.steps)
+    engines = engines_of(options.engines)
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.np)
+    plan = Plan(job, steps, options.np, threads, options.timeout_s)
+    folder = options.out.expanduser().resolve()
+    with locked_folder(folder):
+        traced = trace_all(engines, plan, folder)
+        traces = [its.trace for its in traced if its.trace is not None]
+        pairs = compare_all(traces, options.tolerance)
+        show(traced, pairs, folder)
+    if not all(its.done for its in traced):
+        return 2
+    return int(not all(pair.same for pair in pairs))

@@ -1,0 +1,61 @@
+"""What measurements depend on: the machine, and the versions of what computes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+BUSY = 0.5
+"""Of the cores, from which a measurement is disturbed."""
+
+
+def describe_machine() -> dict[str, Any]:
+    """By name, in plain JSON."""
+    import torch
+
+    from hvd_trainer.utils import accelerator
+
+    gpus = accelerator.names()
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        **({"gpus": ", ".join(gpus)} if gpus else {}),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "horovod": _version("horovod"),
+        "hvd_trainer": _version("hvd_trainer"),
+    }
+
+
+def num_gpus() -> int:
+    """Those that PyTorch sees."""
+    from hvd_trainer.utils import accelerator
+
+    return accelerator.count(accelerator.kind())
+
+
+def busy() -> str | None:
+    """A warning, if other programs have kept this machine busy in the last minute."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < BUSY * cores:
+        return None
+    return f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

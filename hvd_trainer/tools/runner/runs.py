@@ -1,0 +1,308 @@
+"""Runs of jobs that a tool measures: each as a user would start it, with a time limit, and what it left to read.
+
+DIR/runs.jsonl    one line per run that has ended
+DIR/running/      what the present run writes: metrics, weights, output; gone after it
+DIR/failed/       the output of each run that failed, by its line in runs.jsonl
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.utils.files import no_place_to_write, open_plain
+
+MARK = "HVD_TRAINER_RUN"
+"""Every process of a run has it in its environment, with the tool's folder: launchers put ranks into sessions of
+their own, which a signal to a process group does not reach."""
+END_S = 20.0
+RUNS = "runs.jsonl"
+MAX_LINE_BYTES = 2**26
+"""Of it. The learning rate of each of a million steps has 30 MB."""
+SAID = (
+    r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
+    r"^\S+: error: (.*)",  # argparse's
+    r"^\u256d[^\n]*\n\u2502 (.*?) *\u2502$",  # tyro's box
+    r"^((?:\w+\.)*\w*(?:Error|Exception): \S.*)",
+)
+"""How the programs of a run say why they fail, the likeliest first."""
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one run ended."""
+
+    identity: Mapping[str, Any]
+    """what was run, in plain JSON"""
+    round: int
+    state: Literal["done", "failed", "killed"]
+    """killed: from outside or by the time limit, so that it may go well another time"""
+    seconds: float
+    """from start to end"""
+    note: str = ""
+    """why it failed, in one line"""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    output: str = ""
+    """the file with what it printed, if it failed"""
+    began_at: float = 0.0
+    """seconds since 1970"""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.identity)
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """One text for one configuration, by which its runs are found again."""
+    return json.dumps(identity, sort_keys=True)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and those behind `--`, which are the job's."""
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Has the folder for this tool alone, until it ends, however it ends: what runs in the folder ends with it.
+
+    Raises:
+        OptionError: another one is using it, or it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What is in other folders goes with them, when the next run begins.
+        files = [path.name for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
+        if strange := no_place_to_write(folder, [*files, "failed"]):
+            raise OptionError(f"--out {folder} cannot be written to: {strange}")
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise OptionError(f"--out {folder} cannot be written to: {error}") from error
+    with lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OptionError(
+                f"--out {folder}: another one is using it. Wait for its end, or name another folder ({error})"
+            ) from None
+        # As an exception, so that it does not leave the running job behind.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            clear(folder)
+            yield
+        finally:
+            clear(folder)
+            signal.signal(signal.SIGTERM, before)
+
+
+def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[Run]:
+    """All runs that have ended, in their order; a line that a kill has torn is none.
+
+    Args:
+        are_figures: whether these can be a run's that is done. The folder may come from elsewhere, and a line in
+            which they are something else is none either.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    runs = []
+    try:
+        with suppress(FileNotFoundError), open_plain(folder / RUNS) as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                with suppress(ValueError, TypeError, RecursionError):
+                    run = Run(**json.loads(line))
+                    if _is_run(run) and (run.state != "done" or are_figures(run.figures)):
+                        runs.append(run)
+    except OSError as error:
+        raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
+    return runs
+
+
+def _is_run(run: Run) -> bool:
+    return (
+        isinstance(run.identity, dict)
+        and type(run.round) is int
+        and run.state in ("done", "failed", "killed")
+        and all(isinstance(value, int | float) and math.isfinite(value) for value in (run.seconds, run.began_at))
+        and isinstance(run.note, str)
+        and isinstance(run.output, str)
+        and isinstance(run.figures, dict)
+    )
+
+
+def append_run(folder: Path, run: Run) -> None:
+    """Writes down how a run ended, safe from whatever ends this process next."""
+    file = folder / RUNS
+    with file.open("ab+") as lines:
+        torn = lines.tell() > 0 and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n"
+        lines.write((("\n" if torn else "") + json.dumps(asdict(run)) + "\n").encode())
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def run_once(
+    command: Sequence[str],
+    folder: Path,
+    identity: Mapping[str, Any],
+    round_: int,
+    *,
+    threads: int | None,
+    limit_s: float,
+    read: Callable[[Path], Mapping[str, Any] | None],
+) -> Run:
+    """Starts the job, waits for its end, and leaves no process of it.
+
+    Args:
+        command: with `--log-dir` and the folder that `log_dir(DIR)` names.
+        folder: DIR.
+        identity: what is run.
+        round_: counted from 1.
+        threads: of each rank, on the CPU; None: as this process's environment says.
+        limit_s: after which it is killed, in seconds.
+        read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
+    """
+    clear(folder)
+    place = running(folder)
+    place.mkdir(parents=True)
+    began_at, began = time.time(), time.monotonic()
+    code = _exit_code(command, folder, threads, limit_s)
+    seconds = round(time.monotonic() - began, 2)
+    figures = read(log_dir(folder)) if code == 0 else None
+    ended = partial(Run, identity, round_, seconds=seconds, began_at=began_at)
+    if figures is not None:
+        run = ended(state="done", figures=figures)
+    elif code is None or code < 0:
+        why = f"had not ended after {limit_s:g} s (--timeout-s)" if code is None else f"killed by signal {-code}"
+        run = ended(state="killed", note=why, output=_keep_output(folder))
+    else:
+        run = ended(state="failed", note=why_it_failed(place, code), output=_keep_output(folder))
+    clear(folder)
+    return run
+
+
+def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_s: float) -> int | None:
+    """Of a program that has come to its end; None if it was killed for being late. No process of it is left."""
+    try:
+        with (running(folder) / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=_environment(folder, threads),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        # Found by their environment: also one whose start a signal has interrupted.
+        end_processes(folder)
+    process.wait()  # or it would stay as a zombie
+    return code
+
+
+def running(folder: Path) -> Path:
+    """Where the present run writes."""
+    return folder / "running"
+
+
+def log_dir(folder: Path) -> Path:
+    """The log folder of the present run."""
+    return running(folder) / "log"
+
+
+def clear(folder: Path) -> None:
+    """Leaves nothing of a run in this folder, neither files nor processes, also if the tool was killed."""
+    end_processes(folder)
+    shutil.rmtree(running(folder), ignore_errors=True)
+
+
+def _environment(folder: Path, threads: int | None) -> dict[str, str]:
+    # Whatever launcher may have started the tool: its ranks are not those of the run.
+    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        MARK: str(folder),
+        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        # torchrun copies there what the failed rank says is the reason.
+        "TORCHELASTIC_ERROR_FILE": str(running(folder) / "error.json"),
+    }
+
+
+def end_processes(folder: Path) -> None:
+    """Kills what lives of a run in this folder.
+
+    Raises:
+        LaunchError: it cannot be killed.
+    """
+    deadline = time.monotonic() + END_S
+    # Again and again: one may start another meanwhile.
+    while found := _processes(folder):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in found)}")
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.5)
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def why_it_failed(place: Path, code: int) -> str:
+    """The reason in one line: what the failed rank said, or else the launcher."""
+    if code == 0:
+        return "it ended without having trained: is it built on hvd_trainer's Trainer?"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
+    # A rank that is alone has no watch over it that would tell torchrun.
+    said = (place / "output").read_text(errors="replace")
+    said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
+    for pattern in SAID:
+        if (match := re.search(pattern, said, re.MULTILINE)) is not None:
+            return _reason(match[1])
+    return f"exit code {code}"
+
+
+def _reason(text: str) -> str:
+    """Of a report in one line or more: the exception where there is a traceback, else the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if TRACEBACK in text else lines[0]
+
+
+def _keep_output(folder: Path) -> str:
+    kept = folder / "failed"
+    kept.mkdir(exist_ok=True)
+    number = len((folder / RUNS).read_bytes().splitlines()) if (folder / RUNS).exists() else 0
+    target = kept / f"{number + 1}.txt"
+    shutil.copy(running(folder) / "output", target)
+    return str(target.relative_to(folder))

@@ -1,0 +1,226 @@
+"""The figures of one measured run, from what its ranks have kept of each step (`step_timer.py`).
+
+Waiting for other ranks has two causes. The last rank to arrive at an exchange waits only for the exchange itself;
+what the others wait beyond that, they wait for it:
+
+    rank 0   computes  |  waits  waits  |  exchange |
+    rank 1   computes  computes  computes| exchange |       exchange = the shortest `reduce` of a step,
+                                                            straggler = the mean of the ranks, less that
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from hvd_trainer.checkpoint.export import NAME as WEIGHTS
+from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s
+from hvd_trainer.observe.run_log import FACTS, METRICS
+from hvd_trainer.observe.step_timer import FOLDER, PARTS
+
+STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
+"""What a step's time is made of, over all ranks."""
+SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s")
+LISTS = ("computing_s", "cpu_s", "percentiles_s")
+POINTS = 200
+"""Of a curve that is kept."""
+MOST_STEPS = 10_000_000
+"""Of a measured run."""
+RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "base_memory_mb")
+
+Steps = Mapping[str, Any]
+
+
+def read_steps(log: Path) -> list[Steps]:
+    """What each rank has kept, in rank order.
+
+    Raises:
+        OSError, ValueError, KeyError: a file cannot be read.
+    """
+    files = sorted((log / FOLDER).glob("rank-*.npz"), key=lambda file: int(file.stem.partition("-")[2]))
+    ranks: list[Steps] = []
+    for file in files:
+        with np.load(file) as arrays:
+            ranks.append({name: arrays[name] for name in arrays.files})
+    return ranks
+
+
+def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
+    """All figures of a run of a job, in plain JSON; None if it did not come to its end.
+
+    Args:
+        log: its log folder.
+        ranks: how many it was started with.
+        warmup_steps: that do not count.
+    """
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        records = [json.loads(line) for line in (log / METRICS).read_text().splitlines()]
+        end, everyone = records[-1], read_steps(log)
+        if end["event"] != "end" or len(everyone) != ranks:
+            return None
+        work = json.loads((log / FACTS).read_text()) | _work(everyone)
+        results = {name: end[name] for name in RESULTS if isinstance(end.get(name), int | float)}
+        known = {"work": work, "curve": curve(everyone), "weights": checksum(log)}
+        return known | results | _started(everyone) | speed(everyone, warmup_steps)
+    return None
+
+
+def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
+    """The same of a script that is not built on the Trainer: what can be known from outside (`step_probe.py`)."""
+    with suppress(OSError, ValueError, KeyError):
+        everyone = read_steps(log)
+        if len(everyone) != ranks:
+            return None
+        first = everyone[0]
+        work = {
+            "steps": len(first["step"]),
+            "parameters": int(first["parameters"]),
+            "rates": _runs_of(first["lr"].tolist()),
+        }
+        figures = speed(everyone, warmup_steps)
+        figures["peak_memory_mb"] = max(float(rank["peak_memory_mb"]) for rank in everyone)
+        # A step's parts are not known.
+        for name in ("parts", "computing_s", "typical"):
+            figures.pop(name, None)
+        return {"work": work} | _started(everyone) | figures
+    return None
+
+
+def are_figures(figures: Mapping[str, Any]) -> bool:
+    """Whether these are as `read_figures` and `read_probed` give them; those in a file may be anything."""
+    try:
+        work, parts = figures["work"], [figures[name] for name in ("parts",) if name in figures]
+        steps = work["steps"]
+        numbers = [figures["first_step_at"], *(figures[name] for name in RESULTS if name in figures)]
+        numbers += [its[name] for its in parts for name in STEP_PARTS]
+        numbers += [number for name in LISTS for number in figures.get(name, [])]
+        numbers += [number for point in figures.get("curve", []) for number in _pair(point)]
+        numbers += [rate for rate, _ in map(_pair, work["rates"])]
+        speeds = [figures[name] for name in SPEEDS if name in figures]
+        speeds += [work[name] for name in ("global_batch_size",) if name in work]
+        return (
+            all(isinstance(number, int | float) and math.isfinite(number) for number in [*numbers, *speeds])
+            and all(speed > 0 for speed in speeds)
+            and 0 <= steps <= MOST_STEPS
+            and sum(operator.index(count) for _, count in work["rates"]) == steps
+            and isinstance(figures.get("weights"), str | None)
+        )
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return False
+
+
+def _pair(value: Sequence[Any]) -> Sequence[Any]:
+    first, second = value
+    return first, second
+
+
+def _started(ranks: Sequence[Steps]) -> dict[str, float]:
+    return {"first_step_at": max(float(rank["first_step_at"]) for rank in ranks)}
+
+
+def _work(ranks: Sequence[Steps]) -> dict[str, Any]:
+    """What a run has done, beside what it was set up for."""
+    first = ranks[0]
+    return {
+        "steps": len(first["step"]),
+        "samples": int(first["samples"].sum()),
+        "skipped_steps": int(first["skipped"].sum()),
+        "rates": _runs_of(first["lr"].tolist()),
+    }
+
+
+def _runs_of(values: Sequence[float]) -> list[list[float]]:
+    """`[[0.1, 3], [0.05, 2]]` for 0.1 three times and then 0.05 twice."""
+    runs: list[list[float]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1][1] += 1
+        else:
+            runs.append([value, 1])
+    return runs
+
+
+def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
+    """How fast the steps after the warm-up were, and what their time went to; seconds. Empty if there are none."""
+    seconds = np.stack([rank["seconds"] for rank in ranks])[:, warmup_steps:]  # (ranks, steps, parts)
+    if seconds.shape[1] == 0:
+        return {}
+    steps = seconds.sum(axis=2).mean(axis=0)
+    low, high = np.percentile(steps, (25, 75))
+    rate = {}
+    if "samples" in ranks[0]:
+        rate["samples_per_s"] = float(ranks[0]["samples"][warmup_steps:].sum() / steps.sum())
+    return {
+        **rate,
+        **times(seconds),
+        "step_p50_s": float(np.percentile(steps, 50)),
+        "step_p95_s": float(np.percentile(steps, 95)),
+        "counted_steps": len(steps),
+        "cpu_s": [float(rank["cpu_s"][warmup_steps:].mean()) for rank in ranks],
+        "percentiles_s": [float(value) for value in np.percentile(steps, range(0, 101, 2))],
+        # What happens now and then, such as another program's turn on this machine, is in the others.
+        "typical": times(seconds[:, (low <= steps) & (steps <= high)]),
+    }
+
+
+def times(seconds: Any) -> dict[str, Any]:
+    """Means over steps.
+
+    Args:
+        seconds: an array of shape (ranks, steps, parts).
+    """
+    means = seconds.mean(axis=(0, 1))
+    exchange = float(exchange_s(seconds).mean())
+    parts = {name: float(mean) for name, mean in zip(PARTS, means, strict=True) if name != "reduce"}
+    parts |= {"exchange": exchange, "straggler": float(means[REDUCE]) - exchange}
+    computing = seconds.sum(axis=2).mean(axis=1) - seconds[:, :, REDUCE].mean(axis=1)
+    return {
+        "step_s": float(means.sum()),
+        "parts": {name: parts[name] for name in STEP_PARTS},
+        "computing_s": [float(mean) for mean in computing],
+    }
+
+
+def curve(ranks: Sequence[Steps]) -> list[list[float]]:
+    """Pairs of step and training loss (the mean of the ranks that have one), each the mean of a few steps."""
+    losses = np.stack([rank["loss"] for rank in ranks])
+    known = ~np.isnan(losses).all(axis=0)
+    steps, losses = ranks[0]["step"][known], losses[:, known]
+    if losses.size == 0:
+        return []
+    means = np.nanmean(losses, axis=0)
+    groups = min(POINTS, len(means))
+    return [
+        [float(steps[piece].mean()), float(means[piece].mean())]
+        for piece in np.array_split(np.arange(len(means)), groups)
+    ]
+
+
+def checksum(log: Path) -> str | None:
+    """Of the final weights; None if there are none."""
+    with suppress(OSError):
+        return hashlib.sha256((log / WEIGHTS).read_bytes()).hexdigest()
+    return None
+
+
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each figure of several runs; of lists and groups, each member's."""
+    wanted = [name for name, value in runs[0].items() if isinstance(value, float | list | dict)]
+    return {name: _median([run[name] for run in runs]) for name in wanted}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {name: _median([value[name] for value in values]) for name in values[0]}
+    if isinstance(values[0], list):
+        return [_median(its) for its in zip(*values, strict=True)]
+    return median(values) if isinstance(values[0], int | float) else values[0]

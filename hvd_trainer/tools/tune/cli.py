@@ -1,0 +1,289 @@
+"""`python -m hvd_trainer tune`: the settings with which each engine is the fastest here, for this job.
+
+python -m hvd_trainer tune --np 2 -- -m hvd_trainer.mnist
+horovodrun -np 2 python -m hvd_trainer.mnist --config runs/tune/horovod.yaml
+
+What is certain not to gain anything is not run again, and what cannot gain anything is not run at all. A run that
+has ended is written down at once, so that the same command goes on where a stopped one was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.config.parser import read_yaml
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.runner.command import (
+    LAUNCHER_OF,
+    NOT_SAVED,
+    command_for,
+    option_of,
+    read_job,
+    script_checksum,
+    with_options,
+)
+from hvd_trainer.tools.runner.formats import check_installed, number
+from hvd_trainer.tools.runner.machine import busy, describe_machine
+from hvd_trainer.tools.runner.runs import (
+    Run,
+    append_run,
+    key_of,
+    locked_folder,
+    log_dir,
+    read_runs,
+    run_once,
+    split,
+)
+from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
+from hvd_trainer.tools.tune import report
+from hvd_trainer.tools.tune.search import Found, Measure, Search
+from hvd_trainer.tools.tune.settings import settling_steps, words
+from hvd_trainer.utils.text import plural
+
+WARM_UP = 5
+"""Steps that do not count."""
+FEWEST, MOST = 20, 2000
+"""Counted steps of a run."""
+ENDLESS = ("--epochs", "1000000", "--until", "None")
+
+
+FACTS: Mapping[str, type] = {
+    **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
+    **{"device": str, "compression": str, "in_memory": bool},
+}
+"""What the search asks of the job's run.json, beside --bucket-mb."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Search the fastest settings of each engine for a job, and write them as YAML for its --config.
+
+    The job stands behind --, as it would stand behind `python`. What it is typed with stays as it is.
+    """
+
+    np: int = 2
+    """ranks"""
+    engines: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "horovod,ddp"
+    """whose settings: horovod, ddp"""
+    seconds: float = 4.0
+    """how long each run trains, about; starting it takes longer"""
+    rounds: int = 5
+    """how often a setting is run at most, and how often what was found is run to prove it"""
+    least_gain: float = 0.02
+    """gains below this are not searched for, as a fraction"""
+    lossy: bool = False
+    """also adopt what rounds the gradients: --compression"""
+    out: Path = Path("runs/tune")
+    """folder for horovod.yaml, ddp.yaml and tune.json; the same command again goes on with what is there"""
+    timeout_s: float = 600.0
+    """after so many seconds a run is killed"""
+
+    def check(self) -> None:
+        """Refuses values that cannot be: all mistakes at once.
+
+        Raises:
+            OptionError: an option is out of its range.
+        """
+        refuse(
+            [
+                *at_least(1, np=self.np),
+                *at_least(3, rounds=self.rounds),
+                *at_least(0, least_gain=self.least_gain),
+                *more_than(0, seconds=self.seconds, timeout_s=self.timeout_s),
+            ]
+        )
+
+    @property
+    def backends(self) -> list[str]:
+        """The engines.
+
+        Raises:
+            OptionError: one is unknown, or comes twice.
+        """
+        names = [name.strip() for name in self.engines.split(",")]
+        if set(names) - {"horovod", "ddp"} or len(names) != len(set(names)):
+            raise OptionError(f"--engines {self.engines}: type horovod, ddp, or both with a comma between them")
+        return names
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is tuned."""
+
+    words: tuple[str, ...]
+    """what follows `python`"""
+    own: Mapping[str, Any]
+    """the options of its `--config`"""
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Job:
+        """From what stands behind `--`.
+
+        Raises:
+            OptionError: there is no job, or its file of options cannot be read.
+        """
+        job = read_job(words)
+        own: dict[str, Any] = {}
+        for place, word in enumerate(job):
+            if option_of(word) == "--config":
+                file = Path(word.partition("=")[2] or "".join(job[place + 1 : place + 2]))
+                own |= read_yaml(file)
+        return cls(job, own)
+
+    @property
+    def fixed(self) -> set[str]:
+        """Options that it is given, under their names in YAML."""
+        given = {option_of(word).removeprefix("--") for word in self.words if word.startswith("--")}
+        return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
+
+
+class Bench:
+    """Runs a job with settings, and remembers what has been run.
+
+    Args:
+        backend: the engine.
+        job: what is tuned.
+        folder: where each run is written down.
+        setting: what else decides on the figures, such as versions.
+    """
+
+    def __init__(self, backend: str, job: Job, options: Options, folder: Path, setting: Mapping[str, Any]) -> None:
+        self._backend, self._job, self._options, self._folder = backend, job, options, folder
+        self._setting = setting
+        self._known: dict[str, list[Run]] = {}
+        for run in read_runs(folder, _are_figures):
+            if run.state == "done":  # what failed may have been mended
+                self._known.setdefault(run.key, []).append(run)
+        self._used: Counter[str] = Counter()
+        self.steps = FEWEST
+        self.count = 0
+
+    def look(self) -> Mapping[str, Any]:
+        """Runs the job as it is, to see how long a step takes: what it was set up for, from run.json.
+
+        Raises:
+            OptionError: it does not run.
+        """
+        run = self._run({})
+        if run.state != "done" or "step_s" not in run.figures:
+            raise OptionError(f"The job does not run as it is, on {self._backend}: {self._why(run)}")
+        self.steps = min(MOST, max(FEWEST, round(self._options.seconds / run.figures["step_s"])))
+        return {**run.figures["work"], "cores": len(os.sched_getaffinity(0))}
+
+    def _why(self, run: Run) -> str:
+        """What kept a run from giving a figure."""
+        if run.state == "done":
+            return "it makes too few steps: give it more data, or smaller batches"
+        output = f"; its output is in {self._folder / run.output}" if run.output else ""
+        return f"{run.state}, {run.note}{output}"
+
+    def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
+        """Samples per second; None: it does not run so."""
+        run = self._run(settings)
+        speed = run.figures.get("samples_per_s")
+        said = self._why(run) if speed is None else f"{number(speed)} samples/s ({run.seconds:.0f} s)"
+        print(f"{self._backend}, run {self.count}  {label}: {said}", flush=True)
+        return None if speed is None else float(speed)
+
+    def _run(self, settings: Mapping[str, Any]) -> Run:
+        warm_up, options = WARM_UP + settling_steps(settings), self._options
+        job = with_options(
+            self._job.words, [*ENDLESS, *NOT_SAVED, *words(settings), "--max-steps", str(warm_up + self.steps)]
+        )
+        self.count += 1
+        identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._setting}
+        self._used[key_of(identity)] += 1
+        number_, done = self._used[key_of(identity)], self._known.get(key_of(identity), [])
+        if len(done) >= number_:
+            return done[number_ - 1]
+        own = ["--backend", self._backend, "--log-dir", str(log_dir(self._folder)), "--record-steps"]
+        run = run_once(
+            command_for(LAUNCHER_OF[self._backend], options.np, [*job, *own]),
+            self._folder,
+            identity,
+            number_,
+            threads=None,
+            limit_s=options.timeout_s,
+            read=partial(read_figures, ranks=options.np, warmup_steps=warm_up),
+        )
+        append_run(self._folder, run)
+        return run
+
+
+def _are_figures(figures: Mapping[str, Any]) -> bool:
+    if not are_figures(figures):
+        return False
+    work = figures["work"]
+    return all(isinstance(work.get(name), kind) for name, kind in FACTS.items()) and isinstance(
+        work.get("bucket_mb"), int | float
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        OptionError: an option is out of its range, or the job does not run.
+    """
+    own, words = split(argv)
+    options = tyro.cli(Options, prog="python -m hvd_trainer tune", args=own)
+    options.check()
+    check_installed()
+    job, backends = Job.read(words), options.backends
+    folder = options.out.expanduser().resolve()
+    with locked_folder(folder):
+        try:
+            tune(job, backends, options, folder, shlex.join(argv))
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on from here", file=sys.stderr)
+            return 130
+    return 0
+
+
+def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
+    """Searches on each engine, and writes down what was found."""
+    if (warning := busy()) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    machine = describe_machine()
+    versions = {name: machine[name] for name in ("python", "torch", "horovod")}
+    setting = {"script": script_checksum(job.words), **versions}
+    everything: dict[str, Found] = {}
+    files = []
+    for backend in backends:
+        bench = Bench(backend, job, options, folder, setting)
+        facts = bench.look()
+        print(f"{backend}: runs of {plural(WARM_UP + bench.steps, 'step')}; all is kept in {folder}", flush=True)
+        found = everything[backend] = search(backend, facts, job, bench.measure, options)
+        report.show(backend, found)
+        files.append(folder / f"{backend}.yaml")
+        command = f"python -m hvd_trainer tune {arguments}"
+        files[-1].write_text(report.as_yaml(backend, found, job.own, command, machine))
+    files.append(folder / "tune.json")
+    files[-1].write_text(json.dumps(report.as_json(everything, machine, job.words), indent=1) + "\n")
+    print("written: " + ", ".join(map(str, files)))
+
+
+def search(backend: str, facts: Mapping[str, Any], job: Job, measure: Measure, options: Options) -> Found:
+    """What is the fastest on one engine."""
+    return Search(
+        backend,
+        facts,
+        job.fixed,
+        measure,
+        rounds=options.rounds,
+        least_gain=options.least_gain,
+        lossy=options.lossy,
+        say=lambda text: print(f"{backend}: {text}", flush=True),
+    ).run()

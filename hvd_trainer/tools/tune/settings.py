@@ -1,0 +1,137 @@
+"""What can be changed about how a job runs, without changing what it trains: candidates for a search. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hvd_trainer.config.parser import as_arguments
+
+Group = Literal["threads", "data", "exchange", "compression"]
+GROUPS: Mapping[Group, str] = {
+    "threads": "CPU threads",
+    "data": "fetching data",
+    "exchange": "exchanging gradients",
+    "compression": "compressing gradients",
+}
+"""In words. Knobs of a group are against the same loss, so one of them at a time is changed."""
+BUCKETS_MB = (1, 4, 12, 25, 64, 128)
+CYCLES_MS = (1, 5)
+MAX_WORKERS = 4
+PREFETCH = (4, 8)
+GROUP_NUMBERS = (1, 2, 4)
+CACHE = 1024
+"""Exchanges that Horovod remembers unless told otherwise."""
+AUTOTUNE_STEPS = 300
+"""In which Horovod's autotune tries what it can: 3 + 20 samples of 10 steps, and more where steps have several
+exchanges."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One option with another value."""
+
+    group: Group
+    option: str
+    """with underscores, as in YAML"""
+    value: Any
+    with_it: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """options that it replaces, by their values"""
+
+    @property
+    def label(self) -> str:
+        """As it is typed."""
+        return shown({self.option: self.value})
+
+    def after(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with it."""
+        return {**settings, **self.with_it, self.option: self.value}
+
+
+def settling_steps(settings: Mapping[str, Any]) -> int:
+    """Further steps that do not count, beside the warm-up."""
+    return AUTOTUNE_STEPS if settings.get("autotune") else 0
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed; what is None is not."""
+    return [word for name, value in settings.items() if value is not None for word in as_arguments(name, value)]
+
+
+def shown(settings: Mapping[str, Any]) -> str:
+    """The same to read: `--workers 2`."""
+    return " ".join(words(settings)).replace("=", " ")
+
+
+def changes(
+    group: Group, backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any], fixed: Collection[str]
+) -> list[Change]:
+    """What is worth trying in a group.
+
+    Args:
+        backend: the engine.
+        facts: run.json of the job, and `cores`.
+        settings: what has been adopted so far.
+        fixed: options that the job is typed with, which stay as they are.
+    """
+    made = _MAKERS[group](backend, facts, settings)
+    return [change for change in made if change.option not in fixed]
+
+
+def _threads(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
+    if facts["device"] != "cpu":
+        return
+    now, number = settings.get("threads", facts["threads"]), 1
+    while number <= facts["cores"]:
+        if number != now:
+            yield Change("threads", "threads", number)
+        number *= 2
+
+
+def _data(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
+    now = settings.get("workers", facts["workers"])
+    for number in (0, 1, 2, MAX_WORKERS):
+        if number != now and number <= max(2, facts["cores"]):
+            yield Change("data", "workers", number)
+    for number in PREFETCH if now else ():
+        if number != settings.get("prefetch"):
+            yield Change("data", "prefetch", number)
+
+
+def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
+    """Buckets that hold all gradients are the same, however large."""
+    all_mb = 4 * facts["parameters"] / 2**20
+    now = settings.get("bucket_mb", facts["bucket_mb"])
+    grouped = settings.get("num_groups") is not None
+    seen = {min(now, all_mb)}
+    for size in BUCKETS_MB:
+        if min(size, all_mb) not in seen or grouped:
+            seen.add(min(size, all_mb))
+            yield Change("exchange", "bucket_mb", size, {"num_groups": None} if grouped else {})
+    if backend == "ddp":
+        if not settings.get("static_graph"):
+            yield Change("exchange", "static_graph", True)
+        if settings.get("bucket_views", True):
+            yield Change("exchange", "bucket_views", False)
+        return
+    for number in GROUP_NUMBERS:
+        if number != settings.get("num_groups") and number <= facts["parameter_tensors"]:
+            yield Change("exchange", "num_groups", number)
+    for milliseconds in CYCLES_MS:
+        if milliseconds != settings.get("cycle_time_ms"):
+            yield Change("exchange", "cycle_time_ms", milliseconds)
+    if facts["parameter_tensors"] > CACHE and "cache_capacity" not in settings:
+        yield Change("exchange", "cache_capacity", 2 ** facts["parameter_tensors"].bit_length())
+    if not settings:  # it takes over what the others set
+        yield Change("exchange", "autotune", True)
+
+
+def _compression(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
+    kinds = ("fp16", "bf16", "powersgd") if backend == "ddp" else ("fp16", "bf16")
+    for kind in kinds:
+        if kind != settings.get("compression", facts["compression"]):
+            yield Change("compression", "compression", kind)
+
+
+_MAKERS = {"threads": _threads, "data": _data, "exchange": _exchange, "compression": _compression}

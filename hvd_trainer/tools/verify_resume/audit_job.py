@@ -1,0 +1,85 @@
+"""The training that `verify-resume` disturbs: small, with dropout and batch norm, and every sample written down.
+
+<log-dir>/audit/rank-R      one line per step of rank R: step, epoch, and the numbers of the samples
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.data import TensorData
+from hvd_trainer.observe.callback import Callback
+from hvd_trainer.training.job import run_job
+from hvd_trainer.training.trainer import Trainer
+
+FEATURES, CLASSES, WIDTH = 64, 10, 512
+STEPS_PER_EPOCH = 6
+
+
+@dataclass(frozen=True)
+class VerifyOptions(TrainerOptions):
+    """Train on numbered random samples and write down which, and when."""
+
+
+class Audited(nn.Module):
+    """A network whose first input is the sample's number, which it keeps to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3)),
+            *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)),
+        )
+        self.numbers: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.numbers += inputs[:, 0].long().tolist()
+        result: Tensor = self.net(inputs[:, 1:])
+        return result
+
+
+class Audit(Callback):
+    """Writes down each step's samples when it is done."""
+
+    def __init__(self, model: Audited, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = model
+        self.file = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(self.file, b"\n")  # ends a line that a kill has torn
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        progress = trainer.progress
+        numbers, self.model.numbers = self.model.numbers, []
+        os.write(self.file, " ".join(map(str, [progress.step, progress.epoch, *numbers])).encode() + b"\n")
+
+
+def numbered(count: int, seed: int) -> TensorData:
+    """Random samples of ten classes, each with its number in front."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(0, CLASSES, (count,), generator=generator)
+    inputs = torch.randn(count, FEATURES, generator=generator) + targets.view(-1, 1) / 4
+    return TensorData(torch.cat([torch.arange(count).view(-1, 1), inputs], 1), targets, name="numbered")
+
+
+def train(options: VerifyOptions) -> None:
+    """Runs in each rank."""
+    with Trainer(options) as trainer:
+        count = STEPS_PER_EPOCH * options.train.batch_size * trainer.world.size
+        model = Audited()
+        assert options.log.log_dir is not None
+        audit = Audit(model, Path(options.log.log_dir) / "audit", trainer.world.rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loss = nn.functional.cross_entropy
+        trainer.fit(model, optimizer, loss, numbered(count, 1), numbered(256, 2), callbacks=[audit])
+
+
+if __name__ == "__main__":
+    run_job(VerifyOptions, train)

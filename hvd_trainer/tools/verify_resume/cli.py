@@ -1,0 +1,194 @@
+"""`python -m hvd_trainer verify-resume`: kill a training again and again, and prove that nothing was lost.
+
+A small job runs once undisturbed. Then it runs again, and its ranks and its launcher are killed at random moments
+of every phase, also while a checkpoint is being written; after each the same command goes on with --resume auto.
+In the end the two must agree: each bit of weights and optimizer, and each sample trained on once in every epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.tools.runner.command import command_for
+from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
+from hvd_trainer.tools.verify_resume.kill import Hit, Plan, RunningJob
+
+STEPS_PER_KILL = 2 * STEPS_PER_EPOCH
+PLACES = ("start", "data", "forward", "backward", "reduce", "step", "evaluate", "save", "write", "launcher")
+"""The phases of training, the background write of a checkpoint, and the launcher."""
+BATCH, SAVE_EVERY = 16, 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 if nothing was lost, else 1.
+
+    Raises:
+        OptionError: an option is out of its range.
+        LaunchError: the job does not run, killed or not.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_trainer verify-resume",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=12, metavar="N", help="how many (default: 12)")
+    parser.add_argument("--backend", choices=["horovod", "ddp"], default="horovod")
+    parser.add_argument("-np", "--num-processes", type=int, default=2, metavar="P", help="ranks (default: 2)")
+    parser.add_argument("--launcher", choices=["horovodrun", "torchrun"], help="default: the backend's own")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of both runs")
+    options = parser.parse_args(argv)
+    if options.kills < 1 or options.num_processes < 1:
+        raise OptionError("--kills and -np must be 1 or more")
+    folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
+    try:
+        return verify(options, folder)
+    finally:
+        if options.keep:
+            print(f"both runs are in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def verify(options: argparse.Namespace, folder: Path) -> int:
+    """Runs the job undisturbed and disturbed, prints what happened, and compares."""
+    epochs = (options.kills + 4) * STEPS_PER_KILL // STEPS_PER_EPOCH
+    launcher = options.launcher or {"horovod": "horovodrun", "ddp": "torchrun"}[options.backend]
+    job = [
+        "-m",
+        "hvd_trainer.tools.verify_resume.audit_job",
+        "--backend",
+        options.backend,
+        "--batch-size",
+        str(BATCH),
+    ]
+    job += ["--epochs", str(epochs), "--save-every-steps", str(SAVE_EVERY), "--log-every", "1000000"]
+
+    def start(name: str, *more: str) -> RunningJob:
+        command = command_for(launcher, options.num_processes, [*job, "--log-dir", str(folder / name), *more])
+        return RunningJob(command, folder / name, options.num_processes)
+
+    print(f"{epochs * STEPS_PER_EPOCH} steps of {options.num_processes} ranks on {options.backend}, by {launcher}")
+    with start("undisturbed") as whole:
+        whole.finish()
+    hits: list[Hit] = []
+    draw = random.Random(options.seed)
+    plans = plans_for(options.kills, options.num_processes, draw)
+    while True:
+        with start("disturbed", "--resume", "auto") as running:
+            if len(hits) == options.kills or plans[len(hits)].place != "start":
+                recovered = running.wait_for_a_step()
+                for hit in hits:
+                    hit.recovery_s = hit.recovery_s or recovered - hit.at
+            if len(hits) == options.kills:
+                running.finish()
+                break
+            struck = running.hunt(plans[len(hits)])
+            if struck is None:
+                raise LaunchError(f"The job ended before kill {len(hits) + 1}:\n{running.output()[-2000:]}")
+            hits.append(struck)
+            show(len(hits), struck)
+    return report(hits, folder, epochs, options.num_processes)
+
+
+def plans_for(kills: int, size: int, draw: random.Random) -> list[Plan]:
+    """Each place as often as every other, in a random order, each at a random rank and moment."""
+    places = [PLACES[number % len(PLACES)] for number in range(kills)]
+    draw.shuffle(places)
+    plans = []
+    for number, place in enumerate(places):
+        step = number * STEPS_PER_KILL + draw.randrange(2, STEPS_PER_KILL)
+        # Only rank 0 writes.
+        rank = 0 if place in ("save", "write") else draw.randrange(size)
+        plans.append(Plan(place, rank, step, draw.random()))
+    return plans
+
+
+def show(number: int, hit: Hit) -> None:
+    """One line per kill."""
+    who = "the launcher" if hit.rank is None else f"rank {hit.rank}, {hit.place}"
+    print(f"kill {number}: in step {hit.step + 1}, {who}", flush=True)
+
+
+def report(hits: Sequence[Hit], folder: Path, epochs: int, size: int) -> int:
+    """Prints the table; returns the exit code."""
+    seconds = sorted(hit.recovery_s for hit in hits)
+    lost = samples_lost(folder / "disturbed" / "audit", epochs, size)
+    bits = bits_different(*(folder / name / "checkpoints" for name in ("undisturbed", "disturbed")))
+    left = sum(hit.left_behind for hit in hits)
+    rows: list[tuple[str, object]] = [
+        (f"kills in {place}", count) for place, count in sorted(Counter(hit.place for hit in hits).items())
+    ]
+    rows += [
+        ("kills", len(hits)),
+        ("recovery, s, p50", f"{at(seconds, 0.5):.1f}"),
+        ("recovery, s, p95", f"{at(seconds, 0.95):.1f}"),
+        ("samples lost or repeated", lost),
+        ("bits different", bits),
+        ("processes left behind", left),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value:>6}" for name, value in rows))
+    return int(bool(lost or bits or left))
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """The value below or at which this share of the sorted values lies."""
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def samples_lost(folder: Path, epochs: int, size: int) -> int:
+    """How many samples of all epochs were not trained on exactly once, in the history that led to the end.
+
+    A step that was lost by a kill is written down again when it is made again, and the last time counts.
+    """
+    steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for rank in range(size):
+        for line in (folder / f"rank-{rank}").read_text().splitlines():
+            step, epoch, *numbers = map(int, (line or "0 0").split())
+            if len(numbers) == BATCH:
+                steps[rank, step] = epoch, numbers
+    seen: Counter[tuple[int, int]] = Counter()
+    for epoch, numbers in steps.values():
+        seen.update((epoch, number) for number in numbers)
+    wanted = {(epoch, number) for epoch in range(epochs) for number in range(STEPS_PER_EPOCH * BATCH * size)}
+    return sum(seen[place] != 1 for place in wanted) + len(seen.keys() - wanted)
+
+
+def bits_different(first: Path, second: Path) -> int:
+    """In the tensors of two runs' last checkpoints: weights, statistics and the optimizer's."""
+    states = []
+    for folder in (first, second):
+        (_, path), *_ = storage.whole(folder)[0]
+        states.append(storage.load(path))
+    ours, theirs = (dict(tensors_in([state["model"], state["optimizer"]])) for state in states)
+    if ours.keys() != theirs.keys():
+        raise LaunchError("The two runs' last checkpoints do not hold the same tensors.")
+    return sum(differing_bits(ours[place], theirs[place]) for place in ours)
+
+
+def tensors_in(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
+    """All tensors of nested dictionaries and lists, by their places."""
+    if isinstance(value, torch.Tensor):
+        return [(place, value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in items for found in tensors_in(item, f"{place}/{key}")]
+
+
+def differing_bits(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """Of two tensors of one type."""
+    left, right = (tensor.contiguous().view(-1).view(torch.uint8).numpy() for tensor in (ours, theirs))
+    if len(left) != len(right):
+        return 8 * max(len(left), len(right))
+    return sum(int(byte).bit_count() for byte in left ^ right)

@@ -1,0 +1,109 @@
+"""`run`: start ranks on this machine from a Python session or a notebook, with no launcher at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.multiprocessing as multiprocessing
+
+from hvd_trainer.errors import LaunchError, PeerError
+from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
+from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.rendezvous import connect, store_client
+from hvd_trainer.rendezvous.endpoint import Endpoint
+from hvd_trainer.utils.network import LOOPBACK
+
+
+def run(
+    function: Callable[..., Any],
+    *,
+    num_processes: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` in `num_processes` new processes, as the ranks of one job on this machine.
+
+    The function may be defined in the notebook. A `Trainer` inside finds the other ranks as under any launcher.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        LaunchError: fewer than one process was asked for, or a rank failed; the others are ended, and the
+            message has the failed rank's traceback.
+    """
+    if num_processes < 1:
+        raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
+    call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    with _store() as ticket, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
+        processes = multiprocessing.start_processes(
+            _rank,
+            args=(num_processes, str(ticket), call, folder),
+            nprocs=num_processes,
+            join=False,
+            start_method="spawn",
+        )
+        try:
+            while not processes.join():
+                pass
+        except multiprocessing.ProcessRaisedException as error:
+            raise LaunchError(f"rank {error.error_index} of {num_processes} failed: {error}") from None
+        except multiprocessing.ProcessExitedException as error:
+            code = f"by {error.signal_name}" if error.signal_name else f"with code {error.exit_code}"
+            raise LaunchError(f"rank {error.error_index} of {num_processes} ended {code}.") from None
+        except BaseException:
+            _end_all(processes.processes)
+            raise
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
+
+
+@contextmanager
+def _store() -> Iterator[Endpoint]:
+    ticket = store_client.serve(LOOPBACK)
+    try:
+        yield ticket
+    finally:
+        store_client.release(ticket)
+
+
+def _end_all(processes: Sequence[BaseProcess]) -> None:
+    """Ends what is left of the ranks when the session was interrupted."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, size: int, ticket: str, call: bytes, folder: str) -> None:
+    """What each new process does: take its place in the environment, call, and leave the result in a file."""
+    # A notebook that itself runs under some launcher must not make its children part of that job.
+    for launcher in LAUNCHERS:
+        for name in launcher.variables():
+            os.environ.pop(name, None)
+    row = LAUNCHERS[0]
+    numbers = {row.rank: rank, row.size: size, row.local_rank: rank, row.local_size: size}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ[connect.RUN_STORE] = ticket
+    function, args, kwargs = pickle.loads(call)
+    try:
+        result = function(*args, **kwargs)
+    except PeerError:
+        # The parent reports the first that fails, and that should be the cause.
+        wait_for_launcher()
+        raise
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+    (Path(folder) / str(rank)).write_bytes(cloudpickle.dumps(result))
