@@ -1,0 +1,313 @@
+"""Plain values and tensors as JSON and safetensors: equal after reading, and nothing else can be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from hvd_trainer.utils.files import UNREADABLE
+from hvd_trainer.utils.serialization import flatten, pack, to_json, unflatten, unpack
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare types, too, the order of dictionaries and the bits of tensors."""
+    if isinstance(expected, Tensor):
+        assert type(found) is Tensor
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        bits = [
+            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            for tensor in (found, expected)
+        ]
+        assert bits[0].equal(bits[1])
+        return
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert_equal(list(found), list(expected))
+        assert_equal(list(found.values()), list(expected.values()))
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(expected, float | complex):
+        assert repr(found) == repr(expected)  # nan, and the sign of 0
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [True, 1, -(2**200), "text \ud800", 1e-310, -0.0, math.inf, -math.inf, math.nan],
+        ((), [(1, [2])], {"a": ({},)}),
+        {0: "int", "0": "str", None: 1, (1, 2.5): 2, True: 3},
+        {"$tensor": "x", "plain": {"$": 1}},
+        [b"", b"\0\xff", bytearray(b"abc"), complex(-0.0, math.nan)],
+        [OrderedDict(b=1, a=2), Counter({30: 1, 60: 2}), torch.Size([1, 2]), {1, 2}],
+        [torch.bfloat16, torch.device("cuda:1")],
+    ],
+)
+def test_plain_values_keep_their_types(value: Any) -> None:
+    assert_equal(unpack(pack(value)), value)
+    tree, tensors = flatten(value)
+    assert_equal(unflatten(json.loads(to_json(tree)), tensors), value)
+
+
+DTYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bcomplex"))
+    },
+    key=str,
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_type(dtype: torch.dtype) -> None:
+    content = torch.arange(64, dtype=torch.uint8)
+    tensor = content % 2 == 0 if dtype == torch.bool else content.view(dtype)
+    value = {"all": tensor, "one": tensor[0], "none": tensor[:0], "matrix": tensor.view(2, -1)}
+    assert_equal(unpack(pack(value)), value)
+
+
+def test_tensors_of_every_form() -> None:
+    image = torch.randn(2, 3, 4, 5)
+    value = {
+        "transposed": image.transpose(1, 3),
+        "expanded": torch.ones(1, 2).expand(3, 2),
+        "every second": torch.arange(10)[::2],
+        "the same": [image, image, image[0]],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "its imaginary part": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "complex image": image.to(torch.complex128).contiguous(memory_format=torch.channels_last),
+        "without elements": [torch.empty(0, 4), torch.empty(2, 0, 3).mT],
+    }
+    found = unpack(pack(value))
+    assert_equal(found, value)
+    for name in ("transposed", "complex image"):
+        assert found[name].stride() == value[name].stride(), "the order in memory is kept"
+    assert_equal(unpack(pack(image)), image)
+
+
+def test_names_of_tensors_are_their_paths() -> None:
+    """Whoever opens a checkpoint's safetensors finds the weights by name; equal paths get names of their own."""
+    one = torch.ones(1)
+    value = {"model": {"fc.weight": one}, 1: [one], "1": [one], "1/0": one, "__metadata__": one}
+    assert list(flatten(value)[1]) == ["model/fc.weight", "1/0", "1/0'", "1/0''", "__metadata__'"]
+    assert_equal(unpack(pack(value)), value)
+
+
+def test_dense_tensors_are_not_copied() -> None:
+    tensors = [torch.ones(3), torch.ones(1, 2, 3, 3).contiguous(memory_format=torch.channels_last)]
+    assert [t.data_ptr() for t in flatten(tensors)[1].values()] == [t.data_ptr() for t in tensors]
+
+
+def test_numbers_of_numpy_become_python_s() -> None:
+    """As which a learning rate comes out of a schedule that is computed with NumPy."""
+    value = {np.int64(3): [np.float64(0.5), np.float32(0.25), np.bool_(True), np.str_("x")]}
+    assert_equal(unpack(pack(value)), {3: [0.5, 0.25, True, "x"]})
+
+
+class Foreign:
+    """A type that cannot be written."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            {"optimizer": {"groups": [{}, {"schedule": Foreign()}]}},
+            "optimizer/groups/1/schedule is of type test_seri",
+        ),
+        (Foreign(), r"it is of type test_serialization\.Foreign"),
+        ([lambda: 0], "0 is of type builtins.function"),
+        ({"a": np.zeros(2)}, r"a is of type numpy\.ndarray"),
+        ({"a": np.longdouble(1)}, r"a is of type numpy\.longdouble"),
+        ({"a": torch.eye(2).to_sparse()}, "a is a sparse"),
+        ({"a": torch.ones(2, device="meta")}, "a is .* without contents"),
+    ],
+)
+def test_other_values_are_named(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        flatten(value)
+
+
+def test_a_value_that_contains_itself() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(RecursionError):
+        flatten(value)
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: np.float64(0.5)),
+    lambda o: lr_scheduler.StepLR(o, 2),
+    lambda o: lr_scheduler.MultiStepLR(o, [1, 1, 3]),
+    lambda o: lr_scheduler.ConstantLR(o),
+    lambda o: lr_scheduler.LinearLR(o),
+    lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    lambda o: lr_scheduler.PolynomialLR(o),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 3),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.StepLR(o, 2), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
+    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 2), lr_scheduler.ExponentialLR(o, 0.9)]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler:UserWarning")
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_states_of_pytorch_s_schedulers(make: Callable[[Any], Any]) -> None:
+    """MultiStepLR has a Counter, ReduceLROnPlateau an infinity, LambdaLR closures that are not in its state."""
+
+    def trained() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def step(optimizer: Any, scheduler: Any) -> float:
+        optimizer.step()
+        scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+        return float(optimizer.param_groups[0]["lr"])
+
+    first, second = trained(), trained()
+    for _ in range(2):
+        step(*first)
+    for old, new in zip(first, second, strict=True):
+        new.load_state_dict(unpack(pack(old.state_dict())))
+    assert [step(*first) for _ in range(4)] == [step(*second) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.NAdam]
+)
+def test_states_of_pytorch_s_optimizers(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = kind([parameter])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert_equal(unpack(pack(optimizer.state_dict())), optimizer.state_dict())
+
+
+# What was not written by `pack`.
+
+REFUSED = (*UNREADABLE, SafetensorError)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$tensor": "b"},
+        [{"$tensor": "a"}, {"$tensor": "a"}],  # one tensor again and again would unfold to more than the file
+        [],  # a tensor that nothing refers to
+        {"$tensor": "a", "more": 1},
+        {"$code": "a"},
+        {"$tensor": ["a"]},
+        [{"$tensor": "a"}, {"$float": [1]}],
+        [{"$tensor": "a"}, {"$dtype": "load"}],
+        [{"$tensor": "a"}, {"$dtype": "_dynamo"}],
+        [{"$tensor": "a"}, {"$dict": [[[1], 2]]}],
+        [{"$tensor": "a"}, {"$dict": 3}],
+        [{"$tensor": "a"}, {"$bytes": "text"}],
+        [{"$tensor": "a"}, {"$complex": [1, 2, 3]}],
+        {"$permuted": [{"$tensor": "a"}, [0, 0]]},
+        {"$viewed": [{"$tensor": "a"}, {"$dtype": "float64"}, [10**12]]},
+    ],
+)
+def test_a_tree_that_comes_from_no_value(tree: Any) -> None:
+    with pytest.raises(REFUSED):
+        unflatten(tree, {"a": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, '"\\', "[1,]", "\xff", '{"$tuple":[' * 20_000 + "]}" * 20_000],
+)
+def test_json_of_any_depth_and_length(tree: str) -> None:
+    text = tree.encode("latin-1")
+    with pytest.raises(REFUSED):
+        unpack(len(text).to_bytes(8, "big") + text)
+
+
+def with_header(header: Any, content: bytes = bytes(8)) -> bytes:
+    """A packed tensor `a` whose safetensors have this header."""
+    tree = b'{"$tensor":"a"}'
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(tree).to_bytes(8, "big") + tree + len(text).to_bytes(8, "little") + text + content
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "header",
+    [
+        entry(shape=[10**12]),
+        entry(shape=[2**63, 2**63]),
+        entry(shape=[-2]),
+        entry(data_offsets=[0, 10**12]),
+        entry(data_offsets=[0, 10**12], shape=[25 * 10**10]),
+        entry(data_offsets=[8, 0]),
+        entry(data_offsets=[4, 12]),
+        entry(dtype="F4"),
+        entry(dtype="F8_E8M0", shape=[8]),
+        entry(dtype="pickle"),
+        {**entry(), "b": entry()["a"]},
+        {},
+        [],
+        b"[" * 100_000,
+        b"\xff" * 8,
+    ],
+)
+def test_a_header_that_is_wrong_about_its_tensors(header: Any) -> None:
+    """The sizes in it are compared with the content before memory is taken for them."""
+    assert_equal(unpack(with_header(entry())), torch.zeros(2))
+    with pytest.raises(REFUSED):
+        unpack(with_header(header))
+
+
+def test_a_header_of_any_length() -> None:
+    whole = with_header(entry())
+    for length in (0, 3, 2**31, 2**63, 2**64 - 1):
+        with pytest.raises(REFUSED):
+            unpack(whole[:23] + length.to_bytes(8, "little") + whole[31:])
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
+def test_no_bytes_do_harm(seed: int, cut: float) -> None:
+    """Changed at random or cut off: read as plain values, or refused by an error that callers expect."""
+    draws = random.Random(seed)
+    changed = bytearray(pack({"a": torch.zeros(3), "b": [1, (2.5, "x", b"y")], 3: {math.inf}}))
+    for _ in range(draws.randint(1, 4)):
+        changed[draws.randrange(len(changed))] = draws.randrange(256)
+    for data in (bytes(changed), bytes(changed[: int(cut * len(changed))])):
+        with suppress(*REFUSED):
+            unpack(data)
