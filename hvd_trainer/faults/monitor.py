@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import selectors
@@ -28,6 +29,8 @@ from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import World, process_start_time
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, hang_up_on
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SETTLE_S = 0.3
@@ -211,7 +214,7 @@ class Monitor(ABC):
             traceback.print_exc()
             if self.verdict is not None:
                 os._exit(CRASH)  # the job ends, and nobody else would see to it that this rank does
-            sys.stderr.write("The watch over the ranks has failed, and training goes on without it.\n")
+            logger.error("The watch over the ranks has failed, and training goes on without it.")
             self.retire()
 
     def _keep_watch(self) -> None:

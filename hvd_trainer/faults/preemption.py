@@ -8,11 +8,11 @@ at once, and ends a process that does not get on any more.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hvd_trainer.errors import OptionError
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 20.0
@@ -94,8 +96,7 @@ class Requeue:
         by_hand = "To go on, type the same command with --resume auto"
         if self._job is None or not acts:
             return f"{what}. {by_hand}"
-        sys.stderr.write(f"{what}. It goes back into Slurm's queue, and then on by itself\n")
-        sys.stderr.flush()
+        logger.warning("%s. It goes back into Slurm's queue, and then on by itself", what)
         command = ["scontrol", "requeue", self._job]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -6,10 +6,10 @@ import errno
 import fcntl
 import itertools
 import json
+import logging
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -19,8 +19,9 @@ import yaml
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
-from hvd_trainer.launch.world import World
 from hvd_trainer.utils.files import no_place_to_write, open_plain, read_plain, replacing
+
+logger = logging.getLogger(__name__)
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems without locks say, such as Lustre mounted without them."""
@@ -144,7 +145,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Prints a line for the person who started the run."""
         if self.prints:
-            print(text, flush=True)
+            logger.info(text)
 
     def write_config(self, options: dict[str, Any]) -> None:
         """Keeps the options as YAML that `--config` reads."""
@@ -183,7 +184,7 @@ class RunLog:
                 if record is not None:
                     record.close()
         except OSError as error:
-            say_error(None, f"the last lines could not be written to {self.folder}: {error}")
+            logger.error("error: the last lines could not be written to %s: %s", self.folder, error)
         if self._lock is not None:
             self._lock.close()
 
@@ -249,10 +250,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def say_error(world: World | None, text: str) -> None:
-    """Prints an error and the rank that it comes from, in one write, so that ranks do not mix their lines."""
-    where = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
-    sys.stderr.write(f"{where}error: {text}\n")
-    sys.stderr.flush()

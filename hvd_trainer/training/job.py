@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,9 +18,10 @@ from hvd_trainer.faults import failure_report
 from hvd_trainer.faults.grace import wait_for_launcher
 from hvd_trainer.faults.monitor import CRASH
 from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first, slurm_step
-from hvd_trainer.observe.run_log import say_error
+from hvd_trainer.observe.log_handler import install_handler
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 USER_ERROR, INTERRUPTED = 2, 130
 PREEMPTED = 75
@@ -31,30 +33,32 @@ SPEAKING_S = 1.0
 def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | None = None) -> NoReturn:
     """Parses the command line, runs the job, and ends the process.
 
-    An error that all ranks have in common is said once, by rank 0.
+    An error that all ranks have in common is said once, by rank 0. What the package logs is printed, unless the
+    program has set up handlers of its own for the logger `hvd_trainer` or for all loggers.
 
     Exit codes: 0 done; 2 a mistake in options or set-up (one line says it); 1 a crash (with its traceback), or
     another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. A
     launcher may make another number of it.
     """
     failure_report.take_tracebacks()
+    install_handler()
     try:
         world = detect(os.environ)
         warning = lone_process_warning(world, os.environ)
         if warning:
-            sys.stderr.write(f"warning: {warning}\n")
+            logger.warning("warning: %s", warning)
         job(_parse(options, args, _speaks()))
     except PreemptedError as error:
         # What stopped the job may send more signals; it ends in any case.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if _speaks() and str(error):
-            sys.stderr.write(f"{error}\n")
+            logger.warning("%s", error)
         else:
             wait_for_launcher(SPEAKING_S)
         _end(PREEMPTED)
     except PeerError as error:
         if not failure_report.was_told():
-            say_error(_world(), str(error))
+            _log_error(_world(), str(error))
         _end(CRASH)
     except UserError as error:
         if not failure_report.was_told():
@@ -63,17 +67,17 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
                     _end(USER_ERROR)  # horovodrun ends nobody then, so that rank 0 has the time to say it
                 wait_for_launcher()
             # Rank 0 speaks for all.
-            say_error(None if _speaks() else _world(), str(error))
+            _log_error(None if _speaks() else _world(), str(error))
         _end(USER_ERROR)
     except KeyboardInterrupt:
         if _speaks():
-            say_error(None, "interrupted")
+            _log_error(None, "interrupted")
         _end(INTERRUPTED)
     except SystemExit as leaving:
         _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except BaseException:
         if not failure_report.was_told():
-            say_error(_world(), traceback.format_exc())
+            _log_error(_world(), traceback.format_exc())
         _end(CRASH)
     _end(0)
 
@@ -81,6 +85,12 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
 def _speaks() -> bool:
     """Whether this is rank 0, as of now: where ranks come and go, another process may become it."""
     return may_be_first(os.environ)
+
+
+def _log_error(world: World | None, text: str) -> None:
+    """Log an error with the rank that it comes from, if it is one of several."""
+    where = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
+    logger.error("%serror: %s", where, text)
 
 
 def _world() -> World | None:

@@ -18,6 +18,7 @@ import torch.multiprocessing as multiprocessing
 from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
 from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous import connect, store_client
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils.network import LOOPBACK
@@ -97,6 +98,7 @@ def _rank(rank: int, size: int, ticket: str, call: bytes, folder: str) -> None:
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ[connect.RUN_STORE] = ticket
     function, args, kwargs = pickle.loads(call)
+    install_handler()
     try:
         result = function(*args, **kwargs)
     except PeerError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.training.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.utils import accelerator
 
+logger = logging.getLogger(__name__)
 _FITS = itertools.count()
 
 
@@ -382,7 +384,7 @@ class Trainer:
     def say(self, text: str | None) -> None:
         """Prints a line once for the whole job, unless it is None or the job is quiet."""
         if text is not None and self.world.is_first and not self.options.log.quiet:
-            print(text, flush=True)
+            logger.info(text)
 
     # Setting up.
 

@@ -1,0 +1,88 @@
+"""What the package says goes through the logger `hvd_trainer`, which a program can route and silence."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import REPOSITORY, launch
+
+from hvd_trainer.observe.log_handler import LOGGER, RankHandler, install_handler
+
+JOB = """
+import logging, sys
+import torch
+from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
+
+def train(options):
+    data = TensorData(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+    model = torch.nn.Linear(4, 2)
+    with Trainer(options) as trainer:
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy, data)
+
+if __name__ == "__main__":
+    set_up = sys.argv.pop(1)
+    if set_up == "to a file":
+        logging.basicConfig(filename="job.log", level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    elif set_up == "silent":
+        logging.getLogger("hvd_trainer").setLevel(logging.ERROR)
+    run_job(TrainerOptions, train)
+"""
+OPTIONS = ["--backend", "single", "--epochs", "1", "--device", "cpu"]
+
+
+def run(folder: Path, set_up: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(JOB)
+    return launch("python", 1, [str(folder / "job.py"), set_up, *OPTIONS, *options], cwd=folder, check=False)
+
+
+def test_lines_are_printed_where_nothing_is_set_up(tmp_path: Path) -> None:
+    result = run(tmp_path, "as it is")
+    assert "epoch 1/1" in result.stdout
+    assert "single" in result.stdout
+
+
+def test_a_program_routes_lines_to_its_own_handlers(tmp_path: Path) -> None:
+    result = run(tmp_path, "to a file")
+    assert "epoch 1/1" not in result.stdout + result.stderr
+    log = (tmp_path / "job.log").read_text()
+    assert "hvd_trainer.observe.run_log INFO epoch 1/1" in log
+
+
+def test_a_program_silences_lines_but_not_errors(tmp_path: Path) -> None:
+    assert "epoch 1/1" not in run(tmp_path, "silent").stdout
+    assert "error: --epochs must be 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
+
+
+def test_information_is_rank_0s_and_warnings_are_everybodys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = RankHandler()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        for level in (logging.INFO, logging.WARNING):
+            handler.emit(logging.makeLogRecord({"msg": f"{rank} {level}", "levelno": level}))
+    said = capsys.readouterr()
+    assert said.out == "0 20\n"
+    assert said.err == "0 30\n1 30\n"
+
+
+def test_the_handler_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    logger = logging.getLogger(LOGGER)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    for _ in range(2):
+        install_handler()
+    assert [type(handler) for handler in logger.handlers] == [RankHandler]
+    assert logger.level == logging.INFO
+
+
+def test_importing_the_package_sets_nothing_up() -> None:
+    code = "import logging, hvd_trainer.training.job; print(logging.getLogger('hvd_trainer').handlers)"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert asked.stdout == "[]\n"
