@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer <tool>`."""
+"""`python -m hvd_trainer <command>`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""`python -m hvd_trainer <tool>`: finds the tool by its name and hands it the remaining arguments.
+"""The commands around a training job: `hvd-trainer <command>`, or `python -m hvd_trainer <command>`.
 
-A tool is a module with `main(argv) -> exit code`; it is imported only when it is asked for.
+A command is a module with `main(argv) -> exit code`, which is imported only when the command is called.
 """
 
 from __future__ import annotations
@@ -8,58 +8,86 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hvd_trainer.errors import UserError
+from hvd_trainer.utils.text import COMMAND
 
-TOOLS = {
-    "compare": (
-        "hvd_trainer.tools.compare.cli",
-        "which engine is faster here, for a job of yours, by how much and why",
+
+class Command(NamedTuple):
+    """A command, and how the help lists it."""
+
+    group: str
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "Set up",
+        "hvd_trainer.tools.doctor.cli",
+        "check this machine and other hosts, and say what to type",
     ),
-    "doctor": ("hvd_trainer.tools.doctor.cli", "look at all that training needs here, and say what to type"),
-    "diagnose": (
-        "hvd_trainer.tools.diagnose.cli",
-        "what a step's time goes to, by leaving things out, and what to do about it",
-    ),
-    "export": ("hvd_trainer.tools.export", "write the weights of a checkpoint as model.safetensors"),
-    "grid": (
-        "hvd_trainer.tools.grid.cli",
-        "measure a job in all configurations of a grid: ranks, stages, chunks, ...",
-    ),
-    "install-horovod": (
+    "install-horovod": Command(
+        "Set up",
         "hvd_trainer.horovod_build.installer",
-        "build, install and prove a Horovod that fits this PyTorch",
+        "build a Horovod that fits this PyTorch, and prove that it works",
     ),
-    "parity": (
+    "parity": Command(
+        "Verify",
         "hvd_trainer.tools.parity.cli",
-        "do both engines train the same model, and if not, from which step and tensor on, and why",
+        "train a job on both engines, and name the first difference and its cause",
     ),
-    "project": (
-        "hvd_trainer.tools.estimate.cli",
-        "how fast a job would be on hosts that are not here, on paper, and how sure that is",
-    ),
-    "tune": (
-        "hvd_trainer.tools.tune.cli",
-        "search the fastest settings of each engine for a job of yours, and write them as YAML",
-    ),
-    "verify-resume": (
+    "verify-resume": Command(
+        "Verify",
         "hvd_trainer.tools.verify_resume.cli",
         "kill a training again and again, and prove that nothing was lost",
     ),
+    "compare": Command(
+        "Measure",
+        "hvd_trainer.tools.compare.cli",
+        "time a job on both engines: tables, plots, and which one is faster",
+    ),
+    "diagnose": Command(
+        "Measure",
+        "hvd_trainer.tools.diagnose.cli",
+        "find out where a step's time goes, and what to change",
+    ),
+    "tune": Command(
+        "Measure",
+        "hvd_trainer.tools.tune.cli",
+        "search the fastest options of each engine for a job, and write them as YAML",
+    ),
+    "grid": Command("Measure", "hvd_trainer.tools.grid.cli", "time a job with all combinations of options"),
+    "estimate": Command(
+        "Measure",
+        "hvd_trainer.tools.estimate.cli",
+        "estimate how a job scales on hosts that you do not have, with an interval",
+    ),
+    "export": Command("Use", "hvd_trainer.tools.export", "write a checkpoint's weights as model.safetensors"),
 }
+RENAMED = {"project": "estimate"}
+"""Commands of earlier versions, and what they are called now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one tool; returns the exit code: 0 done, 2 a user's mistake, others the tool's own."""
+    """Run one command.
+
+    Returns:
+        The exit code: 0 done, 2 a user's mistake, 130 after Ctrl-C, others the command's own.
+    """
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(_usage())
+        print(usage())
         return 0
-    if name not in TOOLS:
-        print(f"error: there is no tool named {name!r}.\n{_usage()}", file=sys.stderr)
+    if (new := RENAMED.get(name)) is not None:
+        print(f"error: {name} is now called {new}. Type: {COMMAND} {new} --help", file=sys.stderr)
+        return 2
+    if name not in COMMANDS:
+        print(f"error: there is no command {name!r}.\n{usage()}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(TOOLS[name][0]).main(rest))
+        return int(importlib.import_module(COMMANDS[name].module).main(rest))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,11 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _usage() -> str:
-    width = max(map(len, TOOLS))
-    tools = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in TOOLS.items())
-    return (
-        "usage: python -m hvd_trainer <tool> [options]\n\n"
-        f"tools:\n{tools}\n\n"
-        "`python -m hvd_trainer <tool> --help` lists a tool's options."
+def usage() -> str:
+    """Return the list of all commands, by groups."""
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: hvd-trainer <command> [options] [-- job]        (also: {COMMAND} <command>)"]
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items() if command.group == group
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "A command's options: hvd-trainer <command> --help",
+            "Train a bundled job: python -m hvd_trainer.mnist --help, python -m hvd_trainer.imdb --help",
+        ]
     )

@@ -30,8 +30,9 @@ from hvd_trainer.tools.doctor.gpus import (
     read_module,
 )
 from hvd_trainer.tools.doctor.programs import Answer
-from hvd_trainer.tools.doctor.software import INSTALL, judge_horovod, judge_torch
+from hvd_trainer.tools.doctor.software import judge_horovod, judge_torch
 from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen, TorchSeen
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # PyTorch and Horovod.
 
@@ -116,7 +117,7 @@ def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
     found = judge_horovod(HorovodFacts(record=RECORD), FACTS, pair)
     assert found.status == "warning"
     assert "with this build horovod does not train on GPUs" in found.found
-    for words in (f"{INSTALL} --gpu nccl", "--device cpu", "--backend ddp"):
+    for words in (f"{INSTALL_HOROVOD} --gpu nccl", "--device cpu", "--backend ddp"):
         assert words in found.remedy
     with_nccl = HorovodFacts(record={**RECORD, "cuda": "13.0", "nccl": "2.30.7"})
     assert judge_horovod(with_nccl, FACTS, pair).status == "ok"

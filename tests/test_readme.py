@@ -121,8 +121,8 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
         *("tests/test_benchmarks.py", '"benchmarks.slow_link"'),
     ),
-    "python -m hvd_trainer project --hosts 64 --gpus-per-host 8 --link-gbit 100": (
-        *("tests/test_project.py", '"project"'),
+    "python -m hvd_trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100": (
+        *("tests/test_estimate.py", '"estimate"'),
     ),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("tests/test_benchmarks.py", '"benchmarks.to_target"'),
@@ -345,7 +345,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer diagnose",
         "hvd_trainer parity",
         "hvd_trainer doctor",
-        "hvd_trainer project",
+        "hvd_trainer estimate",
         "benchmarks",
         "benchmarks.slow_link",
         "benchmarks.to_target",

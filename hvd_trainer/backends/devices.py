@@ -9,6 +9,7 @@ import torch
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.text import COMMAND
 
 Devices = int | Sequence[str]
 """How many, or which by name."""
@@ -29,7 +30,7 @@ def choose_devices(world: World, wish: str = "auto", devices: Devices = 1) -> li
     if wish not in ("auto", "cpu", kind):
         raise BackendError(
             f"--device {wish} was asked for, but PyTorch {torch.__version__} sees no such GPU"
-            f"{f' (it sees {kind})' if kind else ''}. Type: python -m hvd_trainer doctor, to see why; or train "
+            f"{f' (it sees {kind})' if kind else ''}. Type: {COMMAND} doctor, to see why; or train "
             f"{f'with --device {kind}' if kind else 'on CPUs with --device cpu'}"
         )
     visible = accelerator.count(kind)

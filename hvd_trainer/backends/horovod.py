@@ -41,6 +41,7 @@ from hvd_trainer.rendezvous.endpoint import read_endpoint
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.network import interface_of
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +54,6 @@ cycle of 1 ms that costs more than the exchange, most of all where there are mor
 WAKES, LEAVES, BFLOAT16 = 3, 15, 16
 """The first of our builds that have `waking.py`, all of `elastic.py` and `endings.py`, and `bfloat16.py` of
 `tools/horovod`."""
-INSTALL = "python -m hvd_trainer install-horovod"
 
 
 class HorovodBackend(Backend):
@@ -111,7 +111,7 @@ class HorovodBackend(Backend):
         if self.driver is not None and _patch_set() < LEAVES:
             raise BackendError(
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
-                f"all hosts: {INSTALL}"
+                f"all hosts: {INSTALL_HOROVOD}"
             )
         if self.options.adasum:
             self._start_on_mpi()
@@ -126,7 +126,7 @@ class HorovodBackend(Backend):
         if not self._hvd.mpi_built() or self.world.launcher != "mpirun":
             raise BackendError(
                 f"--adasum needs a Horovod built with MPI (here: {'yes' if self._hvd.mpi_built() else 'no'}) and "
-                f"mpirun (here: {self.world.launcher}). Type: {INSTALL} --mpi; "
+                f"mpirun (here: {self.world.launcher}). Type: {INSTALL_HOROVOD} --mpi; "
                 f"mpirun -np {self.world.size} python -m hvd_trainer.mnist --adasum"
             )
         with environment({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
@@ -144,7 +144,7 @@ class HorovodBackend(Backend):
         if not (self._hvd.cuda_built() or self._hvd.rocm_built()):
             raise BackendError(
                 f"This Horovod was built for CPUs, and this rank trains on {accelerator.name(self.device)}. Type: "
-                f"{INSTALL} --gpu nccl; or train with --backend ddp, or with --device cpu"
+                f"{INSTALL_HOROVOD} --gpu nccl; or train with --backend ddp, or with --device cpu"
             )
 
     def _variables(self) -> dict[str, str]:
@@ -279,7 +279,7 @@ class HorovodBackend(Backend):
             raise OptionError("--adasum combines fp16, fp32 and fp64 only, not bfloat16. Leave one of them out.")
         if _patch_set() < BFLOAT16:
             raise BackendError(
-                f"This Horovod has no bfloat16. Type: {INSTALL}, or train without it: --backend ddp"
+                f"This Horovod has no bfloat16. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
             )
 
     def _compression(self) -> Any:
@@ -467,12 +467,12 @@ def _import_horovod() -> ModuleType:
             hvd = importlib.import_module("horovod.torch")
     except ImportError as error:
         raise BackendError(
-            f"--backend horovod needs Horovod, which could not be imported ({error}). Type: {INSTALL}, or train "
-            f"without it: --backend ddp"
+            f"--backend horovod needs Horovod, which could not be imported ({error}). Type: "
+            f"{INSTALL_HOROVOD}, or train without it: --backend ddp"
         ) from error
     if not hasattr(hvd, "init"):
         raise BackendError(
             f"The Horovod that is installed was built without PyTorch or for another version than "
-            f"{torch.__version__}. Type: {INSTALL}, or train without it: --backend ddp"
+            f"{torch.__version__}. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
         )
     return hvd

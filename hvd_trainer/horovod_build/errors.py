@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hvd_trainer.errors import UserError
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 
 class InstallError(UserError):
@@ -48,7 +49,7 @@ CAUSES = (
     (
         r"Killed signal terminated program|out of memory allocating|virtual memory exhausted",
         "the compiler ran out of memory",
-        "python -m hvd_trainer install-horovod --jobs 1",
+        f"{INSTALL_HOROVOD} --jobs 1",
     ),
     (
         r"externally-managed-environment",

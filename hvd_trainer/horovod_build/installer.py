@@ -26,8 +26,7 @@ from hvd_trainer.horovod_build.patches import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, locked
-
-COMMAND = "python -m hvd_trainer install-horovod"
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 
 def default_wheel_dir() -> Path:
@@ -58,7 +57,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     """The tool's entry; raises InstallError for everything that a user can mend."""
-    options = tyro.cli(Options, prog=COMMAND, args=argv)
+    options = tyro.cli(Options, prog=INSTALL_HOROVOD, args=argv)
     # As an exception, so that the compilers end with the installer.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     install(options)
@@ -155,7 +154,7 @@ def _point_to_gpus(options: Options, torch: TorchFacts) -> None:
     if options.gpu == "auto" and isinstance(why, str) and (torch.cuda or torch.hip):
         print(
             f"This Horovod is for CPUs only: {why}\n"
-            f"For GPUs type: {COMMAND} --gpu nccl    (it says what to do about that)",
+            f"For GPUs type: {INSTALL_HOROVOD} --gpu nccl    (it says what to do about that)",
             flush=True,
         )
 

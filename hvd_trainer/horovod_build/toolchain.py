@@ -14,6 +14,7 @@ from pathlib import Path
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import TorchFacts
 from hvd_trainer.horovod_build.nccl import LIBRARY_FOLDERS, Nccl, find_nccl
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 USUAL_CUDA_HOME = "/usr/local/cuda"
 USUAL_NCCL_HOMES = ("/usr", "/usr/local")
@@ -120,7 +121,7 @@ def find_cuda(torch: TorchFacts) -> CudaToolkit:
         InstallError: PyTorch has no CUDA or no NCCL, or no toolkit of its major version is there.
     """
     asked = "An NCCL build was asked for (--gpu nccl)"
-    cpu_instead = "python -m hvd_trainer install-horovod --gpu none    (a build for the CPU)"
+    cpu_instead = f"{INSTALL_HOROVOD} --gpu none    (a build for the CPU)"
     if torch.hip is not None:
         raise InstallError(
             f"{asked}, but this PyTorch is built for ROCm.",

@@ -25,6 +25,7 @@ from hvd_trainer.horovod_build.build_steps import BuildSteps, build_environment
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.patches import apply_patches
 from hvd_trainer.horovod_build.toolchain import find_cxx
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # Sources 60 MB, tools 120 MB, objects with debug information 250 MB (CPU) to 600 MB (NCCL).
 NEEDED_MB = 800
@@ -89,7 +90,7 @@ def locked(wheel_dir: Path) -> Iterator[bool]:
         raise InstallError(
             f"Built wheels are to be kept in {wheel_dir}.",
             f"it cannot be written to: {error.strerror}",
-            "python -m hvd_trainer install-horovod --wheel-dir FOLDER",
+            f"{INSTALL_HOROVOD} --wheel-dir FOLDER",
         ) from error
     with lock:
         waited = False
@@ -141,5 +142,5 @@ def _require_space(wheel_dir: Path) -> None:
         raise InstallError(
             f"The build needs about {NEEDED_MB} MB in {wheel_dir}.",
             f"{free_mb} MB are free: the disk is full",
-            "free some space, or python -m hvd_trainer install-horovod --wheel-dir FOLDER on another disk",
+            f"free some space, or {INSTALL_HOROVOD} --wheel-dir FOLDER on another disk",
         )

@@ -1,1 +1,1 @@
-"""The tools behind `python -m hvd_trainer <tool>`: what surrounds a training job."""
+"""The commands that check, compare, measure and tune training jobs (`cli.py` has the list)."""

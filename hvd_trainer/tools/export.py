@@ -9,6 +9,7 @@ from pathlib import Path
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.export import export_tensors
 from hvd_trainer.errors import CheckpointError
+from hvd_trainer.utils.text import COMMAND
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         CheckpointError: there is no whole checkpoint, or the file cannot be written.
     """
-    parser = argparse.ArgumentParser(prog="python -m hvd_trainer export", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"{COMMAND} export", description=__doc__)
     parser.add_argument("checkpoint", help="a checkpoint, or a log folder, of which the newest is taken")
     parser.add_argument("file", nargs="?", type=Path, default=Path("model.safetensors"))
     options = parser.parse_args(argv)

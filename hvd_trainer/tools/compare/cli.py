@@ -30,7 +30,7 @@ from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.machine import busy, describe_machine, num_gpus
 from hvd_trainer.tools.runner.runs import Run, append_run, locked_folder, log_dir, read_runs, run_once, split
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures, read_probed
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range; the runs have not done the same work.
     """
     own, words = split(argv)
-    options = tyro.cli(Options, prog="python -m hvd_trainer compare", args=own)
+    options = tyro.cli(Options, prog=f"{COMMAND} compare", args=own)
     options.check()
     check_installed()
     job, numbers = read_job(words), options.numbers

@@ -42,7 +42,7 @@ from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import busy
 from hvd_trainer.tools.runner.runs import Run, locked_folder, log_dir, run_once, split
 from hvd_trainer.tools.runner.step_stats import medians, read_figures
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 WARM_UP = 5
 """Steps that do not count."""
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or the job failed.
     """
     own, words = split(argv)
-    options = tyro.cli(Options, prog="python -m hvd_trainer diagnose", args=own)
+    options = tyro.cli(Options, prog=f"{COMMAND} diagnose", args=own)
     options.check()
     check_installed()
     job = read_job(words)

@@ -14,10 +14,10 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.launch.world import cpu_ids
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
-from hvd_trainer.tools.doctor.software import INSTALL
 from hvd_trainer.tools.doctor.torch_facts import Seen
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
 from hvd_trainer.tools.runner.runs import Run, log_dir, run_once
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS = 2
 LIMIT_S = 120.0
@@ -46,7 +46,7 @@ def prove_engine(engine: str, device: str) -> Finding:
         try:
             command = command_for(LAUNCHER_OF[engine], RANKS, job)
         except OptionError:
-            return error(f"run {engine}", f"there is no {LAUNCHER_OF[engine]} here", f"{INSTALL} --force")
+            return error(f"run {engine}", f"there is no {LAUNCHER_OF[engine]} here", f"{INSTALL_HOROVOD} --force")
         run = run_once(command, folder, {"engine": engine}, 1, threads=threads, limit_s=LIMIT_S, read=read_result)
     return judge_run(engine, device, run)
 

@@ -27,6 +27,7 @@ from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, re
 from hvd_trainer.tools.doctor.finding import Finding, error, late
 from hvd_trainer.tools.doctor.programs import Programs, side_by_side
 from hvd_trainer.tools.doctor.report import as_json, name_width, print_findings, summary
+from hvd_trainer.utils.text import COMMAND
 
 Check = Callable[[Context], list[Finding]]
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range or not of its form.
     """
-    options = tyro.cli(Options, prog="python -m hvd_trainer doctor", args=argv)
+    options = tyro.cli(Options, prog=f"{COMMAND} doctor", args=argv)
     options.check()
     visited = read_hosts(options.hosts)
     # As an exception, so that what was started ends with the doctor.
@@ -129,7 +130,7 @@ def _outcome(name: str, future: Future[list[Finding]], limit_s: float) -> list[F
     place = traceback.extract_tb(wrong.__traceback__)[-1]
     what = f"{type(wrong).__name__}: {first_line(wrong)}"
     found = f"the check itself failed: {what} (line {place.lineno} in {place.name})"
-    return [error(name, found, "python -m hvd_trainer doctor --json    (and report it: the fault is doctor's)")]
+    return [error(name, found, f"{COMMAND} doctor --json    (and report it: the fault is doctor's)")]
 
 
 def _prove(situation: Context, width: int) -> list[Finding]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvd_trainer.utils.text import COMMAND
+
 Status = Literal["ok", "warning", "error"]
 
 
@@ -39,7 +41,7 @@ def error(name: str, found: str, remedy: str, **figures: float) -> Finding:
 
 def late(name: str, limit_s: float) -> Finding:
     """What it was asked of has not answered."""
-    remedy = f"python -m hvd_trainer doctor --timeout-s {max(60, round(5 * limit_s))}    (if this machine is slow)"
+    remedy = f"{COMMAND} doctor --timeout-s {max(60, round(5 * limit_s))}    (if this machine is slow)"
     return error(name, f"no answer in {limit_s:g} s", remedy)
 
 

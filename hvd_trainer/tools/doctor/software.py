@@ -16,11 +16,11 @@ from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, late, ok, warning
 from hvd_trainer.tools.doctor.gpus import maker
 from hvd_trainer.tools.doctor.torch_facts import TorchSeen
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 PACKAGE = "hvd_trainer"
 TESTED_PYTHON = ((3, 10), (3, 13))
 TESTED_TORCH = (Version("2.11"), Version("2.15"))
-INSTALL = "python -m hvd_trainer install-horovod"
 
 
 def check_python(situation: Context) -> list[Finding]:
@@ -131,16 +131,16 @@ def check_horovod(situation: Context) -> list[Finding]:
         return [error("horovod", "is built for one torch, and none can be imported", "see the line of torch")]
     if seen.facts is None:
         found = f"cannot be imported: {seen.ended}"
-        return [error("horovod", found, f"{INSTALL} --force    (until then: --backend ddp)")]
+        return [error("horovod", found, f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)")]
     return [judge_horovod(seen.facts.horovod, seen.facts.torch, seen.torch)]
 
 
 def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSeen) -> Finding:
     """Of what Horovod has said of itself and of its build, beside the GPUs that PyTorch sees."""
     if horovod is None:
-        return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL}    (minutes)")
+        return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL_HOROVOD}    (minutes)")
     record = horovod.record
-    command = f"{INSTALL} --mpi" if record.get("mpi") else INSTALL
+    command = f"{INSTALL_HOROVOD} --mpi" if record.get("mpi") else INSTALL_HOROVOD
     on_cpu_only = not record.get("cuda")
     if not record and horovod.error is None:
         found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"

@@ -1,6 +1,6 @@
-"""`project`: a job on hosts that nobody has here, on paper.
+"""`estimate`: a job on hosts that nobody has here, on paper.
 
-model.py -> priors.py -> fit.py, held_out.py -> scope.py -> projection.py -> report.py
+model.py -> fit.py, held_out.py -> scope.py -> projection.py -> report.py
 
-published.py and points.py (measured.json) have what the model is fitted to; workload.py has what is projected.
+published.py and points.py (measured.json) have what the model is fitted to; workload.py has what is estimated.
 """

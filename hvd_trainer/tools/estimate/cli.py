@@ -1,6 +1,6 @@
-"""`python -m hvd_trainer project`: how fast a job would be on hosts that nobody has here, and how sure that is.
+"""`python -m hvd_trainer estimate`: how fast a job would be on hosts that nobody has here, and how sure that is.
 
-python -m hvd_trainer project --hosts 64 --gpus-per-host 8 --link-gbit 100
+python -m hvd_trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100
 
 Nothing is started or measured. A formula of a step's costs, fitted to published tables (GPUs) or to steps that
 were timed here (CPUs), gives an efficiency with an interval, beside the plain linear guess; where neither covers
@@ -25,11 +25,12 @@ from hvd_trainer.tools.estimate.projection import Basis, measured_basis, publish
 from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, show
 from hvd_trainer.tools.estimate.workload import ENGINES, CannotKnowError, Job, compared, own, reference
 from hvd_trainer.tools.runner.formats import check_installed
+from hvd_trainer.utils.text import COMMAND
 
 
 @dataclass(frozen=True)
 class Options:
-    """Project a job onto hosts that are not here: efficiency with an interval, or that it cannot be known.
+    """Estimate how a job scales on hosts that are not here: efficiency with an interval, or why it is unknown.
 
     The job is ResNet-50 as published, unless its figures are given, or --from a comparison.
     """
@@ -103,12 +104,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or a file is not what it should be.
     """
-    options = tyro.cli(Options, prog="python -m hvd_trainer project", args=argv)
+    options = tyro.cli(Options, prog=f"{COMMAND} estimate", args=argv)
     options.check()
     check_installed()
     measured = read_points(options.fit or SHIPPED)
     try:
-        report = project(options, measured)
+        report = estimate(options, measured)
     except CannotKnowError as error:
         for line in str(error).splitlines():
             print(f"{CANNOT_KNOW}: {line}")
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     return int(not any(row.is_known for row in asked))
 
 
-def project(options: Options, measured: Measured) -> Report:
+def estimate(options: Options, measured: Measured) -> Report:
     """All that can be said.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is projected: a published job, one's own by its figures, or one that `compare` has measured."""
+"""What is estimated: a published job, one's own by its figures, or one that `compare` has measured."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.estimate.points import Measured, positive
 from hvd_trainer.tools.estimate.published import PYTORCH
 from hvd_trainer.tools.runner.formats import milliseconds, number
+from hvd_trainer.utils.text import COMMAND
 
 ENGINES = ("horovod", "ddp")
 
@@ -95,7 +96,7 @@ def compared(file: Path) -> Job:
     Raises:
         OptionError: the file is something else, or has no run on one rank.
     """
-    wanted = "type one that `python -m hvd_trainer compare` has written, such as runs/compare/comparison.json"
+    wanted = f"type one that `{COMMAND} compare` has written, such as runs/compare/comparison.json"
     try:
         content = json.loads(file.read_text())
         runs = [
@@ -105,7 +106,7 @@ def compared(file: Path) -> Job:
         if not alone:
             raise OptionError(
                 f"--from {file} has no run on one rank, with which all others are compared: measure it with "
-                f"`python -m hvd_trainer compare --np 1,2 -- ...`"
+                f"`{COMMAND} compare --np 1,2 -- ...`"
             )
         return _of_runs(" ".join(content["job"]), alone)
     except OSError as error:

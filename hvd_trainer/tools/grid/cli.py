@@ -27,7 +27,7 @@ from hvd_trainer.tools.runner import formats
 from hvd_trainer.tools.runner.command import command_for
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.runs import Run, append_run, locked_folder, log_dir, read_runs, run_once, split
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 Values = Annotated[str | None, tyro.conf.arg(metavar="V,V,...")]
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or the job does not know it; the folder cannot be used.
     """
     own, further = split(argv)
-    options = tyro.cli(Options, prog="python -m hvd_trainer grid", args=own)
+    options = tyro.cli(Options, prog=f"{COMMAND} grid", args=own)
     options.check()
     check_installed()
     job, axes = find_job(options.job), read_axes(options.axes)

@@ -20,6 +20,7 @@ from hvd_trainer.tools.parity.pair import compare_all
 from hvd_trainer.tools.parity.report import show
 from hvd_trainer.tools.parity.traced_runs import Plan, engines_of, read_traced_job, trace_all
 from hvd_trainer.tools.runner.runs import locked_folder, split
+from hvd_trainer.utils.text import COMMAND
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or the job is none.
     """
     own, words = split(argv)
-    options = tyro.cli(Options, prog="python -m hvd_trainer parity", args=own)
+    options = tyro.cli(Options, prog=f"{COMMAND} parity", args=own)
     options.check()
     job, steps = read_traced_job(words, options.steps)
     engines = engines_of(options.engines)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
 """What starts an engine as its own documentation does."""
@@ -87,5 +88,5 @@ def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:
     beside = Path(sys.executable).with_name(launcher)
     program = str(beside) if beside.exists() else shutil.which(launcher)
     if program is None:
-        raise OptionError(f"There is no {launcher} here. Type: python -m hvd_trainer install-horovod")
+        raise OptionError(f"There is no {launcher} here. Type: {INSTALL_HOROVOD}")
     return [program, "-np", str(size), sys.executable, *job]

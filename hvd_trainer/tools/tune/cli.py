@@ -50,7 +50,7 @@ from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Measure, Search
 from hvd_trainer.tools.tune.settings import settling_steps, words
-from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.text import COMMAND, plural
 
 WARM_UP = 5
 """Steps that do not count."""
@@ -238,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or the job does not run.
     """
     own, words = split(argv)
-    options = tyro.cli(Options, prog="python -m hvd_trainer tune", args=own)
+    options = tyro.cli(Options, prog=f"{COMMAND} tune", args=own)
     options.check()
     check_installed()
     job, backends = Job.read(words), options.backends
@@ -268,7 +268,7 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
         found = everything[backend] = search(backend, facts, job, bench.measure, options)
         report.show(backend, found)
         files.append(folder / f"{backend}.yaml")
-        command = f"python -m hvd_trainer tune {arguments}"
+        command = f"{COMMAND} tune {arguments}"
         files[-1].write_text(report.as_yaml(backend, found, job.own, command, machine))
     files.append(folder / "tune.json")
     files[-1].write_text(json.dumps(report.as_json(everything, machine, job.words), indent=1) + "\n")

@@ -23,6 +23,7 @@ from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.runner.command import command_for
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume.kill import Hit, Plan, RunningJob
+from hvd_trainer.utils.text import COMMAND
 
 STEPS_PER_KILL = 2 * STEPS_PER_EPOCH
 PLACES = ("start", "data", "forward", "backward", "reduce", "step", "evaluate", "save", "write", "launcher")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         LaunchError: the job does not run, killed or not.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m hvd_trainer verify-resume",
+        prog=f"{COMMAND} verify-resume",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

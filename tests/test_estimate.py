@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer project`: the formula, fits that find planted costs, and what it says it cannot know."""
+"""`python -m hvd_trainer estimate`: the formula, fits that find planted costs, and what it says it cannot know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import report as compare_report
 from hvd_trainer.tools.compare import trials as compare_plan
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.estimate.cli import Options, main, project
+from hvd_trainer.tools.estimate.cli import Options, estimate, main
 from hvd_trainer.tools.estimate.fit import CPU, GPU, fit, interval
 from hvd_trainer.tools.estimate.held_out import Errors, Guess, by_series, furthest, large, tables
 from hvd_trainer.tools.estimate.model import BACKWARD, INNER, Costs, Setup, exchange, largest_of, step
@@ -272,10 +272,10 @@ def test_the_file_in_the_package_has_both_engines_on_several_links() -> None:
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """What `python -m hvd_trainer project ...` does, in this process: its exit code, output and errors."""
+    """What `python -m hvd_trainer estimate ...` does, in this process: its exit code, output and errors."""
 
     def call(*words: str) -> tuple[int, str, str]:
-        code = cli.main(["project", *words])
+        code = cli.main(["estimate", *words])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -475,13 +475,13 @@ def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
     its = Comparison.of([place], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps(compare_report.as_json(its)))
-    report = project(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
+    report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
     assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
 
 
 def test_the_tool_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "on hosts that are not here" in capsys.readouterr().out
+    assert "estimate how a job scales" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--link-gbit" in capsys.readouterr().out

@@ -1,0 +1,66 @@
+"""The list of commands, the names that they had before, and the console script."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from launchers import REPOSITORY
+
+from hvd_trainer import cli
+
+SCRIPT = Path(sys.executable).with_name("hvd-trainer")
+
+
+def test_help_lists_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == printed
+    for group, names in {
+        "Set up": ["doctor", "install-horovod"],
+        "Verify": ["parity", "verify-resume"],
+        "Measure": ["compare", "diagnose", "tune", "estimate"],
+        "Use": ["export"],
+    }.items():
+        (lines,) = [part.splitlines() for part in printed.split("\n\n") if part.startswith(f"{group}:\n")]
+        assert [name for name in names if not any(line.startswith(f"  {name} ") for line in lines)] == []
+    assert all(len(line) <= 100 for line in printed.splitlines())
+
+
+def test_all_commands_have_a_module() -> None:
+    assert [name for name, command in cli.COMMANDS.items() if find_spec(command.module) is None] == []
+
+
+@pytest.mark.parametrize(("old", "new"), cli.RENAMED.items())
+def test_old_names_answer_with_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([old, "--hosts", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {old} is now called {new}. Type: python -m hvd_trainer {new} --help\n"
+    )
+
+
+def test_an_unknown_command_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["comapre"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: there is no command 'comapre'.\nusage: hvd-trainer <command>"
+    )
+
+
+def test_the_console_script_starts_the_same_function() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    name, value = settings["options.entry_points"]["console_scripts"].strip().split(" = ")
+    assert name == SCRIPT.name
+    assert EntryPoint(name, value, "console_scripts").load() is cli.main
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="hvd-trainer is not installed: pip install .")
+def test_the_installed_script_prints_the_same_help() -> None:
+    printed = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    assert printed == f"{cli.usage()}\n"
