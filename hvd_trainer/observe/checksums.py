@@ -1,4 +1,4 @@
-"""Tensors and samples in short: checksums of their bytes, and as many of their values as there is room for."""
+"""Shorten tensors and samples for a trace: checksums of their bytes, and a sample of their values."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SMALL = 4096
 
 
 def stride(model: nn.Module, moments: int) -> int:
-    """Every how manieth element of a large tensor is kept, so that all moments together have room."""
+    """Return n such that every n-th element of large tensors, of all moments together, fits into KEPT_BYTES."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     size = sum(_local(t).numel() * t.element_size() for t in tensors)
     return max(1, math.ceil(COPIES * size * moments / KEPT_BYTES))
 
 
 def subsample(tensor: Tensor, stride: int) -> Tensor:
-    """A flat copy of every n-th element, or of all where they are few."""
+    """Return a flat copy of every `stride`-th element, or of all elements of a small tensor."""
     return tensor.reshape(-1)[:: stride if tensor.numel() > SMALL else 1].clone()
 
 
 def host_copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies in host memory, by name: whole tensors, or this rank's slices; without what other stages have."""
+    """Copy tensors to host memory, by name: whole tensors, or this rank's shards; meta tensors are left out."""
     return {name: _local(t).to("cpu", copy=True).contiguous() for name, t in named if not t.is_meta}
 
 
@@ -47,12 +47,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of a tensor's bytes."""
+    """Return the 8-byte BLAKE2b digest of a tensor's bytes, in hex."""
     return blake2b(_bytes(tensor).numpy().data, digest_size=8).hexdigest()
 
 
 def sample_checksums(batch: Batch) -> list[str]:
-    """One text for each sample: checksums of its inputs and of its targets, with a dash between them."""
+    """Return one text per sample: the checksums of its inputs and of its targets, joined by a dash."""
     inputs, targets = map(_of_rows, batch)
     return [f"{one}-{other}" for one, other in zip_longest(inputs, targets, fillvalue="")]
 

@@ -1,4 +1,4 @@
-"""How much memory a training has taken."""
+"""Measure the peak memory of a training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 2**20
 
 
 class PeakMemory:
-    """From now on: of the GPU where there is one, else of the process.
+    """Measure peak memory from construction on: of the accelerator, or of the process where there is none.
 
     Args:
         backend: the engine.
@@ -29,7 +29,7 @@ class PeakMemory:
             self._base = accelerator.allocated_bytes(backend.device)
 
     def figures(self) -> dict[str, float]:
-        """Of the rank that took most, in MB: what it had to begin with, and its peak. A collective.
+        """Return the base and the peak, in MB, of the rank with the highest peak. A collective.
 
         On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
         """
@@ -38,7 +38,7 @@ class PeakMemory:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has taken, on the accelerator if that is where it trains."""
+    """Return the peak memory of this process in bytes: of the accelerator that it trains on, else of the host."""
     if accelerator.is_host(device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kB
     return accelerator.peak_bytes(device)

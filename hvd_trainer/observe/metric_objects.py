@@ -1,4 +1,4 @@
-"""Metric objects (torchmetrics') over ranks: the states of all are brought together, then computed once.
+"""Merge metric objects (torchmetrics') over ranks: gather the states of all ranks, then compute once.
 
 torchmetrics could do it itself, but only over torch.distributed; here it is the same on either engine.
 """
@@ -17,7 +17,7 @@ from hvd_trainer.errors import OptionError
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """What a metric object must offer; torchmetrics' do.
+    """The interface of a metric object; torchmetrics' metrics have it.
 
     One of another kind also needs `merge_state(other)`, which adds what another rank's object has gathered, and
     gathers it in numbers, tensors and the like.
@@ -31,7 +31,7 @@ class MetricObject(Protocol):
 
 
 def reset(metric: MetricObject, device: torch.device) -> None:
-    """Empties a metric for a new pass, on the device of the outputs."""
+    """Reset a metric for a new pass, and move it to the device of the outputs."""
     if hasattr(metric, "to"):
         metric.to(device)
     for part in _parts(metric):
@@ -46,7 +46,7 @@ def _never() -> bool:
 
 
 def export_state(metric: Any) -> Any:
-    """What one rank has gathered, in plain values and tensors for a checkpoint; None where it cannot be told.
+    """Return one rank's state as plain values and tensors for a checkpoint; None if the metric has no state_dict.
 
     An object of another kind than torchmetrics' tells it by `state_dict` and `load_state_dict`.
     """
@@ -57,14 +57,14 @@ def export_state(metric: Any) -> Any:
 
 
 def merge_state(states: Sequence[Any]) -> Any:
-    """One rank's `kept` out of several ranks'; None where that cannot be told."""
+    """Merge the `export_state` of several ranks into that of one rank; None where that is impossible."""
     if all(isinstance(state, list) for state in states):
         return [[entry for rank in part for entry in rank] for part in zip(*states, strict=True)]
     return states[0] if len(states) == 1 else None
 
 
 def import_state(metric: Any, state: Any, device: torch.device) -> bool:
-    """Puts back what `kept` took out of the same kind of metric; returns whether it could."""
+    """Load what `export_state` returned for the same kind of metric; return whether that was possible."""
     parts = _parts(metric)
     if state is None or (parts and len(parts) != len(state)):
         return False
@@ -77,7 +77,7 @@ def import_state(metric: Any, state: Any, device: torch.device) -> bool:
 
 
 def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict[str, float]:
-    """Each metric over all samples of all ranks, the same on all ranks. A collective, unless there are none.
+    """Return each metric over all samples of all ranks, equal on all ranks. A collective, unless there are none.
 
     Raises:
         OptionError: a metric's value is not one number, or it cannot be merged.
@@ -102,13 +102,15 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
 
 
 def _parts(metric: Any) -> list[Any]:
-    """The metric and those inside it (torchmetrics' wrappers have some) that keep states; none of another kind."""
+    """Return the torchmetrics objects with states in a metric, wrappers' inner ones included; else an empty
+    list.
+    """
     modules = metric.modules() if isinstance(metric, torch.nn.Module) else ()
     return [module for module in modules if hasattr(module, "_reductions")]
 
 
 def _exported(metric: Any) -> Any:
-    """What to send to the other ranks: per part its states on the CPU and the number of its updates."""
+    """Return what is sent to the other ranks: per part the number of its updates, and its states on the CPU."""
     parts = _parts(metric)
     if not parts and not hasattr(metric, "merge_state"):
         raise OptionError(
@@ -119,7 +121,7 @@ def _exported(metric: Any) -> Any:
 
 
 def _load(part: Any, everyone: Sequence[tuple[int, Mapping[str, Any]]], device: torch.device) -> None:
-    """Puts the states of all ranks into one torchmetrics object, by each state's own rule of reduction.
+    """Load the states of all ranks into one torchmetrics object, by each state's own reduction.
 
     `Metric.merge_state` would refuse many metrics (all with `full_state_update` unset) and weighs by updates.
     Ranks that saw no sample are left out.

@@ -1,4 +1,4 @@
-"""Metrics are sums and counts, read from the device and brought together over ranks when they are asked for.
+"""Accumulate losses and metrics as sums and counts; read the device and reduce over ranks only on demand.
 
 A metric is a function of outputs and targets that gives one value per sample (N,) or their mean, or an object of
 the torchmetrics kind (see `metric_objects.py`). Each sample counts once, whatever the number of ranks and however
@@ -35,12 +35,12 @@ MOST_UNREAD = 1000
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 where the largest of the outputs (N, C) is the target's (N,) class: bool, shape (N,)."""
+    """Return whether the largest of the outputs (N, C) is the target's (N,) class: bool, shape (N,)."""
     return outputs.argmax(dim=1) == targets
 
 
 class Meter:
-    """Gathers the loss and the metrics of one pass over data.
+    """Accumulate the loss and the metrics of one pass over data.
 
     Adding a batch launches what the metrics themselves need, and waits for nothing: what they give stays on the
     device until a figure is asked for. Only `recent` and `compute` are collectives.
@@ -76,7 +76,7 @@ class Meter:
             self._read()
 
     def _read(self) -> None:
-        """Take over what the device has: one wait for all batches, in whose order it is added up."""
+        """Read all pending batches from the device with one wait, and add them up in their order."""
         if not self._unread:
             return
         samples, rows = zip(*self._unread, strict=True)
@@ -106,11 +106,11 @@ class Meter:
         return figures
 
     def compute(self) -> dict[str, float]:
-        """Means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
+        """Return means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
         return self._means(self._totals()) | merged_values(self._objects, self._backend)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has gathered so far, as a checkpoint holds it."""
+        """Return what this rank has accumulated so far, for a checkpoint."""
         self._read()
         return {
             "names": list(self._functions),
@@ -121,7 +121,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Goes on where `state_dict` was taken; returns the metrics that cannot, and start anew.
+        """Resume from a `state_dict`; return the names of metrics that cannot, and start from zero.
 
         Sums are exact in float64, so that the pass ends with the figures of an undisturbed one.
 
@@ -163,7 +163,7 @@ class Meter:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Looks at what should be a `Meter.state_dict` and comes from elsewhere.
+    """Check that a value from a checkpoint is a `Meter.state_dict`.
 
     Raises:
         TypeError, ValueError, LookupError, AttributeError: it is none.
@@ -176,7 +176,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `Meter.state_dict` of one rank that has gathered what several had; the others start empty."""
+    """Merge the `Meter.state_dict` of several ranks into that of one rank; the others start from zero."""
     first = states[0]
     return {
         "names": first["names"],
@@ -188,7 +188,7 @@ def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _summed(name: str, value: Tensor, samples: int) -> Tensor:
-    """The sum over a batch of a metric that gave one value per sample, or their mean."""
+    """Return the sum over a batch of a metric that gave one value per sample, or their mean."""
     if value.dim() == 0:
         return value * samples
     if value.numel() != samples:

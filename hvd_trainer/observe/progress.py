@@ -1,4 +1,4 @@
-"""How far training is: the counters that belong to its state, and the bar that shows them."""
+"""The counters of a run, and the progress bar that shows them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Resume from a `state_dict`.
 
         Raises:
             ValueError: it holds something else; nothing has been changed then.
@@ -99,7 +99,9 @@ class Bar:
             )
 
     def advance(self, consumed: int, meter: Meter) -> None:
-        """Moves to the sample `consumed`; reads the loss from the device seldom, because that waits for it."""
+        """Move to the sample `consumed`; read the loss at most twice a second, because that waits for the
+        device.
+        """
         if self._bar is None:
             return
         now = time.monotonic()
@@ -119,7 +121,7 @@ class Bar:
 
 
 def _terminal() -> TextIO | None:
-    """Where a bar can be drawn: our own stderr if it is a terminal, or that of horovodrun.
+    """Return the terminal for the bar: this process's stderr, or that of horovodrun; None if neither is one.
 
     horovodrun puts a pipe between its ranks and its terminal but passes carriage returns on, so a bar
     works exactly if its own stderr is a terminal.

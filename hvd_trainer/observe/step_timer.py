@@ -1,4 +1,4 @@
-"""What the time of each step goes to: every rank measures its own steps and keeps them in the log folder.
+"""Measure the phases of each step on every rank, and keep them in the log folder.
 
      data      forward     backward     reduce   step
     |-------|-----------|-------------|--------|------|        LOG_DIR/steps/rank-0.npz
@@ -37,18 +37,18 @@ PENDING = 64
 
 
 class Clock(Protocol):
-    """Takes marks, and tells the time between them."""
+    """Take marks, and return the time between two of them."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float: ...
 
     def settle(self) -> None:
-        """Waits until everything before now is done."""
+        """Wait until all work before now is done."""
 
 
 class HostClock:
-    """For CPUs, where a call returns when its work is done."""
+    """Mark times on the CPU, where a call returns when its work is done."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -57,11 +57,11 @@ class HostClock:
         return end - start
 
     def settle(self) -> None:
-        """Everything is done."""
+        """Do nothing: all work is done."""
 
 
 class DeviceClock:
-    """For GPUs, which are behind the program: marks are events among their work, at which nothing waits."""
+    """Mark times on an accelerator by events in its stream, which run behind the host and make nothing wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,12 +79,12 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The one that a device needs."""
+    """Return the clock for a device."""
     return HostClock() if accelerator.is_host(device) else DeviceClock(device)
 
 
 class FirstStep(Observer):
-    """How long the first step takes, with what it sets up: nobody's speed, and seconds where it compiles."""
+    """Measure the first step, which includes set-up and compilation, apart from the others."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
@@ -100,12 +100,12 @@ class FirstStep(Observer):
             self._seconds = time.perf_counter() - self._began
 
     def figures(self) -> dict[str, float]:
-        """As the record of the run's end has it: in seconds, of this rank; nothing if there was no step."""
+        """Return the seconds of this rank's first step for the run's last record; empty if there was no step."""
         return {} if self._seconds is None else {"first_step_s": self._seconds}
 
 
 class Pending(NamedTuple):
-    """A step whose figures are still to be read from its device."""
+    """A step whose figures have not been read from its device yet."""
 
     marks: Sequence[tuple[int, Any]]
     losses: tuple[Tensor, ...]
@@ -114,7 +114,7 @@ class Pending(NamedTuple):
 
 
 class StepTimes(Observer):
-    """Measures the steps of this rank, and writes them down at the end of the training.
+    """Measure the steps of this rank, and write them to the log folder at the end of the training.
 
     What it keeps, as a file of NumPy with one entry per step: `seconds` (steps, parts) in the order of `parts`,
     `step`, `epoch`, `samples` (of all ranks), `lr`, `loss` (this rank's), `grad_norm`, `skipped`, `cpu_s` (CPU

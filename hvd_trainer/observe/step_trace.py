@@ -1,4 +1,4 @@
-"""What the first steps compute: every rank keeps fingerprints and values of all of it in the log folder.
+"""Record what the first steps compute: checksums and values of all tensors, per rank, in the log folder.
 
     LOG_DIR/trace/rank-0.jsonl      a line for the start, for each step, and for an evaluation that follows a step
     LOG_DIR/trace/rank-0/           the tensors at these moments: start-0, step-1, step-2, ..., evaluation-2
@@ -39,7 +39,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class StepTrace(Observer):
-    """Keeps what this rank computes in the first steps of a training.
+    """Record what this rank computes in the first steps of a training.
 
     Args:
         trainer: whose training it is.
@@ -112,14 +112,14 @@ class StepTrace(Observer):
             self._keep("evaluation", {"figures": figures}, buffers=host_copies(trainer.model.named_buffers()))
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """The gradients as the update takes them: averaged, unscaled and clipped."""
+        """Copy the gradients as the update takes them: averaged, unscaled and clipped."""
         if self._watching:
             self._rates = [float(group["lr"]) for group in optimizer.param_groups]
             named = self._trainer.model.named_parameters()
             self._gradients = host_copies((name, p.grad) for name, p in named if p.grad is not None)
 
     def _situation(self) -> dict[str, Any]:
-        """What the comparison must know of this rank, and of the model, to find causes."""
+        """Return what the comparison must know of this rank and of the model to find causes."""
         trainer, model = self._trainer, self._trainer.model
         column = trainer.backend.column
         modules = dict(model.named_modules())
@@ -149,7 +149,7 @@ class StepTrace(Observer):
         }
 
     def _of_optimizer(self) -> Iterator[tuple[str, Tensor]]:
-        """What it knows of each parameter: `fc1.weight/exp_avg`."""
+        """Yield the optimizer's state of each parameter, by names such as `fc1.weight/exp_avg`."""
         optimizer = self._trainer.optimizer
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._trainer.model.named_parameters()}
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -175,6 +175,6 @@ class StepTrace(Observer):
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether it drops out: as a layer of its own, or within, as attention and recurrent layers do."""
+    """Return whether a module applies dropout: as a layer, or inside, as attention and recurrent layers do."""
     own = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(own, float) and own > 0

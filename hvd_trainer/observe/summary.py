@@ -1,4 +1,4 @@
-"""The lines that a person reads: what was set up, how each epoch went, what came of it."""
+"""Format the lines for people: the start-up summary, one line per epoch, and the last line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def startup_summary(trainer: Trainer) -> str:
-    """The arithmetic that the run was given, so that a wrong set-up is seen at once."""
+    """Return the lines that show the derived arithmetic of a run, so that a wrong set-up is seen at once."""
     backend, plan, options = trainer.backend, trainer.plan, trainer.options
     world, train = backend.world, options.train
     is_host = accelerator.is_host(backend.device)
@@ -72,7 +72,7 @@ def startup_summary(trainer: Trainer) -> str:
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:
-    """What was set up, for programs: as run.json has it."""
+    """Return the set-up for programs, as run.json has it."""
     backend, plan, world = trainer.backend, trainer.plan, trainer.world
     train, test = trainer.train_loader, trainer.test_loader
     parameters = list(trainer.model.parameters())
@@ -109,7 +109,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
-    """One line per epoch: averages over all samples of all ranks."""
+    """Format an epoch's averages over all samples of all ranks."""
     parts = [f"epoch {record['epoch']}/{epochs}"]
     for split in ("train", "test"):
         figures = {k.partition("_")[2]: v for k, v in record.items() if k.startswith(f"{split}_")}
@@ -122,7 +122,7 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
 
 
 def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) -> str:
-    """The last line of a run."""
+    """Format the last line of a run."""
     if not record:
         return "done: nothing left to train"
     result = f", test accuracy {record['test_accuracy']:.2%}" if "test_accuracy" in record else ""
@@ -131,13 +131,13 @@ def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) ->
 
 
 def _device(trainer: Trainer) -> str:
-    """`CPU`, or the GPU's name."""
+    """Return `CPU`, or the GPU's name."""
     device = trainer.device
     return accelerator.name(device)
 
 
 def _data(trainer: Trainer) -> str:
-    """`MNIST: 60,000 samples to train on, 10,000 to test on`."""
+    """Format the data: `MNIST: 60,000 samples to train on, 10,000 to test on`."""
     train, test = trainer.train_loader, trainer.test_loader
     size = "a stream of samples" if train.num_samples is None else plural(train.num_samples, "sample")
     text = f"{train.name}: {size} to train on"

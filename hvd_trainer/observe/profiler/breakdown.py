@@ -22,7 +22,7 @@ WORTH_SAYING = 0.02
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rank tells the others of what it has recorded."""
+    """The figures of one rank's recording, as sent to the other ranks."""
 
     host: str
     numbers: list[int]
@@ -37,7 +37,7 @@ class Figures:
 
 
 def breakdown(ranks: Sequence[Figures], *, whole: bool = True) -> list[str]:
-    """The lines of the text.
+    """Return the lines of the text.
 
     Args:
         ranks: what each has recorded.

@@ -1,4 +1,4 @@
-"""How far the clocks of other machines are ahead of rank 0's.
+"""Estimate how far the clocks of other machines are ahead of rank 0's.
 
 No rank leaves a barrier before all have entered it. So in each of a few barriers, with the clock of rank r being
 ahead by x, what it enters at is before rank 0 leaves, and the other way round:
@@ -27,7 +27,7 @@ Stamps = Sequence[tuple[int, int]]
 
 
 class Ahead(NamedTuple):
-    """Of a rank's clock, compared with that of rank 0."""
+    """The offset of a rank's clock from rank 0's, with its uncertainty."""
 
     by_ns: int
     unsure_ns: int
@@ -35,7 +35,7 @@ class Ahead(NamedTuple):
 
 
 def this_machine() -> str:
-    """Names what has one clock: containers share that of their machine, and machines may share a name."""
+    """Return the identity of this clock: the kernel's boot id, which containers of one machine share."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -44,7 +44,7 @@ def this_machine() -> str:
 def compare_clocks(
     backend: Backend, machine: str | None = None, now: Callable[[], int] = time.time_ns
 ) -> list[Ahead]:
-    """The clock of each rank. A collective: 20 barriers if there are several machines.
+    """Return the clock offset of each rank. A collective: 20 barriers if there are several machines.
 
     Args:
         backend: the engine.
@@ -63,7 +63,7 @@ def compare_clocks(
 
 
 def ahead_of_first(machines: Sequence[str], stamps: Sequence[Stamps]) -> list[Ahead]:
-    """The same from each rank's machine and stamps."""
+    """Compute the clock offset of each rank from the machines and barrier stamps of all ranks."""
     last_entered, first_left = {}, {}
     for machine in dict.fromkeys(machines):
         its = [stamps[rank] for rank, other in enumerate(machines) if other == machine]

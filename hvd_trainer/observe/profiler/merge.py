@@ -1,4 +1,4 @@
-"""The ranks' traces become one file, on rank 0's node."""
+"""Merge the ranks' traces into one file, on rank 0's node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_SENT_BYTES, PIECE_BYTES = 2**28, 2**24
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's file, by which rank 0 knows whether it is the one that it sees."""
+    """The size and checksum of a rank's file, by which rank 0 recognises it."""
 
     size: int
     checksum: int
@@ -31,7 +31,7 @@ class Written:
 
 
 def bring(backend: Backend, folder: Path, files: Sequence[Written]) -> None:
-    """Copies the files that rank 0 does not see to its folder, unless they are too large. A collective.
+    """Copy the files that rank 0 does not see to its folder, unless they are too large. A collective.
 
     Args:
         backend: the engine.
@@ -57,7 +57,7 @@ def bring(backend: Backend, folder: Path, files: Sequence[Written]) -> None:
 
 
 def _content(folder: Path, rank: int, wanted: Written) -> bytes | None:
-    """A rank's file; None if it is not there, or is another one."""
+    """Return the content of a rank's file; None if it is missing or another one."""
     with suppress(OSError):
         content = file_of(folder, rank).read_bytes()
         if Written.of(content) == wanted:
@@ -68,7 +68,7 @@ def _content(folder: Path, rank: int, wanted: Written) -> bytes | None:
 def merge(
     folder: Path, files: Sequence[Written], hosts: Sequence[str], origin_ns: int, about: dict[str, str]
 ) -> dict[int, str]:
-    """Writes the one file; returns the ranks that are missing in it, and why. If all are, there is none.
+    """Write the merged trace; return the ranks that are missing in it, and why. Write none if all are missing.
 
     Args:
         folder: of the traces.

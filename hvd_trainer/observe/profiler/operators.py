@@ -28,12 +28,12 @@ class Operator(NamedTuple):
     device_us: float = 0.0
 
     def plus(self, other: Operator) -> Operator:
-        """Those of both."""
+        """Return the sum of two operators' calls and times."""
         return Operator(self.calls + other.calls, self.host_us + other.host_us, self.device_us + other.device_us)
 
 
 def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], bool]) -> dict[str, Operator]:
-    """The operators of a trace, by name.
+    """Return the operators of a trace, by name.
 
     Args:
         events: those of the trace.
@@ -57,7 +57,7 @@ def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], boo
 
 
 def own_times(calls: list[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Each call of one thread, and how long it took without the calls inside it; the latter come first."""
+    """Yield each call of one thread with its time excluding nested calls; nested calls come first."""
     running: list[tuple[float, float, Mapping[str, Any]]] = []  # when it ends, and its own time so far
     for call in sorted(sorted(calls, key=itemgetter("dur"), reverse=True), key=itemgetter("ts")):
         began, duration = call["ts"], call["dur"]

@@ -40,23 +40,23 @@ class Phases:
         self._first = 0
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Begin the first step."""
         self.clock.settle()
         self.enter(PARTS[OTHER])
 
     def enter(self, phase: str) -> None:
-        """Another phase begins."""
+        """Begin another phase of the step."""
         self._marks.append(Mark(phase, time.time_ns(), self.clock.mark()))
 
     def end_step(self, number: int) -> None:
-        """A step ends, and the next one begins."""
+        """End a step, and begin the next one."""
         self.enter(self._marks[-1].phase)
         last = len(self._marks) - 1
         self._steps.append((number, self._first, last))
         self._first = last
 
     def end_epoch(self) -> None:
-        """What was done since the last step belongs to no step."""
+        """Assign the time since the last step to no step."""
         self.enter(PARTS[OTHER])
         self._first = len(self._marks) - 1
 
@@ -71,7 +71,7 @@ class Phases:
         return self._marks[0].host_ns, self._marks[self._steps[-1][2]].host_ns
 
     def in_step(self, at_ns: float) -> bool:
-        """Whether what the host did then was part of a step, and not of what comes between two of them."""
+        """Return whether a moment of the host's clock lies within a step, and not between two steps."""
         number = bisect_right(self._begins_ns, at_ns) - 1
         return number >= 0 and at_ns < self._marks[self._steps[number][2]].host_ns
 
@@ -80,7 +80,7 @@ class Phases:
         return [self._marks[first].host_ns for _, first, _ in self._steps]
 
     def seconds(self) -> Any:
-        """What the steps' time went to: shape (steps, parts). After the clock has settled."""
+        """Return the seconds of each phase of each step, shape (steps, parts). The clock must have settled."""
         table = np.zeros((len(self._steps), len(PARTS)))
         for row, (_, first, last) in enumerate(self._steps):
             for before, after in zip(self._marks[first:last], self._marks[first + 1 : last + 1], strict=True):
@@ -89,7 +89,7 @@ class Phases:
         return table
 
     def spans(self) -> list[Span]:
-        """Steps, and the phases in them and between them."""
+        """Return the steps, and the phases in them and between them, as rows of a trace."""
         found = self._row(HOST_ROW, [mark.host_ns for mark in self._marks])
         if isinstance(self.clock, DeviceClock):
             start = self._marks[0]  # when the GPU had nothing to do, so that both were at the same point

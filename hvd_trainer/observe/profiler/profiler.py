@@ -79,7 +79,7 @@ class Profile(Observer):
             self._last = self._clock.mark()
 
     def _advance(self) -> None:
-        """Does what is due after so many steps."""
+        """Do what is due after a number of steps: warm up, start, or stop recording."""
         since, activity = self._seen - self._plan.skip, self._backend.activity
         if since not in (0, 1, 1 + self._plan.steps):
             return

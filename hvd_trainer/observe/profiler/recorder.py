@@ -49,7 +49,7 @@ class Recorder:
         self._open = ExitStack()
 
     def warm_up(self) -> None:
-        """Lets the profiler set up what it needs, which may take seconds, so that it is not in the first step."""
+        """Let the profiler set itself up, which may take seconds, before the first recorded step."""
         silent = {} if LOG_LEVEL in os.environ else {LOG_LEVEL: SILENT}
         with environment(silent):
             self._profiler.prepare_trace()
@@ -60,7 +60,7 @@ class Recorder:
         self._profiler.stop_trace()
 
     def start(self) -> None:
-        """The first step begins: on all ranks at once. A collective."""
+        """Start recording, on all ranks at once. A collective."""
         self._open.pop_all()
         self._profiler.start_trace()
         self._open.callback(self._profiler.stop_trace)
@@ -72,7 +72,7 @@ class Recorder:
         self._open.callback(listeners.remove, self.phases.enter)
 
     def stop(self) -> None:
-        """The last step has ended.
+        """Stop recording.
 
         Raises:
             RuntimeError, OSError, ValueError: the profiler or the engine cannot say what it has recorded.
@@ -81,12 +81,14 @@ class Recorder:
         self._open.close()
 
     def drop(self) -> None:
-        """Ends whatever is running, and keeps nothing; what fails here may not hide why the training has ended."""
+        """Stop whatever is recording and discard it; suppress errors, which would hide why the training has
+        ended.
+        """
         with suppress(Exception):
             self._open.close()
 
     def read(self) -> dict[str, Any]:
-        """PyTorch's own trace.
+        """Return PyTorch's own trace.
 
         Raises:
             OSError: the disk is full.

@@ -28,7 +28,7 @@ HEAD_NS = 1_000_000
 
 
 class Report:
-    """What one rank does for it.
+    """Write one rank's part of the report.
 
     Args:
         backend: the engine.
@@ -41,14 +41,14 @@ class Report:
         self._host = backend.peers[backend.world.rank].host
 
     def clear(self) -> None:
-        """Takes away an earlier profile, of which a part might be taken for this one's."""
+        """Remove an earlier profile, whose files might be taken for this one's."""
         for pattern in ("rank-*.json.gz", MERGED, TEXT):
             for file in self._folder.glob(pattern):
                 with suppress(OSError):
                     file.unlink()
 
     def make(self, recorder: Recorder, unprofiled_s: float | None) -> None:
-        """Writes, merges and prints what was recorded. A collective.
+        """Write, merge and print what was recorded. A collective.
 
         What fails is said, and the training goes on.
         """
@@ -87,7 +87,7 @@ class Report:
         return Figures(self._host, phases.numbers, phases.window, phases.seconds(), most, unprofiled_s)
 
     def _write(self, recorder: Recorder, trace: dict[str, Any] | str, shift_ns: int) -> Written:
-        """This rank's trace."""
+        """Write this rank's trace."""
         rank, (began_ns, ended_ns) = self._backend.world.rank, recorder.phases.window
         if isinstance(trace, str):
             return Written(0, 0, trace)
@@ -121,7 +121,7 @@ class Report:
         return lines + [f"rank {rank} is not in it: {why}" for rank, why in missing.items()]
 
     def _about(self, ranks: Sequence[Figures], clocks: Sequence[Ahead]) -> dict[str, str]:
-        """What a viewer shows of the whole trace."""
+        """Return what a viewer shows about the whole trace."""
         about = {"steps": steps_of(ranks), "engine": self._backend.version}
         for rank, (its, clock) in enumerate(zip(ranks, clocks, strict=True)):
             ahead = f"{clock.by_ns / 1e6:.3f} ms ahead of rank 0's, known to within {clock.unsure_ns / 1e6:.3f} ms"

@@ -32,14 +32,14 @@ END = b"\n]}\n"
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank's trace is kept."""
+    """Return the path of a rank's trace."""
     return folder / f"rank-{rank}.json.gz"
 
 
 def write_rank(
     file: Path, rank: int, raw: Mapping[str, Any], rows: Mapping[str, Iterable[Span]], shift_ns: int
 ) -> None:
-    """Writes a rank's trace.
+    """Write a rank's trace.
 
     Args:
         file: where to.
@@ -65,7 +65,7 @@ def write_rank(
 
 
 def about(kind: str, what: str, value: str | int, pid: int, tid: int = 0) -> Event:
-    """An event that says something of a process or a thread: its name, or its place among others."""
+    """Return a metadata event of a process or a thread: its name, or its sort index."""
     return {
         "ph": "M",
         "name": f"{kind}_{what}",
@@ -121,7 +121,7 @@ def _line(events: Iterable[Event]) -> bytes:
 
 
 def read_events(content: bytes) -> bytes:
-    """The line of events of a file that `write_events` has written.
+    """Return the line of events of a file that `write_events` has written.
 
     Raises:
         OSError, EOFError, ValueError: it is none, or is cut off.
@@ -133,7 +133,7 @@ def read_events(content: bytes) -> bytes:
 
 
 def write_events(file: Path, facts: Mapping[str, Any], parts: Iterable[bytes]) -> None:
-    """Writes a whole trace, or nothing."""
+    """Write a whole trace, or nothing."""
     facts = {"displayTimeUnit": "ms", **facts}
     with replacing(file) as temporary, gzip.open(temporary, "wb", COMPRESSION) as stream:
         stream.write(json.dumps(facts)[:-1].encode() + b', "traceEvents": [\n')

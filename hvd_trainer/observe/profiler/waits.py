@@ -1,4 +1,4 @@
-"""Waiting for other ranks has two causes: the exchange itself, and the rank that comes last.
+"""Split the waiting for other ranks into its two causes: the exchange itself, and the slowest rank.
 
 rank 0   computes  |  waits  waits  |  exchange |
 rank 1   computes  computes  computes| exchange |       exchange = the shortest `reduce` of a step; what a
@@ -18,7 +18,9 @@ WORK = [column for column, name in enumerate(PARTS) if name != "reduce"]
 
 
 def exchange_s(seconds: Any) -> Any:
-    """What each step's exchange itself took: (steps). From what the steps went to: (ranks, steps, parts)."""
+    """Return the seconds of each step's exchange itself, shape (steps,), from phases of shape (ranks, steps,
+    parts).
+    """
     return seconds[:, :, REDUCE].min(axis=0)
 
 
@@ -39,7 +41,7 @@ class Wait(NamedTuple):
 
 
 def waits(seconds: Any) -> list[Wait]:
-    """Who waited for whom, the longest first."""
+    """Return who waited for whom, the longest first."""
     beyond = seconds[:, :, REDUCE] - exchange_s(seconds)
     lasts = seconds[:, :, REDUCE].argmin(axis=0)
     ranks, steps, _ = seconds.shape
