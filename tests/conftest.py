@@ -157,11 +157,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with our changes."""
-    from hvd_trainer.horovod_build.patches import apply_patches
+    from hvd_trainer.horovod_build.patch_set import apply_patches
 
     source = tmp_path_factory.mktemp("patched") / published.name
     shutil.copytree(published, source)
-    apply_patches(source, 20, {"torch": "2.15.0", "cuda": None})
+    tools = published.parent / "tools"
+    apply_patches(source, tools, cxx_standard=20, record={"torch": "2.15.0", "cuda": None})
     return source
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_trainer.horovod_build.patches import RECORD_FILE
+from hvd_trainer.horovod_build.patch_set import RECORD_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 # A port on which nobody listens: pip is refused at once, as on a machine without a network.

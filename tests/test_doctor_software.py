@@ -15,7 +15,7 @@ from launchers import requires
 
 from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
 from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts
-from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.tools.doctor import torch_facts
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.gpus import (

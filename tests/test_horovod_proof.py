@@ -18,7 +18,7 @@ from hvd_trainer.horovod_build import self_test
 from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import TorchFacts
-from hvd_trainer.horovod_build.patches import RECORD_FILE, RECORD_TEMPLATE
+from hvd_trainer.horovod_build.patch_set import RECORD_FILE, RECORD_TEMPLATE
 
 FOR_CPUS = BuildPlan(torch=TorchFacts(version="2.15.0"), cuda=None, nccl=None, mpi=None, jobs=1)
 SSH = "horovodrun: could not connect to some hosts via ssh"
@@ -81,8 +81,8 @@ def test_localhost_is_unknown(tmp_path: Path) -> None:
         pytest.skip(f"this machine knows localhost without /etc/hosts, or hides no file {seen.stderr.decode()}")
     code = (
         "from pathlib import Path\n"
-        "from hvd_trainer.horovod_build import proof\n"
-        f"proof._prove_run('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
+        "from hvd_trainer.horovod_build import self_test\n"
+        f"self_test._prove_run('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
     )
     done = subprocess.run([*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert "the name localhost leads to no address" in done.stderr

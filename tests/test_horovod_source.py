@@ -1,10 +1,13 @@
-"""Horovod's source and our changes of it."""
+"""Horovod's published source and the patches to it."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,24 +16,57 @@ from launchers import requires
 
 from hvd_trainer.horovod_build.build_steps import BuildSteps
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.patches import apply_patches
-from hvd_trainer.horovod_build.source import PatchError, Replacement
+from hvd_trainer.horovod_build.patch_set import PATCHES, PatchError, apply_patches
 
 
-def test_the_changes_fit_the_published_source(patched: Path) -> None:
+def test_patches_apply_to_the_published_source(patched: Path) -> None:
     for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         assert "set(CMAKE_CXX_STANDARD 20)" in (patched / path).read_text()
     assert "distutils" not in (patched / "horovod/runner/js_run.py").read_text()
+    assert not [path for path in patched.rglob("*") if path.suffix in (".orig", ".rej", ".invalid")]
     command = [sys.executable, "-c", "import horovod.hvd_trainer_build as b; print(b.RECORD)"]
     out = subprocess.check_output(command, cwd=patched, text=True)
     assert out.strip() == "{'torch': '2.15.0', 'cuda': None}"
 
 
-def test_a_source_that_looks_different_is_refused(patched: Path) -> None:
-    with pytest.raises(PatchError, match="found 0 times instead of once"):
-        apply_patches(patched, 20, {})
-    with pytest.raises(PatchError, match=r"cannot change no\.txt"):
-        Replacement("no.txt", "a", "b", "a reason").apply(patched)
+PATCHED_FILE = "horovod/common/timeline.cc"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # patch(1) would accept both: the first with an offset, the second with fuzz.
+        (lambda text: "\n" + text, r"24-timeline[^$]*hunk no\.1 doesn't match"),
+        (lambda text: text.replace("active_.exchange(0)", "active_.store(0)"), "24-timeline[^$]*hunk no"),
+        (lambda text: "", "24-timeline[^$]*premature end of source file"),
+        (None, "24-timeline[^$]*source/target file does not exist"),
+    ],
+)
+def test_a_source_that_differs_is_refused(
+    published: Path, tmp_path: Path, change: Callable[[str], str] | None, message: str
+) -> None:
+    source = tmp_path / published.name
+    shutil.copytree(published, source)
+    file = source / PATCHED_FILE
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(change(file.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(PatchError, match=f"cannot apply {message}"):
+        apply_patches(source, published.parent / "tools", cxx_standard=20, record={})
+
+
+def test_a_patched_source_is_refused(patched: Path, published: Path) -> None:
+    """For patch-ng alone a second time is a success."""
+    with pytest.raises(PatchError, match=r"cannot apply 01-[^$]*already patched"):
+        apply_patches(patched, published.parent / "tools", cxx_standard=20, record={})
+
+
+@pytest.mark.parametrize("path", sorted(PATCHES.iterdir()), ids=lambda path: path.name)
+def test_a_patch_begins_with_its_reason(path: Path) -> None:
+    header, *_ = path.read_text(encoding="utf-8").partition("\n--- a/")
+    assert re.fullmatch(r"\d\d-[a-z0-9.-]+\.patch", path.name)
+    assert re.match(r"Description: [A-Z].+\n( .+\n)+Origin: vendor\n", header)
 
 
 def test_a_package_with_another_hash_is_not_even_unpacked(

@@ -24,7 +24,7 @@ from hvd_trainer.horovod_build.build_plan import python_tag
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
-from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.horovod_build.patch_set import PATCH_SET
 
 T = TypeVar("T")
 

@@ -52,8 +52,8 @@ WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
 cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
 WAKES, LEAVES, BFLOAT16 = 3, 15, 16
-"""The first of our builds that have `waking.py`, all of `elastic.py` and `endings.py`, and `bfloat16.py` of
-`tools/horovod`."""
+"""The first PATCH_SET of `horovod_build` that wakes on enqueue, lets ranks leave others that are gone, and has
+bfloat16."""
 
 
 class HorovodBackend(Backend):
@@ -452,7 +452,7 @@ class HorovodBackend(Backend):
 
 
 def _patch_set() -> int:
-    """Which of our changes this Horovod has (`horovod_build/patches.py`); 0: it is none of our builds."""
+    """Return the PATCH_SET of `horovod_build` that this Horovod was built with; 0 if it is none of our builds."""
     try:
         build = importlib.import_module("horovod.hvd_trainer_build")
     except ImportError:

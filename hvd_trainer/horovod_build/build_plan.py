@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from hvd_trainer.horovod_build.facts import TorchFacts
 from hvd_trainer.horovod_build.nccl import Nccl
-from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, cpu_flags
 
 VERSION = "0.28.1"

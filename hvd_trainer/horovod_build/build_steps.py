@@ -21,7 +21,7 @@ from hvd_trainer.horovod_build.toolchain import cpu_flags
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # The bundled gloo's CMake files predate CMake 4; setuptools 81 ended what setup.py relies on.
-BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel")
+BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel", "patch-ng>=1.19,<2")
 # For a step that is told to end, in seconds.
 GRACE_S = 20
 SOURCE_ONLY = ("--no-deps", "--no-build-isolation", "--use-pep517")
@@ -47,9 +47,9 @@ class BuildSteps:
         return kept | {"PYTHONPATH": path, "TMPDIR": str(temporary), "PIP_NO_INPUT": "1"}
 
     def fetch_tools(self) -> None:
-        """CMake and setuptools, in `folder`: the environment's own stay as they are."""
+        """Fetch CMake, setuptools and patch-ng into `folder`: the environment's own stay as they are."""
         run_logged(
-            "The build tools must be fetched (cmake, setuptools).",
+            "The build tools must be fetched (cmake, setuptools, patch-ng).",
             [*pip("install"), "--target", str(self.tools), *BUILD_TOOLS],
             self.log,
             self.environment(),

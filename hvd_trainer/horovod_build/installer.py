@@ -22,7 +22,7 @@ from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan, default_job
 from hvd_trainer.horovod_build.build_steps import pip, run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
-from hvd_trainer.horovod_build.patches import PATCH_SET
+from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, locked

@@ -18,7 +18,7 @@ from hvd_trainer.horovod_build import self_test_job
 from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.patches import RECORD_FILE
+from hvd_trainer.horovod_build.patch_set import RECORD_FILE
 from hvd_trainer.utils.files import replacing
 
 PROOF_TIMEOUT_S = 300

@@ -23,7 +23,7 @@ from pathlib import Path
 from hvd_trainer.horovod_build.build_plan import BuildKey, BuildPlan
 from hvd_trainer.horovod_build.build_steps import BuildSteps, build_environment
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.patches import apply_patches
+from hvd_trainer.horovod_build.patch_set import apply_patches
 from hvd_trainer.horovod_build.toolchain import find_cxx
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
@@ -121,7 +121,8 @@ def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
             steps = BuildSteps(folder, log)
             steps.fetch_tools()
             source = steps.fetch_source()
-            apply_patches(source, plan.torch.cxx_standard, plan.key.record())
+            standard, record = plan.torch.cxx_standard, plan.key.record()
+            apply_patches(source, steps.tools, cxx_standard=standard, record=record)
             wheel = steps.compile(source, build_environment(plan, cxx, folder))
             target = wheel_dir / plan.key.name
             target.mkdir(OURS_ALONE, exist_ok=True)
