@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from benchmarks import NO_GPUS
 from benchmarks.hosts import Cluster, Host, hosts, missing
@@ -30,7 +31,7 @@ from benchmarks.results import describe_machine
 from benchmarks.run import REPOSITORY
 from benchmarks.slow_link_cases import BACKENDS, COMPRESSIONS, Case, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
-from hvd_trainer.config.checks import at_least, more_than
+from hvd_trainer.config.checks import value_errors
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_log import METRICS
 from hvd_trainer.tools.runner.command import NOT_SAVED
@@ -208,9 +209,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     numbers = ("ranks_per_host", "width", "batch_size", "samples", "steps", "rounds")
     mistakes = [
-        *at_least(2, hosts=min(args.hosts)),
-        *at_least(1, accumulations=min(args.accumulations), **{name: getattr(args, name) for name in numbers}),
-        *more_than(0, limit_s=args.limit_s),
+        *value_errors("hosts", min(args.hosts), [Ge(2)]),
+        *value_errors("accumulations", min(args.accumulations), [Ge(1)]),
+        *(error for name in numbers for error in value_errors(name, getattr(args, name), [Ge(1)])),
+        *value_errors("limit_s", args.limit_s, [Gt(0)]),
     ]
     if mistakes:
         parser.error("; ".join(mistakes))

@@ -19,16 +19,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
     "hvd_trainer.observe.callback": ("Callback",),
-    "hvd_trainer.config.options": ("LogOptions", "SaveOptions", "TrainOptions", "TrainerOptions"),
+    "hvd_trainer.config.options": (
+        *("LogOptions", "MeasureOptions", "ParallelOptions", "SaveOptions", "TrainOptions", "TrainerOptions"),
+    ),
     "hvd_trainer.config.parser": ("parse",),
     "hvd_trainer.data": ("TensorData", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
     "hvd_trainer.jobs.images": ("load_images",),
+    "hvd_trainer.jobs.options": ("ImageOptions",),
     "hvd_trainer.training.job": ("run_job",),
     "hvd_trainer.launch.world": ("World", "detect"),
-    "hvd_trainer.config.measure_options": ("MeasureOptions",),
     "hvd_trainer.observe.metrics": ("accuracy",),
-    "hvd_trainer.config.parallel_options": ("ParallelOptions",),
     "hvd_trainer.launch.slurm": ("SlurmStep", "detect_slurm"),
     "hvd_trainer.training.spawn": ("run",),
     "hvd_trainer.training.trainer": ("History", "Trainer"),
@@ -42,13 +43,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hvd_trainer.backends import Backend, EngineOptions, StepResult
-    from hvd_trainer.config.measure_options import MeasureOptions
-    from hvd_trainer.config.options import LogOptions, SaveOptions, TrainerOptions, TrainOptions
-    from hvd_trainer.config.parallel_options import ParallelOptions
+    from hvd_trainer.config.options import (
+        LogOptions,
+        MeasureOptions,
+        ParallelOptions,
+        SaveOptions,
+        TrainerOptions,
+        TrainOptions,
+    )
     from hvd_trainer.config.parser import parse
     from hvd_trainer.data import TensorData, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
     from hvd_trainer.jobs.images import load_images
+    from hvd_trainer.jobs.options import ImageOptions
     from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
     from hvd_trainer.launch.world import World, detect
     from hvd_trainer.observe.callback import Callback

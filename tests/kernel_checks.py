@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_trainer import EngineOptions, LogOptions, TensorData, Trainer, TrainerOptions, TrainOptions, accuracy
-from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.config.options import ParallelOptions
 from hvd_trainer.utils import accelerator
 
 

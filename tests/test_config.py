@@ -13,7 +13,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.tune import cli as tune
 

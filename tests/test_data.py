@@ -30,7 +30,8 @@ from hvd_trainer.data.per_node import everywhere, once_per_node
 from hvd_trainer.data.shard import epoch_order
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs import images as mnist_module
-from hvd_trainer.jobs.images import ImageOptions, load_images
+from hvd_trainer.jobs.images import load_images
+from hvd_trainer.jobs.options import ImageOptions
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 

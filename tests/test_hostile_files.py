@@ -31,7 +31,7 @@ from hvd_trainer.errors import CheckpointError, DataError, OptionError
 from hvd_trainer.horovod_build import wheel
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.jobs import images as mnist_module
-from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.jobs.reviews import archive as imdb_archive
 from hvd_trainer.jobs.reviews import tokenizer
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later

@@ -27,13 +27,13 @@ from hvd_trainer import backends, parse
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.data import LoaderPlan, make_loader
 from hvd_trainer.errors import DataError, OptionError
-from hvd_trainer.jobs.imdb import PRESETS, ImdbOptions, TextModelOptions
+from hvd_trainer.jobs.options import MIN_VOCABULARY, PRESETS, ImdbOptions, TextModelOptions, TextOptions, TextSizes
 from hvd_trainer.jobs.reviews import archive as imdb_archive
 from hvd_trainer.jobs.reviews import dataset as imdb_module
 from hvd_trainer.jobs.reviews import download as download_module
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
-from hvd_trainer.jobs.reviews.dataset import TextOptions, Texts, load_texts
-from hvd_trainer.jobs.transformer import PADDING, TextSizes, transformer
+from hvd_trainer.jobs.reviews.dataset import Texts, load_texts
+from hvd_trainer.jobs.transformer import PADDING, transformer
 
 VOCABULARY, LENGTH = 300, 16
 TINY = TextSizes(
@@ -270,9 +270,9 @@ def test_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
 def test_odd_letters_are_neither_padding_nor_out_of_range(tmp_path: Path) -> None:
     odd = {name: "[PAD] \0\t\x7f \u4e16\u754c \U0001f600 e\u0301 [PAD]".encode() for name in fake_imdb.reviews()}
     reviews = imdb_archive.read(fake_imdb.write_archive(tmp_path / "a.tar.gz", odd))
-    tokens = imdb_tokens.encode(reviews, imdb_tokens.LEAST_VOCABULARY, LENGTH)
+    tokens = imdb_tokens.encode(reviews, MIN_VOCABULARY, LENGTH)
     assert int(tokens.ids["test"].min()) > PADDING
-    assert int(tokens.ids["test"].max()) < imdb_tokens.LEAST_VOCABULARY
+    assert int(tokens.ids["test"].max()) < MIN_VOCABULARY
 
 
 def test_the_second_start_reads_the_cache(

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvd_trainer import EngineOptions, OptionError, Trainer, TrainerOptions, TrainOptions
-from hvd_trainer.config.measure_options import MeasureOptions
-from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.config.options import MeasureOptions, ParallelOptions
 from hvd_trainer.jobs.models import MODELS
 from hvd_trainer.jobs.optimizers import make_optimizer
 from hvd_trainer.utils import accelerator

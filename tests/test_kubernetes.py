@@ -11,7 +11,7 @@ import yaml
 from launchers import REPOSITORY
 
 from hvd_trainer.config.parser import parse
-from hvd_trainer.jobs.mnist import MnistOptions
+from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.rendezvous.endpoint import SECRET_FILE
 
 FOLDER = REPOSITORY / "examples/kubernetes"

@@ -21,7 +21,7 @@ QUICK = {("horovodrun", "horovod"), ("torchrun", "ddp"), ("mpirun", "horovod"), 
 SESSION = """
 import sys
 import hvd_trainer
-from hvd_trainer.jobs.mnist import MnistOptions, train
+from hvd_trainer.mnist import MnistOptions, train
 
 def rank_job(args):
     # Defined in the session, as in a notebook's cell.

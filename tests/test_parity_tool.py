@@ -16,7 +16,7 @@ from made_traces import Edit, line_of, made
 from torch import Tensor, nn
 
 from hvd_trainer import TrainerOptions
-from hvd_trainer.config.measure_options import MeasureOptions
+from hvd_trainer.config.options import MeasureOptions
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.step_trace import draws

@@ -17,8 +17,8 @@ from records import records
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.horovod_timeline import read_timeline
-from hvd_trainer.config.measure_options import MeasureOptions, ProfilePlan
-from hvd_trainer.config.options import LogOptions, TrainerOptions
+from hvd_trainer.config.options import LogOptions, MeasureOptions, TrainerOptions
+from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.profiler.breakdown import Figures, breakdown
 from hvd_trainer.observe.profiler.clocks import Ahead, ahead_of_first, compare_clocks

@@ -209,7 +209,7 @@ def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
 ACCELERATORS = re.compile(r"(?<![a-z])(cuda|xpu)(?![a-z])")
 NAMES_ACCELERATORS = {
     "utils.accelerator": "it is there for that",
-    "config.engine_options": "the choices of --device",
+    "config.options": "the choices of --device",
     "backends.horovod": "hvd.cuda_built(), by Horovod's own name",
 }
 

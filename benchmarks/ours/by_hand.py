@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.data import LoaderPlan, make_loader
-from hvd_trainer.jobs.images import ImageOptions, load_images
+from hvd_trainer.jobs.images import load_images
 from hvd_trainer.jobs.models import conv_net
+from hvd_trainer.jobs.options import ImageOptions
 
 
 def main() -> None:

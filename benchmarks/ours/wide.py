@@ -9,8 +9,9 @@ from torch.nn.functional import cross_entropy
 
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.data import TensorData
-from hvd_trainer.jobs.images import ImageOptions, load_images
+from hvd_trainer.jobs.images import load_images
 from hvd_trainer.jobs.models import mlp
+from hvd_trainer.jobs.options import ImageOptions
 from hvd_trainer.training.job import run_job
 from hvd_trainer.training.trainer import Trainer
 

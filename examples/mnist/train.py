@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hvd_trainer import Trainer, TrainerOptions, accuracy, load_images, run_job
-from hvd_trainer.jobs.images import ImageOptions
+from hvd_trainer import ImageOptions, Trainer, TrainerOptions, accuracy, load_images, run_job
 
 
 @dataclass(frozen=True)

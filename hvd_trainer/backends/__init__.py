@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 from hvd_trainer.backends.base import Backend, Columns, ReduceOp, StepResult
 from hvd_trainer.backends.devices import Devices
-from hvd_trainer.config.engine_options import EngineOptions
+from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import OptionError
 
 __all__ = ["BACKENDS", "Backend", "Columns", "EngineOptions", "ReduceOp", "StepResult", "create"]

@@ -29,7 +29,7 @@ from hvd_trainer.backends import process_group
 from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.session import Session
-from hvd_trainer.config.engine_options import EngineOptions
+from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of

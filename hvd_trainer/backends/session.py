@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.devices import Devices, choose_devices
 from hvd_trainer.backends.malloc import keep_freed_memory
-from hvd_trainer.config.checks import at_least, flag, flag_value, more_than, refuse
-from hvd_trainer.config.engine_options import EngineOptions
+from hvd_trainer.config.checks import flag, range_errors, refuse, switch
+from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError, first_line
 from hvd_trainer.faults import failure_report, preemption, stack_dump
 from hvd_trainer.faults.activity import Activity
@@ -112,19 +112,9 @@ class Session(ABC):
             for key in (field.name, f"{field.name}={value}"):
                 if value != field.default and key in self.only_for_others:
                     on_or_off = isinstance(value, bool)
-                    typed = flag_value(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
+                    typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
                     mistakes.append(f"{typed} with --backend {self.name}: {self.only_for_others[key]}")
-        options = self.options
-        mistakes += more_than(
-            0,
-            timeout_s=options.timeout_s,
-            startup_timeout_s=options.startup_timeout_s,
-            bucket_mb=options.bucket_mb,
-            cycle_time_ms=options.cycle_time_ms,
-        )
-        mistakes += at_least(1, threads=options.threads)
-        mistakes += at_least(0, num_groups=options.num_groups, cache_capacity=options.cache_capacity)
-        refuse(mistakes)
+        refuse([*mistakes, *range_errors(self.options)])
 
     def __enter__(self) -> Self:
         # A second start in one process must not look like the end of the first.

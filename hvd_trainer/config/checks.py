@@ -1,15 +1,19 @@
-"""What is wrong with the values of options, in words."""
+"""Collect the mistakes in values of options, and raise them as one error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
+from annotated_types import Ge, Gt, Lt
+
+from hvd_trainer.config.annotations import ParsedBy, annotations_of
 from hvd_trainer.errors import OptionError
 
 
 def refuse(mistakes: Iterable[str]) -> None:
-    """Tells all mistakes at once.
+    """Raise all mistakes as one error.
 
     Raises:
         OptionError: there are any.
@@ -19,40 +23,68 @@ def refuse(mistakes: Iterable[str]) -> None:
 
 
 def collect_errors(*cases: tuple[bool, str]) -> list[str]:
-    """The texts of those cases that are so."""
+    """Return the texts of the cases that are true."""
     return [text for is_so, text in cases if is_so]
 
 
-def at_least(least: float, **values: float | None) -> list[str]:
-    """One text for each value below `least` (or not a number), by the option's name."""
-    return [
-        f"{flag(k)} must be {least:g} or more, not {v}"
-        for k, v in values.items()
-        if v is not None and not v >= least
-    ]
+def check_ranges(options: Any) -> None:
+    """Check all fields of a dataclass against their ranges.
+
+    Raises:
+        OptionError: with one message for each value that is out of its range.
+    """
+    refuse(range_errors(options))
 
 
-def more_than(bound: float, **values: float | None) -> list[str]:
-    """One text for each value not above `bound`, by the option's name."""
-    return [
-        f"{flag(k)} must be more than {bound:g}, not {v}"
-        for k, v in values.items()
-        if v is not None and not v > bound
-    ]
+def range_errors(options: Any) -> Iterator[str]:
+    """Yield a message for each field, in groups too, whose value is out of its range or cannot be parsed."""
+    annotations = annotations_of(type(options))
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if is_dataclass(value):
+            yield from range_errors(value)
+        elif value is not None:
+            yield from value_errors(field.name, value, annotations[field.name])
 
 
-def non_default(options: Any, names: Iterable[str]) -> list[str]:
-    """Those of the named options, as they are typed, that are not as they are by themselves."""
-    defaults = type(options)()
-    changed = (name for name in names if getattr(options, name) != getattr(defaults, name))
-    return [flag_value(name, on=getattr(options, name) is not False) for name in changed]
+def value_errors(name: str, value: Any, annotations: Iterable[Any]) -> Iterator[str]:
+    """Yield a message for each annotation of an option that its value breaks."""
+    for annotation in annotations:
+        if isinstance(annotation, ParsedBy):
+            try:
+                annotation.parse(value)
+            except OptionError as error:
+                yield str(error)
+        elif (bound := read_range(annotation)) and not bound.contains(value):
+            yield f"{flag(name)} must be {bound.words}, not {value}"
+            return  # NaN is in no range: one message is enough
+
+
+class Range(NamedTuple):
+    """Values that an option may have."""
+
+    contains: Callable[[Any], bool]
+    words: str
+    """`1 or more`"""
+
+
+def read_range(annotation: Any) -> Range | None:
+    """Return the range that an annotation sets; None for annotations of another kind."""
+    match annotation:
+        case Ge(ge=bound):
+            return Range(lambda value: bool(value >= bound), f"{bound} or more")
+        case Gt(gt=bound):
+            return Range(lambda value: bool(value > bound), f"more than {bound}")
+        case Lt(lt=bound):
+            return Range(lambda value: bool(value < bound), f"less than {bound}")
+    return None
 
 
 def flag(name: str) -> str:
-    """An option as it is typed."""
+    """Return an option as it is typed: `batch_size` as `--batch-size`."""
     return f"--{name.replace('_', '-')}"
 
 
-def flag_value(name: str, on: bool) -> str:
-    """An option that is either on or off, as it is typed."""
-    return flag(name) if on else f"--no-{name.replace('_', '-')}"
+def switch(name: str, on: bool) -> str:
+    """Return a yes-or-no option as it is typed: `--quiet` or `--no-quiet`."""
+    return flag(name) if on else flag(f"no_{name}")

@@ -12,24 +12,28 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import yaml
 
-from hvd_trainer.config.checks import flag, flag_value
+from hvd_trainer.config.annotations import COMMON
+from hvd_trainer.config.checks import flag, switch
 from hvd_trainer.errors import OptionError
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry
 
 T = TypeVar("T")
 
-MOST_YAML_BYTES = 100_000
+MAX_YAML_BYTES = 100_000
 
 
 def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = True) -> T:
-    """Fills a dataclass from the command line and, with `--config FILE`, from YAML.
+    """Fill a dataclass from the command line and, with `--config FILE`, from YAML.
 
     Args:
         kind: a dataclass; all fields need defaults. Fields that are dataclasses become groups.
@@ -37,7 +41,7 @@ def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = T
         outputs: print help and errors (rank 0 alone does, or each message would come once per rank).
 
     Raises:
-        OptionError: the YAML file is missing or names an option that there is not.
+        OptionError: the YAML file is missing or names an unknown option.
         SystemExit: the command line is wrong (code 2) or asked for help (code 0).
     """
     args = list(sys.argv[1:] if args is None else args)
@@ -45,25 +49,62 @@ def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = T
     if config is not None:
         args = _arguments_from_yaml(Path(config), kind) + args
     # tyro's own switch, console_outputs, does not reach its messages about values.
-    unheard = io.StringIO()
+    discarded = io.StringIO()
     with (
-        nullcontext() if outputs else redirect_stderr(unheard),
-        nullcontext() if outputs else redirect_stdout(unheard),
+        nullcontext() if outputs else redirect_stderr(discarded),
+        nullcontext() if outputs else redirect_stdout(discarded),
     ):
-        return _read(kind, args)
+        return _parse_typed(kind, args)
 
 
-def _read(kind: type[T], args: list[str]) -> T:
+def _parse_typed(kind: type[T], args: list[str]) -> T:
     import tyro
 
+    asks_for_help, asks_for_all = not {"-h", "--help"}.isdisjoint(args), "--help-all" in args
+    more = f"{_program()} --help-all lists all options. " if asks_for_help and not asks_for_all else ""
     return tyro.cli(
         kind,
         prog=_program(),
-        description=f"{inspect.getdoc(kind)}\n\n--config FILE takes options from YAML (epochs: 3); the command "
-        f"line wins. Every run with --log-dir writes such a file, config.yaml.",
-        args=args,
+        description=f"{inspect.getdoc(kind)}\n\n{more}--config FILE takes options from YAML (epochs: 3); the "
+        f"command line wins. Every run with --log-dir writes such a file, config.yaml.",
+        args=["--help"] if asks_for_all else args,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        registry=_help_registry(common_only=bool(more)),
     )
+
+
+def _help_registry(*, common_only: bool) -> ConstructorRegistry:
+    """Return tyro's rules for dataclasses, changed in what help lists: a job's own options come first.
+
+    Args:
+        common_only: list only the fields marked `COMMON` of a group that has such.
+    """
+    from tyro.conf import Suppress
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+    registry, is_nested_call = ConstructorRegistry(), False
+
+    def hidden(entry: StructFieldSpec) -> StructFieldSpec:
+        kind: Any = Annotated[entry.type, Suppress]
+        return replace(entry, type=kind)
+
+    @registry.struct_rule
+    def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_nested_call
+        if is_nested_call or not is_dataclass(info.type):
+            return None  # and tyro's own rule is taken
+        is_nested_call = True
+        spec = ConstructorRegistry.get_struct_spec(info)
+        is_nested_call = False
+        assert isinstance(spec, StructConstructorSpec)
+        own = inspect.get_annotations(info.type)
+        entries = sorted(spec.fields, key=lambda entry: entry.name not in own)
+        common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
+        if common and common_only:
+            entries = [entry if entry in common else hidden(entry) for entry in entries]
+        return replace(spec, fields=tuple(entries))
+
+    return registry
 
 
 def _program() -> str:
@@ -104,9 +145,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         # Not only files: a shell's <(...) is a pipe.
         with path.open("rb") as file:
-            text = file.read(MOST_YAML_BYTES + 1)
-        if len(text) > MOST_YAML_BYTES:
-            raise ValueError(f"it has more than {MOST_YAML_BYTES:,} bytes")
+            text = file.read(MAX_YAML_BYTES + 1)
+        if len(text) > MAX_YAML_BYTES:
+            raise ValueError(f"it has more than {MAX_YAML_BYTES:,} bytes")
         content = yaml.load(text, _OptionLoader) or {}
     except RecursionError as error:
         raise OptionError(f"--config {path} cannot be read: it is nested too deeply") from error
@@ -160,7 +201,7 @@ def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
 def as_arguments(name: str, value: Any) -> list[str]:
     """An option and its value in YAML as they would be typed. With `=`, so that a value may begin with a dash."""
     if isinstance(value, bool):
-        return [flag_value(name, value)]
+        return [switch(name, value)]
     if isinstance(value, list):
         return [flag(name), *map(str, value)]
     return [f"{flag(name)}={value}"]

@@ -18,7 +18,7 @@ import urllib.request
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.per_node import SharedDataError, everywhere, once_per_node
 from hvd_trainer.errors import DataError
+from hvd_trainer.jobs.options import ImageOptions
 from hvd_trainer.utils.files import open_plain
 
 FILES = {
@@ -44,16 +45,6 @@ HOW = (
     'To get MNIST, type on a machine with internet: python -c "import torchvision; '
     "torchvision.datasets.MNIST('mnist', download=True)\" and then pass the folder here: --data-dir mnist"
 )
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """The data set."""
-
-    dataset: Literal["auto", "mnist", "digits"] = "auto"
-    """mnist, digits (a small real set that comes with scikit-learn), or auto: mnist if it can be had"""
-    data_dir: str | None = None
-    """folder with MNIST as torchvision lays it out; None: a cache folder of yours"""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.jobs.options import OptimizerName
 from hvd_trainer.utils import accelerator
-
-OptimizerName = Literal["adam", "adamw", "sgd"]
 
 
 def make_optimizer(

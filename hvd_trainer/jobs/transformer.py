@@ -10,10 +10,11 @@ block shares weights with another.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from hvd_trainer.jobs.options import TextSizes
 
 PADDING = 0
 """The id of no token."""
@@ -22,19 +23,6 @@ INIT_STD = 0.02
 """Of the embeddings and of positions, as in BERT and GPT-2."""
 
 Hidden = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class TextSizes:
-    """What a Transformer is built from."""
-
-    layers: int
-    d_model: int
-    heads: int
-    d_hid: int
-    dropout: float
-    sequence_length: int
-    vocabulary: int
 
 
 def transformer(sizes: TextSizes) -> nn.Sequential:

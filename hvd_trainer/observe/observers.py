@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_trainer.config.measure_options import ProfilePlan
+from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.callback import Observer
 from hvd_trainer.observe.profiler.profiler import Profile
 from hvd_trainer.observe.step_timer import StepTimes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.config.options import TrainOptions
-from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.parallel.layout import Layout, WholeModelLayout
 from hvd_trainer.parallel.pipeline_layout import PipelineLayout
 

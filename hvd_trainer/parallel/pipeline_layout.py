@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.model_sync import synchronize
-from hvd_trainer.config.options import TrainOptions
-from hvd_trainer.config.parallel_options import ParallelOptions
+from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import DataShard
 from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.step import StepParts, TrainStep

@@ -23,6 +23,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import collect_errors, refuse
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
+from hvd_trainer.config.rules import check
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Batch, Loader, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
@@ -88,7 +89,7 @@ class Trainer:
 
     def __init__(self, options: TrainerOptions | None = None) -> None:
         self.options = options or TrainerOptions()
-        self.options.check()
+        check(self.options)
         if self.options.train.reproducible is not None:
             ask_cublas()
         parallel = self.options.parallel

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.per_node import SharedDataError, once_per_node
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.images import default_data_dir
+from hvd_trainer.jobs.options import TextOptions
 from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
 from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, SPLITS, WHOLE
@@ -36,19 +36,6 @@ HOW = (
     f"--data-dir {ARCHIVE}. Or train on tokens drawn at random: --dataset synthetic"
 )
 _CALLS = itertools.count()
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """The data set."""
-
-    dataset: Literal["imdb", "synthetic"] = "imdb"
-    """imdb (50,000 movie reviews), or synthetic: tokens drawn at random, to measure speed without data"""
-    data_dir: str | None = None
-    """aclImdb_v1.tar.gz, the folder aclImdb that it unpacks to, or a folder with either; None: a cache folder of
-    yours"""
-    synthetic_reviews: int = 10_000
-    """synthetic only: how many to train on; a tenth as many to test on"""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Of the cache; another number for any change of what is made of the same reviews."""
 PAD = "[PAD]"
-"""What id 0 is called: no token."""
-LEAST_VOCABULARY = 1 + 256
-"""That, and all bytes."""
+"""The name of id 0: no token."""
 ENCODED_AT_ONCE = 1000
 COUNTED = ("not_utf8", "empty", "strange")
 """Of what was odd about the reviews."""
@@ -75,7 +73,7 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
     """Trains a tokenizer on the training reviews and makes ids of all.
 
     Args:
-        vocabulary: how many ids there are, at most; at least `LEAST_VOCABULARY`.
+        vocabulary: how many ids there are, at most; at least `MIN_VOCABULARY`.
         sequence_length: of every row: shorter reviews are filled up with 0.
     """
     tokenizer = _trained(reviews.train.texts, vocabulary)

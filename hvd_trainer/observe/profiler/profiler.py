@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.backends import StepResult
-from hvd_trainer.config.measure_options import ProfilePlan
+from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.callback import Observer
 from hvd_trainer.observe.profiler.recorder import Recorder
 from hvd_trainer.observe.profiler.report import FOLDER, Report

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.session import environment
-from hvd_trainer.config.measure_options import ProfilePlan
+from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.profiler.phases import Phases
 from hvd_trainer.utils import accelerator
 

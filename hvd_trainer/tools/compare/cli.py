@@ -18,8 +18,9 @@ from statistics import median
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.compare.report import show
@@ -51,29 +52,16 @@ class Options:
     ] = ()
     """a script of your own to compare with, which need not use this package, such as 'ddp plain.py --epochs 1';
     ENGINE says what starts it: ddp (torchrun) or horovod (horovodrun). May be given again and again"""
-    rounds: int = 5
+    rounds: Annotated[int, Ge(0)] = 5
     """how often everything is run; 0: only show what there is"""
-    warmup_steps: int = 10
+    warmup_steps: Annotated[int, Ge(0)] = 10
     """optimizer steps at the beginning of each run that do not count"""
-    threads: int | None = None
+    threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: this machine's cores by the largest number of ranks"""
     out: Path = Path("runs/compare")
     """folder for the page, the tables and the runs; the same command again goes on with what is there"""
-    timeout_s: float = 1800.0
+    timeout_s: Annotated[float, Gt(0)] = 1800.0
     """after so many seconds a run is killed"""
-
-    def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
-
-        Raises:
-            OptionError: an option is out of its range.
-        """
-        mistakes = [
-            *at_least(0, rounds=self.rounds, warmup_steps=self.warmup_steps),
-            *at_least(1, threads=self.threads),
-            *more_than(0, timeout_s=self.timeout_s),
-        ]
-        refuse(mistakes)
 
     @property
     def numbers(self) -> list[int]:
@@ -98,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} compare", args=own)
-    options.check()
+    check_ranges(options)
     check_installed()
     job, numbers = read_job(words), options.numbers
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(numbers))

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose import collectives_job
 from hvd_trainer.tools.diagnose.actions import Action, actions
@@ -60,35 +61,22 @@ class Options:
     The job stands behind --, as it would stand behind `python`.
     """
 
-    np: int = 2
+    np: Annotated[int, Ge(2)] = 2
     """ranks"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    seconds: float = 4.0
+    seconds: Annotated[float, Gt(0)] = 4.0
     """how long each run trains, about; starting it takes longer"""
-    rounds: int = 3
+    rounds: Annotated[int, Ge(1)] = 3
     """how often each is run"""
-    threads: int | None = None
+    threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is"""
     out: Path = Path("runs/diagnose")
     """folder for diagnosis.json"""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
-
-    def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
-
-        Raises:
-            OptionError: an option is out of its range.
-        """
-        mistakes = [
-            *at_least(2, np=self.np),
-            *at_least(1, rounds=self.rounds, threads=self.threads),
-            *more_than(0, seconds=self.seconds, timeout_s=self.timeout_s),
-        ]
-        refuse(mistakes)
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} diagnose", args=own)
-    options.check()
+    check_ranges(options)
     check_installed()
     job = read_job(words)
     folder = options.out.expanduser().resolve()

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, collect_errors, more_than, refuse
+from hvd_trainer.config.checks import collect_errors, range_errors, refuse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.estimate.fit import CPU, GPU, LATENCY_US
 from hvd_trainer.tools.estimate.held_out import by_series, furthest, large, tables
@@ -35,29 +36,29 @@ class Options:
     The job is ResNet-50 as published, unless its figures are given, or --from a comparison.
     """
 
-    hosts: int
+    hosts: Annotated[int, Ge(1)]
     """hosts"""
-    gpus_per_host: int
+    gpus_per_host: Annotated[int, Ge(1)]
     """ranks on each of them: GPUs, or with --device cpu processes"""
-    link_gbit: float | None = None
+    link_gbit: Annotated[float | None, Gt(0)] = None
     """each host's link to the others, Gbit/s"""
-    latency_us: float | None = None
+    latency_us: Annotated[float | None, Gt(0)] = None
     """of a message between two hosts, one way; None: as fitted, which begins with 10, NCCL's own figure"""
     engine: Literal["both", "horovod", "ddp"] = "both"
     """horovod, ddp or both"""
-    images_per_s: float | None = None
+    images_per_s: Annotated[float | None, Gt(0)] = None
     """samples per second of one rank alone; needs --batch-size"""
-    step_ms: float | None = None
+    step_ms: Annotated[float | None, Gt(0)] = None
     """the same as the time of one pass (forward, backward, update) of one rank alone"""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, Ge(1)] = None
     """samples of a pass of one rank"""
-    parameters_mb: float | None = None
+    parameters_mb: Annotated[float | None, Gt(0)] = None
     """of the model in fp32, 4 bytes each (1 MB = 2^20 bytes)"""
     from_: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FILE")] = None
     """comparison.json of `compare`: the job, its time on one rank and how much its steps vary are taken from it"""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """of gradients, on the way"""
-    accumulation: int = 1
+    accumulation: Annotated[int, Ge(1)] = 1
     """passes for one exchange"""
     device: Literal["gpu", "cpu"] | None = None
     """what ranks compute on; None: as --from says, else gpu"""
@@ -80,10 +81,7 @@ class Options:
         }
         given = [name for name, value in figures.items() if value is not None]
         mistakes = [
-            *at_least(1, hosts=self.hosts, gpus_per_host=self.gpus_per_host, accumulation=self.accumulation),
-            *at_least(1, batch_size=self.batch_size),
-            *more_than(0, link_gbit=self.link_gbit, latency_us=self.latency_us, images_per_s=self.images_per_s),
-            *more_than(0, step_ms=self.step_ms, parameters_mb=self.parameters_mb),
+            *range_errors(self),
             *collect_errors(
                 (
                     self.images_per_s is not None and self.step_ms is not None,

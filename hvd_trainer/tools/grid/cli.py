@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, flag, more_than, refuse
+from hvd_trainer.config.checks import check_ranges, flag
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.grid import heat_map, report
 from hvd_trainer.tools.grid.configurations import Axis, Configuration, configurations, in_rounds, label, read_axis
@@ -64,28 +65,15 @@ class Options:
     """imdb, mnist, or the module of a job of yours, such as my_package.my_job"""
     out: Path = Path("runs/grid")
     """folder for runs.jsonl, grid.csv and the pictures; the same command again goes on with what is there"""
-    rounds: int = 3
+    rounds: Annotated[int, Ge(0)] = 3
     """how often all configurations are run; 0: only show what there is"""
-    steps: int = 10
+    steps: Annotated[int, Ge(1)] = 10
     """optimizer steps in each of the two epochs of a run, the last of which counts (imdb's synthetic reviews only;
     data of a fixed size is gone through whole)"""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed; it is tried again when the same command is typed again"""
     retry_failed: bool = False
     """start again what has failed, too"""
-
-    def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
-
-        Raises:
-            OptionError: an option is out of its range.
-        """
-        mistakes = [
-            *at_least(0, rounds=self.rounds),
-            *at_least(1, steps=self.steps),
-            *more_than(0, timeout_s=self.timeout_s),
-        ]
-        refuse(mistakes)
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     """
     own, further = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} grid", args=own)
-    options.check()
+    check_ranges(options)
     check_installed()
     job, axes = find_job(options.job), read_axes(options.axes)
     folder = options.out.expanduser().resolve()

@@ -17,6 +17,7 @@ from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
+from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError, UserError
 from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import bubble, check_chunks
@@ -199,7 +200,7 @@ def why_not(options: TrainerOptions, ranks: int) -> str | None:
     """Why a job with these options cannot be started with so many ranks; None if nothing is known against it."""
     parallel = options.parallel
     try:
-        options.check()
+        check(options)
         check_stages(parallel.stages, ranks)
         _check_engine(options.engine)
         batch_size = BatchPlan.of(options.train, ranks // parallel.stages).batch_size

@@ -54,7 +54,7 @@ def find_job(name: str) -> Job:
     kinds = [
         value
         for value in vars(found).values()
-        if isinstance(value, type) and issubclass(value, TrainerOptions) and value.__module__ == module
+        if isinstance(value, type) and issubclass(value, TrainerOptions) and value is not TrainerOptions
     ]
     if len(kinds) != 1:
         raise OptionError(

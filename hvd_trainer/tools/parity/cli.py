@@ -12,10 +12,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.tools.parity.pair import compare_all
 from hvd_trainer.tools.parity.report import show
 from hvd_trainer.tools.parity.traced_runs import Plan, engines_of, read_traced_job, trace_all
@@ -31,33 +33,20 @@ class Options:
     tolerance), 1 they are not, 2 a mistake, or a run failed.
     """
 
-    np: int = 2
+    np: Annotated[int, Ge(1)] = 2
     """ranks, of both engines"""
     engines: str = "horovod,ddp"
     """two or three of: horovod, ddp, single (one process, with the same global batch)"""
-    steps: int = 20
+    steps: Annotated[int, Ge(1)] = 20
     """optimizer steps"""
-    tolerance: float | None = None
+    tolerance: Annotated[float | None, Ge(0)] = None
     """relative difference that is allowed; None: as much as another order of sums makes, and 0 on CPUs"""
-    threads: int | None = None
+    threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: this machine's cores by the number of ranks"""
     out: Path = Path("runs/parity")
     """folder for parity.json and the traces"""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
-
-    def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
-
-        Raises:
-            OptionError: an option is out of its range.
-        """
-        mistakes = [
-            *at_least(1, np=self.np, steps=self.steps, threads=self.threads),
-            *at_least(0, tolerance=self.tolerance),
-            *more_than(0, timeout_s=self.timeout_s),
-        ]
-        refuse(mistakes)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} parity", args=own)
-    options.check()
+    check_ranges(options)
     job, steps = read_traced_job(words, options.steps)
     engines = engines_of(options.engines)
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.np)

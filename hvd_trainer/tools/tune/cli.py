@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import at_least, more_than, refuse
+from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
@@ -73,37 +74,22 @@ class Options:
     The job stands behind --, as it would stand behind `python`. What it is typed with stays as it is.
     """
 
-    np: int = 2
+    np: Annotated[int, Ge(1)] = 2
     """ranks"""
     engines: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "horovod,ddp"
     """whose settings: horovod, ddp"""
-    seconds: float = 4.0
+    seconds: Annotated[float, Gt(0)] = 4.0
     """how long each run trains, about; starting it takes longer"""
-    rounds: int = 5
+    rounds: Annotated[int, Ge(3)] = 5
     """how often a setting is run at most, and how often what was found is run to prove it"""
-    least_gain: float = 0.02
+    least_gain: Annotated[float, Ge(0)] = 0.02
     """gains below this are not searched for, as a fraction"""
     lossy: bool = False
     """also adopt what rounds the gradients: --compression"""
     out: Path = Path("runs/tune")
     """folder for horovod.yaml, ddp.yaml and tune.json; the same command again goes on with what is there"""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
-
-    def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
-
-        Raises:
-            OptionError: an option is out of its range.
-        """
-        refuse(
-            [
-                *at_least(1, np=self.np),
-                *at_least(3, rounds=self.rounds),
-                *at_least(0, least_gain=self.least_gain),
-                *more_than(0, seconds=self.seconds, timeout_s=self.timeout_s),
-            ]
-        )
 
     @property
     def backends(self) -> list[str]:
@@ -239,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} tune", args=own)
-    options.check()
+    check_ranges(options)
     check_installed()
     job, backends = Job.read(words), options.backends
     folder = options.out.expanduser().resolve()
