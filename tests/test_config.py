@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,40 +13,61 @@ import yaml
 from launchers import launch, requires
 
 from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.checks import flag
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse
+from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.tune import cli as tune
 
-RELIED_ON = (
+COMMON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
     *("--dataset", "--data-dir", "--log-dir", "--seed", "--accumulate", "--max-norm", "--precision"),
-    *("--compression", "--resume"),
+    *("--compression", "--resume", "--model", "--quiet", "--warmup-epochs"),
 )
+OTHERS = ("--lr-decay", "--until", "--compile", "--workers", "--verbose", "--bucket-mb", "--keep-best")
 
 
-def test_help_groups_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(kind: type, option: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
+    """Return what an option for help prints, and which options it explains."""
     with pytest.raises(SystemExit) as leaving:
-        parse(MnistOptions, ["--help"])
+        parse(kind, [option])
     assert leaving.value.code == 0
     text = capsys.readouterr().out
-    for name in (
-        *RELIED_ON,
-        "--warmup-epochs",
-        "--lr-decay",
-        "--until",
-        "--compile",
-        "--workers",
-        "--model",
-        "--quiet",
-        "--verbose",
-        "--config",
-    ):
-        assert f"{name} " in text or f"{name}," in text, name
-    for group in ("engine", "train", "log", "data", "network"):
-        assert f"{group} options" in text
+    return text, set(re.findall(r"^\W*(--[a-z][\w-]*)(?=[ ,])", text, re.MULTILINE))
+
+
+def test_help_shows_the_common_options_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text, common = help_of(MnistOptions, "--help", capsys)
+    assert common >= set(COMMON)
+    assert not common & set(OTHERS)
+    assert 20 <= len(common) <= 25
+    assert "--help-all lists all options" in text
+    text, every = help_of(MnistOptions, "--help-all", capsys)
+    assert every - {"--config"} == {flag(name) for name in flatten(MnistOptions())}
+
+
+def test_help_has_a_section_per_group_and_the_jobs_own_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--help", "--help-all"):
+        text, _ = help_of(MnistOptions, option, capsys)
+        sections = re.findall(r"(\w+) options \W", text)
+        assert sections == ["data", "network", "engine", "train", "log", "save", "parallel", "measure"]
+        assert "--config FILE" in text
+
+
+@pytest.mark.parametrize("job", ["mnist", "imdb"])
+@pytest.mark.parametrize("option", ["--help", "--epoks", "--epochs=many"])
+def test_help_and_a_mistyped_option_need_no_torch(job: str, option: str) -> None:
+    """They took as long as the import of PyTorch: seconds."""
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", f"hvd_trainer.{job}", option], capture_output=True, text=True
+    )
+    assert shown.returncode == (0 if option == "--help" else 2)
+    imported = re.findall(r"\| +(\w+)$", shown.stderr, re.MULTILINE)
+    assert "tyro" in imported
+    assert "torch" not in imported
 
 
 def test_values_of_every_kind() -> None:
@@ -86,6 +110,14 @@ class OwnOptions(TrainerOptions):
     """A user's own job."""
 
     own: Own = field(default_factory=Own)
+
+
+def test_help_shows_all_options_of_a_users_own_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text, common = help_of(OwnOptions, "--help", capsys)
+    assert "--widths" in common
+    assert "--bucket-mb" not in common
+    assert text.index("own options") < text.index("engine options")
+    assert "--bucket-mb" in help_of(OwnOptions, "--help-all", capsys)[1]
 
 
 def test_a_job_of_ones_own_adds_options(tmp_path: Path) -> None:
@@ -141,7 +173,7 @@ def test_a_wrong_file_is_named(content: str | None, words: str, tmp_path: Path) 
 def test_all_mistakes_come_at_once() -> None:
     args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
     with pytest.raises(OptionError) as caught:
-        parse(MnistOptions, [*args.split(), "--resume", "auto"]).check()
+        check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
         "--epochs must be 1 or more, not 0",
         "--accumulate must be 1",
@@ -194,7 +226,7 @@ def test_all_mistakes_come_at_once() -> None:
 )
 def test_what_does_not_go_together(args: str, words: str) -> None:
     with pytest.raises(OptionError) as caught:
-        parse(MnistOptions, args.split()).check()
+        check(parse(MnistOptions, args.split()))
     assert words in str(caught.value)
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from hvd_trainer import backends, parse
 from hvd_trainer.backends import Backend, EngineOptions
+from hvd_trainer.config.rules import check
 from hvd_trainer.data import LoaderPlan, make_loader
 from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.jobs.options import MIN_VOCABULARY, PRESETS, ImdbOptions, TextModelOptions, TextOptions, TextSizes
@@ -499,7 +500,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     wrong = ["--layers=0", "--heads=3", "--dropout=1", "--vocabulary=10", "--lr=0", "--synthetic-reviews=0"]
     options = parse(ImdbOptions, [*wrong, "--dataset=synthetic", "--data-dir=x", "--epochs=0"])
     with pytest.raises(OptionError) as caught:
-        options.check()
+        check(options)
     for words in (
         "--layers must be 1 or more, not 0",
         "--heads must divide --d-model, and 3 does not divide 64",

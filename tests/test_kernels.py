@@ -15,6 +15,7 @@ from torch import nn
 
 from hvd_trainer import EngineOptions, OptionError, Trainer, TrainerOptions, TrainOptions
 from hvd_trainer.config.options import MeasureOptions, ParallelOptions
+from hvd_trainer.config.rules import check
 from hvd_trainer.jobs.models import MODELS
 from hvd_trainer.jobs.optimizers import make_optimizer
 from hvd_trainer.utils import accelerator
@@ -76,7 +77,7 @@ def test_weights_that_are_channels_last_are_kept_and_restored(tmp_path: Path) ->
 )
 def test_what_no_graph_can_do_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
-        TrainerOptions(train=TrainOptions(capture_step=True, **options)).check()
+        check(TrainerOptions(train=TrainOptions(capture_step=True, **options)))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_what_no_graph_can_do_is_refused(options: dict[str, Any], words: str) ->
 )
 def test_what_no_graph_can_do_with_other_parts_is_refused(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
-        TrainerOptions(train=TrainOptions(capture_step=True), **parts).check()
+        check(TrainerOptions(train=TrainOptions(capture_step=True), **parts))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def without_fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 )
 def test_kernels_that_contradict_other_options(wanted: TrainerOptions, words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        wanted.check()
+        check(wanted)
 
 
 # What is set for the whole process is set back.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvd_trainer import TrainerOptions
 from hvd_trainer.config.options import MeasureOptions
+from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.step_trace import draws
@@ -444,7 +445,7 @@ def test_a_trace_needs_a_folder_and_a_step() -> None:
     with pytest.raises(
         OptionError, match="--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"
     ):
-        options.check()
+        check(options)
 
 
 def test_samples_are_known_by_their_bytes() -> None:

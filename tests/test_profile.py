@@ -19,6 +19,7 @@ from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.horovod_timeline import read_timeline
 from hvd_trainer.config.options import LogOptions, MeasureOptions, TrainerOptions
 from hvd_trainer.config.profile_plan import ProfilePlan
+from hvd_trainer.config.rules import find_mistakes
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.profiler.breakdown import Figures, breakdown
 from hvd_trainer.observe.profiler.clocks import Ahead, ahead_of_first, compare_clocks
@@ -62,11 +63,12 @@ def test_what_cannot(text: str, message: str) -> None:
         "type steps=N, and behind it with commas what you need of skip=N, memory, stacks, shapes"
     )
     log = LogOptions(log_dir="somewhere")
-    assert TrainerOptions(measure=MeasureOptions(profile=text), log=log).mistakes() == [str(caught.value)]
+    options = TrainerOptions(measure=MeasureOptions(profile=text), log=log)
+    assert find_mistakes(options) == [str(caught.value)]
 
 
 def test_it_needs_a_log_folder() -> None:
-    mistakes = TrainerOptions(measure=MeasureOptions(profile="steps=1")).mistakes()
+    mistakes = find_mistakes(TrainerOptions(measure=MeasureOptions(profile="steps=1")))
     assert mistakes == ["--profile writes to the log folder: add --log-dir DIR"]
 
 

@@ -312,10 +312,11 @@ def test_the_library_example_is_the_file() -> None:
 
 @cache
 def help_of(what: str) -> str:
-    """What `--help` prints for a module, a module and its tool, or a script."""
+    """What `--help` prints for a module, a module and its tool, or a script; for a job, all its options."""
     name, *tool = what.split()
     start = [name] if name.endswith(".py") else ["-m", name]
-    return launch(QUICKEST, 1, [*start, *tool, "--help"]).stdout
+    is_job = name in ("hvd_trainer.mnist", "hvd_trainer.imdb") or name.startswith("examples/")
+    return launch(QUICKEST, 1, [*start, *tool, "--help-all" if is_job else "--help"]).stdout
 
 
 def test_options_in_commands_exist() -> None:
@@ -333,7 +334,7 @@ def test_options_in_commands_exist() -> None:
 
 
 def test_options_in_prose_exist() -> None:
-    known = {"--help"}.union(*OF_OTHERS.values())
+    known = {"--help", "--help-all"}.union(*OF_OTHERS.values())
     for what in (
         "hvd_trainer.mnist",
         "hvd_trainer.imdb",
@@ -361,7 +362,8 @@ def test_all_options_of_the_job_are_listed() -> None:
     section = re.search(r"^## Options$(.*?)^## ", documents.text_of("README.md"), re.MULTILINE | re.DOTALL)
     assert section is not None
     offered = {option for option in documents.options_in(help_of("hvd_trainer.mnist")) if "--no-" not in option}
-    assert offered - {"--help"} == documents.options_in(section[1]) - {"--help"}
+    helps = {"--help", "--help-all"}
+    assert offered - helps == documents.options_in(section[1]) - helps
 
 
 def test_links_lead_somewhere() -> None:

@@ -85,8 +85,8 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
     registry, is_nested_call = ConstructorRegistry(), False
 
     def hidden(entry: StructFieldSpec) -> StructFieldSpec:
-        kind: Any = Annotated[entry.type, Suppress]
-        return replace(entry, type=kind)
+        suppressed: Any = Annotated[entry.type, Suppress]
+        return replace(entry, type=suppressed)
 
     @registry.struct_rule
     def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+CRASH = 1
+"""The exit code of a rank that failed."""
 _state = {"told": False, "takes tracebacks": False}
 
 

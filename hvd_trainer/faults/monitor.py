@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
-from hvd_trainer.faults.failure_report import Failure
+from hvd_trainer.faults.failure_report import CRASH, Failure
 from hvd_trainer.faults.root_cause import Heartbeat
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import World, process_start_time
@@ -40,7 +40,6 @@ PAUSE_S = 5.0
 STACKS_S = stack_dump.ANSWER_S + 2
 GRACE_S = 3.0
 """What a rank is given to end by itself, or by its launcher."""
-CRASH = 1
 LAUNCHERS_THAT_STAY = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
 """Whose ranks are their children, directly or not, until the job ends."""
 GONE = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
