@@ -111,7 +111,7 @@ def test_what_a_rank_sends_does_not_end_the_server(ticket: Endpoint) -> None:
 
 
 def test_a_server_that_was_killed_is_replaced(ticket: Endpoint) -> None:
-    (server,) = [child for child in psutil.Process().children() if "store.server" in " ".join(child.cmdline())]
+    (server,) = [child for child in psutil.Process().children() if "store_server" in " ".join(child.cmdline())]
     server.kill()
     psutil.wait_procs([server], timeout=5)
     second = store_client.serve(LOOPBACK)
@@ -301,7 +301,7 @@ def listening(job: Job) -> dict[int, tuple[str, psutil.Process]]:
     found = {}
     for process in job.processes():
         words = process.cmdline()
-        if JOB in words[1:3] or "store.server" in " ".join(words):
+        if JOB in words[1:3] or "store_server" in " ".join(words):
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:
                     found[one.laddr.port] = (one.laddr.ip, process)
@@ -346,7 +346,7 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
         token = read_endpoint(json.loads(note.read_text())["ticket"]).token
         doors = listening(job)
         assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
-        assert any("store.server" in " ".join(process.cmdline()) for _, process in doors.values()), doors
+        assert any("store_server" in " ".join(process.cmdline()) for _, process in doors.values()), doors
         # The token is in no command line, and in nothing that another user reads.
         lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
         assert not [words for words in lines if token in " ".join(words)]

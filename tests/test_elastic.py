@@ -260,10 +260,10 @@ def test_a_horovodrun_that_is_not_there() -> None:
 
 def test_the_next_world() -> None:
     with answering(200, "0,3,0,1,0,3") as driver:
-        driver.changed.set()
+        driver.hosts_changed.set()
         world = driver.next_world()
         assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 3, 0, 1)
-        assert (driver.worlds, driver.changed.is_set()) == (1, False)
+        assert (driver.worlds, driver.hosts_changed.is_set()) == (1, False)
 
 
 def test_no_place_in_the_next_world() -> None:

@@ -21,9 +21,8 @@ from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
 from hvd_trainer.faults import monitor
 from hvd_trainer.faults.activity import Activity
-from hvd_trainer.faults.monitor import RootCause
 from hvd_trainer.faults.monitor_server import MonitorServer
-from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, find_stalls, root_cause
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, Stall, find_root_cause, find_stall
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 
@@ -236,13 +235,13 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.monitor_server import MonitorServer
-from hvd_trainer.faults.monitor import RootCause
+from hvd_trainer.faults.root_cause import RootCause
 
 world = World(0, 2, 0, 2, 0, 1, "hand")
 peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
-hub = MonitorServer(world, peers, Activity(60), startup_s=60, environ={}, goes_on_s=float(sys.argv[1]))
+hub = MonitorServer(world, peers, Activity(60), startup_s=60, environ={}, elastic_timeout_s=float(sys.argv[1]))
 hub.start(dist.HashStore(), "127.0.0.1")
-hub.decide(RootCause(1, "failure: rank 1", told=True), 0.1)
+hub.decide(RootCause(1, "failure: rank 1", reported=True), 0.1)
 if sys.argv[2] == "broken":
     hub.look = None
 time.sleep(60)
@@ -250,17 +249,19 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("goes_on_s", "watch", "said"),
+    ("elastic_timeout_s", "watch", "said"),
     [
         ("0.2", "sound", "rank 0 of 2 is ended: 0.2 s after rank 1 failed it has not left (before the first"),
         # The watch once went on without a thread that would have ended its rank.
         ("60", "broken", "TypeError"),
     ],
 )
-def test_a_rank_that_does_not_leave_is_ended(goes_on_s: str, watch: str, said: str, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_leave_is_ended(
+    elastic_timeout_s: str, watch: str, said: str, tmp_path: Path
+) -> None:
     """Where others go on without the one that failed, and this one does not notice; or the watch itself breaks."""
     (tmp_path / "watch.py").write_text(WATCH)
-    argv = [str(tmp_path / "watch.py"), goes_on_s, watch]
+    argv = [str(tmp_path / "watch.py"), elastic_timeout_s, watch]
     result = launch("python", 1, argv, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
     assert result.returncode == 1
     assert said in result.stderr
@@ -273,13 +274,15 @@ def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch
     peers = [RankInfo("here", 0, "ddp", (0,), None), RankInfo("there", 0, "ddp", (0,), None, address="127.0.0.2")]
     activity = Activity(60)
     activity.enter(phase)
-    hub = MonitorServer(World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, goes_on_s=60)
+    hub = MonitorServer(
+        World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, elastic_timeout_s=60
+    )
     with (
         socket.create_server(("127.0.0.2", 0)) as there,
         socket.create_connection(there.getsockname(), timeout=2) as line,
     ):
         hub.start(dist.HashStore(), "127.0.0.1")
-        hub.decide(RootCause(1, "failure: rank 1", told=True), 0.1)
+        hub.decide(RootCause(1, "failure: rank 1", reported=True), 0.1)
         with nullcontext() if phase != "callback" else pytest.raises(TimeoutError):
             assert line.recv(1) == b""
         hub.close()
@@ -292,31 +295,31 @@ def test_the_cause_comes_before_its_consequences() -> None:
     """A killed rank breaks exchanges, which ranks may tell of before its own line breaks."""
     broken = [Event("raised", rank, "connection closed", in_exchange=True) for rank in (0, 3)]
     lost, raised = Event("lost", 2), Event("raised", 1, "ValueError")
-    assert root_cause([*broken, lost]) == lost
-    assert root_cause([broken[0], lost, raised]) == raised
-    assert root_cause(broken) == broken[0]
-    assert root_cause([broken[0], Event("interrupted", 1)]).rank == 1
-    assert root_cause([Event("left", 1), broken[0]]) == broken[0]
-    assert root_cause([broken[0], Event("orphaned", 2)]).kind == "orphaned"
+    assert find_root_cause([*broken, lost]) == lost
+    assert find_root_cause([broken[0], lost, raised]) == raised
+    assert find_root_cause(broken) == broken[0]
+    assert find_root_cause([broken[0], Event("interrupted", 1)]).rank == 1
+    assert find_root_cause([Event("left", 1), broken[0]]) == broken[0]
+    assert find_root_cause([broken[0], Event("orphaned", 2)]).kind == "orphaned"
 
 
-def waits(seconds: float, step: int = 7) -> Heartbeat:
-    return Heartbeat(step, "reduce", seconds, waits=True, limit_s=60)
+def waiting(seconds: float, step: int = 7) -> Heartbeat:
+    return Heartbeat(step, "reduce", seconds, is_waiting=True, limit_s=60)
 
 
 @pytest.mark.parametrize(
     ("signs", "found"),
     [
-        ([waits(59), Heartbeat(7, "data", 59, limit_s=60)], None),
+        ([waiting(59), Heartbeat(7, "data", 59, limit_s=60)], None),
         # Who waits is not stuck; who does not get on is, unless it may be slow.
-        ([waits(61), Heartbeat(7, "data", 62, limit_s=60), waits(61)], Stall((1,), "late")),
-        ([waits(61), Heartbeat(7, "save", 62, limit_s=300), waits(61)], None),
-        ([waits(61), Heartbeat(0, "start", 200), waits(61)], None),
+        ([waiting(61), Heartbeat(7, "data", 62, limit_s=60), waiting(61)], Stall((1,), "late")),
+        ([waiting(61), Heartbeat(7, "save", 62, limit_s=300), waiting(61)], None),
+        ([waiting(61), Heartbeat(0, "start", 200), waiting(61)], None),
         # A rank on a GPU runs ahead of the one that holds it up.
         ([Heartbeat(9, "forward", 61, limit_s=60), Heartbeat(7, "data", 61, limit_s=60)], Stall((1,), "late")),
-        ([waits(61), Heartbeat(7, "backward", 3, silent_s=61, limit_s=60), waits(61)], Stall((1,), "silent")),
-        ([waits(61, step=8), waits(61, step=7)], Stall((1,), "crossed")),
+        ([waiting(61), Heartbeat(7, "backward", 3, silent_s=61, limit_s=60), waiting(61)], Stall((1,), "silent")),
+        ([waiting(61, step=8), waiting(61, step=7)], Stall((1,), "crossed")),
     ],
 )
 def test_who_holds_the_others_up(signs: list[Heartbeat], found: Stall | None) -> None:
-    assert find_stalls(dict(enumerate(signs)), patience_s=60) == found
+    assert find_stall(dict(enumerate(signs)), silence_limit_s=60) == found

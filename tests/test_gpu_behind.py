@@ -19,8 +19,8 @@ from hvd_trainer.backends.ddp import DDPBackend
 from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
-from hvd_trainer.faults.monitor import RootCause
 from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils import accelerator
@@ -44,12 +44,12 @@ def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: 
     backend.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert gpu.calls == ["event 1 on compute"]
     activity.enter("forward")
-    assert not activity.waits, "the driver is not asked while the host gets on"
+    assert not activity.is_waiting, "the driver is not asked while the host gets on"
     activity.since -= 2
-    assert activity.waits
+    assert activity.is_waiting
     gpu.events[0].done.set()
     monkeypatch.setattr(exchange_monitor, "ANSWER_S", 60)
-    assert not activity.waits
+    assert not activity.is_waiting
 
 
 def test_reading_a_number_from_the_device_is_waiting() -> None:
@@ -77,7 +77,7 @@ def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None
     """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
     aborted = threading.Event()
     there = [RankInfo("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
-    for goes_on_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
+    for elastic_timeout_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
         aborted.clear()
         watch = MonitorServer(
             World(0, 2),
@@ -85,11 +85,11 @@ def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None
             Activity(5),
             startup_s=5,
             environ={},
-            goes_on_s=goes_on_s,
+            elastic_timeout_s=elastic_timeout_s,
             abort_exchanges=aborted.set,
         )
-        watch.decide(RootCause(rank, "it failed", told=False), 3)
-        survives = goes_on_s is not None and rank == 1
+        watch.decide(RootCause(rank, "it failed", reported=False), 3)
+        survives = elastic_timeout_s is not None and rank == 1
         assert aborted.wait(5 if survives else 0.2) is survives
         watch.selector.close()
         watch._wake.close()
@@ -113,10 +113,10 @@ def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch
     asking = threading.Thread(target=lambda: shown.append(stack_dump.own_stacks()))
     asking.start()
     asking.join()
-    assert stack_dump.unfinished_in(shown[0]) == (
+    assert stack_dump.unfinished_section(shown[0]) == (
         "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
     )
-    assert "test_gpu_behind.py" in stack_dump.main_of(shown[0])
+    assert "test_gpu_behind.py" in stack_dump.main_thread_section(shown[0])
 
 
 def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:

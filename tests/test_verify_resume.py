@@ -48,7 +48,7 @@ def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kill.Run
     """A job whose launcher and only rank do nothing, for ever."""
     for name in ("START_S", "END_S", "SETTLE_S"):
         monkeypatch.setattr(kill, name, 0.2)
-    page = SharedStatus.make()
+    page = SharedStatus.create()
     assert page is not None
     with kill.RunningJob(["sleep", "60"], tmp_path, size=1) as job, subprocess.Popen(["sleep", "60"]) as rank:
         job._ranks, job._pages = {0: psutil.Process(rank.pid)}, {0: page[0]}

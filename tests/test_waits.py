@@ -142,7 +142,7 @@ class Reads:
 
         def seen(method: Any) -> Any:
             def read(tensor: Tensor, *args: Any) -> Any:
-                self.waiting.append(backend.activity.waits)
+                self.waiting.append(backend.activity.is_waiting)
                 return method(tensor, *args)
 
             return read

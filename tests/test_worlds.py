@@ -24,11 +24,12 @@ from hvd_trainer import (
     accuracy,
     backends,
 )
+from hvd_trainer.checkpoint import storage
 from hvd_trainer.errors import CheckpointError, LaunchError
 from hvd_trainer.faults.activity import ExchangeAbortedError
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
-from hvd_trainer.training import manager, storage
+from hvd_trainer.training import manager
 
 STEPS = 10
 """of the one epoch"""
@@ -36,10 +37,10 @@ STEPS = 10
 
 def horovodrun() -> Any:
     """What an elastic rank sees of it, where it is the only one in each world."""
-    driver = SimpleNamespace(changed=threading.Event(), worlds=0, listen=lambda: None)
+    driver = SimpleNamespace(hosts_changed=threading.Event(), worlds=0, listen=lambda: None)
 
     def next_world() -> World:
-        driver.changed.clear()
+        driver.hosts_changed.clear()
         driver.worlds += 1
         return World()
 
@@ -59,7 +60,7 @@ class Trouble(Callback):
 
 def hosts_change(trainer: Trainer) -> None:
     driver: Any = trainer.backend.driver
-    driver.changed.set()
+    driver.hosts_changed.set()
 
 
 def a_rank_is_lost(trainer: Trainer) -> None:

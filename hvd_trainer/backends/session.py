@@ -21,13 +21,15 @@ from hvd_trainer.backends.malloc import keep_freed_memory
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PeerError, PreemptedError, UserError, first_line
-from hvd_trainer.faults import failure_report, preemption, stack_dump
+from hvd_trainer.faults import preemption, stack_dump
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.elastic import HorovodElasticDriver, RescaleError
+from hvd_trainer.faults.failure_report import reporter
 from hvd_trainer.faults.grace import wait_for_launcher
-from hvd_trainer.faults.monitor import Monitor, RootCause
+from hvd_trainer.faults.monitor import Monitor
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World, cpu_ids, detect, is_elastic, process_start_time, slurm_job
 from hvd_trainer.rendezvous import connect, ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
@@ -67,7 +69,7 @@ class Session(ABC):
         job: how this job is known if its launcher starts it again.
         activity: what this rank is doing, for reports.
         stopping: whether all ranks have agreed to end, so that a signal need not end this one.
-        watch: over the other ranks; None where there are none.
+        monitor: of the other ranks; None where there are none.
         driver: horovodrun in its elastic mode; None where ranks do not come and go.
 
     Raises:
@@ -95,8 +97,8 @@ class Session(ABC):
         self.devices = [self.device]
         self.activity = Activity(self.options.startup_timeout_s)
         self._guard = ExitStack()
-        self._verdict: RootCause | None = None
-        self.watch: Monitor | None = None
+        self._cause: RootCause | None = None
+        self.monitor: Monitor | None = None
         self.driver = HorovodElasticDriver(self.environ) if is_elastic(self.environ) else None
         self.stopping = False
 
@@ -119,7 +121,7 @@ class Session(ABC):
     def __enter__(self) -> Self:
         # A second start in one process must not look like the end of the first.
         self.activity = Activity(self.options.startup_timeout_s)
-        self._verdict, self.stopping = None, False
+        self._cause, self.stopping = None, False
         try:
             self._meet()
             self._start()
@@ -152,9 +154,9 @@ class Session(ABC):
         self.devices = choose_devices(self.world, self.options.device, self._wanted)
         self.device = self.devices[0]
         watched = self.world.size > 1
-        memory, page = (stack_dump.answer(), self.activity.show()) if watched else (None, None)
-        self._guard.callback(self.activity.hide, page)
-        self._guard.callback(stack_dump.answer_no_more, memory)
+        memory, page = (stack_dump.register_signal(), self.activity.share()) if watched else (None, None)
+        self._guard.callback(self.activity.stop_sharing, page)
+        self._guard.callback(stack_dump.unregister_signal, memory)
         me = self._introduction(memory, page, own or network.outward_address(host, 1))
         self.peers = ranks.number_virtual_ranks(ranks.exchange_rank_info(self.store, self.world, me))
         self.job = ranks.job_identity(self.peers, self.slurm_job)
@@ -175,7 +177,7 @@ class Session(ABC):
             threads = ranks.fair_cpus(self.world, self.peers)
         if threads is not None:
             torch.set_num_threads(threads)
-        self._begin_watch()
+        self._start_monitor()
 
     def _gloo_interface(self) -> dict[str, str]:
         """The network card for Gloo: that of the address that this rank goes by, unless the user has named one."""
@@ -217,41 +219,41 @@ class Session(ABC):
     def _part(self, failed: bool = False) -> None:
         """Leaves as all ranks do."""
         try:
-            if self.watch is not None:
-                self.watch.done()
+            if self.monitor is not None:
+                self.monitor.report_done()
             self._stop(failed)
         except BaseException as stopping:
             self._fail(stopping)
             raise
-        self._end_watch()
+        self._stop_monitor()
 
     def _break(self, error: BaseException) -> RootCause | None:
         """Leaves after an error; returns which rank's error it is, or None if nobody knows."""
-        if self.watch is not None:
-            self._verdict = self.watch.failed(error)
+        if self.monitor is not None:
+            self._cause = self.monitor.report_error(error)
         if self.driver is not None:
             # What the frames of the failed exchange hold keeps its connections open, on which others wait.
             for link in (error, error.__cause__, error.__context__):
                 if link is not None:
                     traceback.clear_frames(link.__traceback__)
         self._stop(failed=True)
-        self._end_watch()
-        return self._verdict
+        self._stop_monitor()
+        return self._cause
 
     def _fail(self, error: BaseException) -> None:
         """Leaves after an error: with another one, if it is only the consequence of what happened elsewhere."""
-        verdict = self._break(error)
+        cause = self._break(error)
         # Without a text, all ranks have left alike.
-        if verdict is None or not verdict.text or isinstance(error, UserError):
+        if cause is None or not cause.text or isinstance(error, UserError):
             return
-        if verdict.rank == self.world.rank:
-            if isinstance(error, SystemExit) and verdict.told:
+        if cause.rank == self.world.rank:
+            if isinstance(error, SystemExit) and cause.reported:
                 raise SystemExit(error.code or 1) from error
         elif isinstance(error, Exception | SystemExit):
             if self.world.launcher != "run":
-                wait_for_launcher(QUIET_S if failure_report.takes_tracebacks() else LOUD_S)
+                wait_for_launcher(QUIET_S if reporter.prints_tracebacks else LOUD_S)
             raise PeerError(
-                f"{self.world} stopped because rank {verdict.rank} failed or ended: see what that said. "
+                f"{self.world} stopped because rank {cause.rank} failed or ended: see what that said. "
                 f"({first_line(error)})"
             ) from error
 
@@ -273,8 +275,8 @@ class Session(ABC):
                 self._part()
         else:
             broken = self.activity.in_exchange and not isinstance(error, UserError)
-            verdict = self._break(error)
-            if not broken or verdict is None or not verdict.text or verdict.rank == self.world.rank:
+            cause = self._break(error)
+            if not broken or cause is None or not cause.text or cause.rank == self.world.rank:
                 return False
         for attempt in itertools.count(1):
             self.world = self.driver.next_world()
@@ -289,22 +291,22 @@ class Session(ABC):
                 break
         return True
 
-    def _begin_watch(self) -> None:
-        failure_report.forget()
+    def _start_monitor(self) -> None:
+        reporter.start_job()
         if self.world.size > 1:
-            station = MonitorServer if self.world.is_first else MonitorClient
-            watch = station(
+            kind = MonitorServer if self.world.is_first else MonitorClient
+            monitor = kind(
                 self.world,
                 self.peers,
                 self.activity,
                 startup_s=self.options.startup_timeout_s,
                 environ=self.environ,
                 # A callback may take as long, and then the exchange with the rank that is gone.
-                goes_on_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
+                elastic_timeout_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
                 abort_exchanges=self.abort_exchanges,
             )
-            watch.start(self.store, self.address)
-            self.watch = watch
+            monitor.start(self.store, self.address)
+            self.monitor = monitor
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 # Launchers end the others so when one rank fails, sometimes before this one has said why.
                 heard = preemption.listen_for_signals(self._end_by_signal, signals=(signal.SIGTERM,))
@@ -314,14 +316,14 @@ class Session(ABC):
         if self.stopping:
             self._signals.granted = True
             return
-        if self.watch is not None:
-            self.watch.terminated()
+        if self.monitor is not None:
+            self.monitor.finish_report()
         os._exit(128 + number)
 
-    def _end_watch(self) -> None:
-        watch, self.watch = self.watch, None
-        if watch is not None:
-            watch.close()
+    def _stop_monitor(self) -> None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.close()
         self._guard.close()
 
     @abstractmethod

@@ -263,7 +263,7 @@ def torch_loader(
         collate_fn=collate,
         pin_memory=not accelerator.is_host(backend.device),
         persistent_workers=num_workers > 0 and batch_sampler is not None,
-        worker_init_fn=preemption.in_a_worker,
+        worker_init_fn=preemption.init_loader_worker,
         # Without its own generator, each pass would draw the workers' seeds from the random state of dropout.
         generator=torch.Generator(),
     )

@@ -41,22 +41,22 @@ class Activity:
         self._startup_s = startup_s
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.limits: tuple[float, float] | None = None
-        self.was_waiting = False
+        self.raised_in_exchange = False
         self.listeners: list[Callable[[str], None]] = []
         self.is_exchanging: Callable[[], bool] = lambda: False
         self._waits, self._failed_alone, self._aborted = 0, False, False
         self._page: SharedStatus | None = None
 
-    def show(self) -> int | None:
+    def share(self) -> int | None:
         """Lets the other processes of this machine see it; the file descriptor by which they do."""
-        made = SharedStatus.make()
+        made = SharedStatus.create()
         if made is None:
             return None
         self._page, descriptor = made
         self._page.write(self.step, self.phase)
         return descriptor
 
-    def hide(self, descriptor: int | None) -> None:
+    def stop_sharing(self, descriptor: int | None) -> None:
         """Takes `show` back."""
         page, self._page = self._page, None
         if page is not None and descriptor is not None:
@@ -86,7 +86,7 @@ class Activity:
             ExchangeAbortedError: after `abort`.
         """
         if self._aborted:
-            self.was_waiting = True
+            self.raised_in_exchange = True
             raise ExchangeAbortedError("another rank has failed, and the exchange with it was given up")
 
     def _tell(self, phase: str) -> None:
@@ -107,7 +107,7 @@ class Activity:
             yield
             self.check()
         except BaseException:
-            self.was_waiting = not self._failed_alone
+            self.raised_in_exchange = not self._failed_alone
             raise
         finally:
             self._waits -= 1
@@ -117,7 +117,7 @@ class Activity:
     @contextmanager
     def working(self, phase: str) -> Iterator[None]:
         """Inside `waiting`: what this rank does by itself meanwhile, such as one chunk of a pipeline."""
-        waits, self._waits = self._waits, 0
+        is_waiting, self._waits = self._waits, 0
         self.enter(phase)
         try:
             yield
@@ -125,12 +125,12 @@ class Activity:
             self._failed_alone = True
             raise
         finally:
-            self._waits = waits
+            self._waits = is_waiting
             self.since = time.monotonic()
-            self._tell(EXCHANGE if waits else phase)
+            self._tell(EXCHANGE if is_waiting else phase)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether this rank can only get on when the others do."""
         if self._waits > 0 or self.phase in (EXCHANGE, END):
             return True
@@ -139,7 +139,7 @@ class Activity:
     @property
     def in_exchange(self) -> bool:
         """Whether the exception on its way may be another rank's doing."""
-        return self.was_waiting or self.phase in (EXCHANGE, "backward")
+        return self.raised_in_exchange or self.phase in (EXCHANGE, "backward")
 
     @property
     def limit_s(self) -> float | None:
@@ -147,6 +147,6 @@ class Activity:
         return None if self.limits is None else self.limits[self.phase not in LONG_PHASES]
 
     @property
-    def patience_s(self) -> float:
+    def silence_limit_s(self) -> float:
         """How long a rank may be silent: even in the slowest phases the watch has its turn."""
         return self._startup_s if self.limits is None else self.limits[1]

@@ -42,7 +42,7 @@ class HorovodElasticDriver:
         environ: the environment, which is changed when the world is.
 
     Attributes:
-        changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
+        hosts_changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
         worlds: how many this process has been in before this one.
 
     Raises:
@@ -59,7 +59,7 @@ class HorovodElasticDriver:
                 f"HOROVOD_ELASTIC, or start all ranks by: horovodrun --host-discovery-script SCRIPT ..."
             )
         self._host, self._port = environ[ADDRESS], environ[PORT]
-        self.changed = threading.Event()
+        self.hosts_changed = threading.Event()
         self.worlds = 0
         self._listens = False
 
@@ -88,7 +88,7 @@ class HorovodElasticDriver:
 
     def on_hosts_updated(self, timestamp: int, what: Any) -> None:
         """Horovod calls it, in a thread of its own."""
-        self.changed.set()
+        self.hosts_changed.set()
 
     def next_world(self) -> World:
         """Asks for this process's place in the next world; returns when all others have asked too, or ended.
@@ -98,7 +98,7 @@ class HorovodElasticDriver:
             LaunchError: horovodrun has ended, or cannot make a world of what hosts there are.
         """
         world = detect(self._environ)
-        self.changed.clear()  # before it answers: what changes meanwhile must not be missed
+        self.hosts_changed.clear()  # before it answers: what changes meanwhile must not be missed
         answer = self._ask(f"/rank_and_size/{world.host}:{world.local_rank}")
         found = dict(zip(ANSWER, map(int, answer.split(",")), strict=False))
         if found["rank"] < 0:

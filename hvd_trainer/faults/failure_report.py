@@ -1,4 +1,4 @@
-"""The report of a failed job: one, short, from a single place; what is longer lies in files."""
+"""The report of a failed job: one short text on stderr, printed by one rank; longer output goes to files."""
 
 from __future__ import annotations
 
@@ -12,53 +12,50 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-CRASH = 1
+CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""
-_state = {"told": False, "takes tracebacks": False}
 
 
-def take_tracebacks() -> None:
-    """From now on the report has the traceback of what this process raises, because Python will not print it."""
-    _state["takes tracebacks"] = True
+class FailureReporter:
+    """Prints failure reports of this process, and knows whether its job's failure has been reported already.
+
+    There is one per process (`reporter`): `run_job`, which prints errors at the end of the process, and the engine
+    inside the job, whose monitor prints reports, have nothing else in common.
+
+    Attributes:
+        prints_tracebacks: include tracebacks of this process in its reports: `run_job` keeps Python from printing
+            them.
+        has_reported: True once a report on this job was printed, by this rank or another one.
+    """
+
+    def __init__(self) -> None:
+        self.prints_tracebacks = False
+        self.has_reported = False
+
+    def start_job(self) -> None:
+        """Forget reports on an earlier job of this process."""
+        self.has_reported = False
+
+    def report(self, text: str) -> None:
+        """Write a report to stderr by one system call, so that output of other ranks does not cut it in two."""
+        self.has_reported = True
+        with suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
 
 
-def takes_tracebacks() -> bool:
-    """Whether `take_tracebacks` was called."""
-    return _state["takes tracebacks"]
+reporter = FailureReporter()
 
 
-def tell(text: str) -> None:
-    """Prints the report, in one piece."""
-    hear()
-    with suppress(OSError):
-        os.write(2, text.encode(errors="replace"))
-
-
-def hear() -> None:
-    """The report has been printed, here or by another rank."""
-    _state["told"] = True
-
-
-def forget() -> None:
-    """Another job of this process begins."""
-    _state["told"] = False
-
-
-def was_told() -> bool:
-    """Whether a report has been printed on this process's job, so that nobody need say more."""
-    return _state["told"]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a job ends."""
+    """The failure that ends a job."""
 
     rank: int
     size: int
     host: str
     process: int
     step: int
-    """steps that were done"""
+    """completed optimizer steps"""
     phase: str
     what: str
     """what happened, in one line"""
@@ -68,14 +65,14 @@ class Failure:
     """one line for each other rank, where that helps"""
     folder: str = ""
     """where the stacks of all ranks are"""
-    heard: bool = False
-    """whether step and phase are only what it has last said of itself"""
+    is_last_known: bool = False
+    """whether step and phase are from the rank's last heartbeat and may be outdated"""
 
     def text(self) -> str:
-        """The report, whole lines."""
+        """Return the report as complete lines."""
         who = f"rank {self.rank} of {self.size} on {self.host} (process {self.process})"
-        where = place(self.step, self.phase)
-        if self.heard:
+        where = describe_position(self.step, self.phase)
+        if self.is_last_known:
             where = f"last heard of {where}" if self.phase == "start" else f"last heard of in {where}"
         lines = [f"failure: {who}, {where}: {self.what}"]
         lines += [self.detail.rstrip()] if self.detail else []
@@ -84,32 +81,37 @@ class Failure:
         return "\n".join(lines) + "\n"
 
 
-def place(step: int, phase: str) -> str:
-    """Where a rank was, in a few words."""
+def describe_position(step: int, phase: str) -> str:
+    """Return a rank's position as reports have it, such as `step 41, forward`."""
     return "before the first step" if phase == "start" else f"step {step + 1:,}, {phase}"
 
 
-def keep(folder: Path, name: str, text: str) -> None:
-    """Writes one file of a report. That a folder cannot be written to is no reason to say nothing."""
+def save_file(folder: Path, name: str, text: str) -> None:
+    """Write one file of a report; errors are ignored, since the report itself must still be printed."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 
-def folder_for(log_folder: str | None, token: str) -> Path:
-    """Where a report is kept: in the log folder, else in a temporary one that has the same name on all ranks."""
+def report_folder(log_folder: str | None, token: str) -> Path:
+    """Return the folder for a report's files: in the log folder, else a temporary one, alike on all ranks.
+
+    Args:
+        log_folder: of the run; None if it has none.
+        token: of the job's monitor.
+    """
     if log_folder is None:
-        # The name is seen by others, and tells them nothing of the token.
+        # Other users see the name of a temporary folder: the hash tells them nothing of the token.
         name = hashlib.sha256(token.encode()).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"hvd_trainer-{name}"
     return Path(log_folder).expanduser() / "failures"
 
 
-def tell_torchrun(text: str, environ: Mapping[str, str]) -> None:
-    """To be called by the rank that failed: torchrun's last words are what it finds in this file."""
+def write_torchrun_error(text: str, environ: Mapping[str, str]) -> None:
+    """Write the error file that torchrun prints as the root cause; to be called by the rank that failed."""
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # The earliest is taken for the cause, in whole seconds.
+        # torchrun takes the error with the earliest timestamp, in whole seconds, for the root cause.
         more = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         message = {"message": text, "extraInfo": more}
         with suppress(OSError):

@@ -15,7 +15,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
-from hvd_trainer.faults.failure_report import CRASH, Failure
-from hvd_trainer.faults.root_cause import Heartbeat
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, Failure, reporter
+from hvd_trainer.faults.root_cause import Heartbeat, RootCause
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import World, process_start_time
 from hvd_trainer.rendezvous.ranks import RankInfo
@@ -45,16 +45,6 @@ LAUNCHERS_THAT_STAY = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
 GONE = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
 
 
-@dataclass(frozen=True)
-class RootCause:
-    """Which rank's failure ends the job."""
-
-    rank: int
-    text: str
-    told: bool
-    """whether it has been printed"""
-
-
 class Monitor(ABC):
     """The watch of one rank.
 
@@ -69,7 +59,7 @@ class Monitor(ABC):
 
     Attributes:
         log_folder: the run's log folder, once that is known: stacks are kept there.
-        verdict: what has been decided.
+        cause: what has been decided.
     """
 
     def __init__(
@@ -80,13 +70,13 @@ class Monitor(ABC):
         *,
         startup_s: float,
         environ: Mapping[str, str],
-        goes_on_s: float | None = None,
+        elastic_timeout_s: float | None = None,
         abort_exchanges: Callable[[], None] = lambda: None,
     ) -> None:
-        self.goes_on_s, self._abort_exchanges = goes_on_s, abort_exchanges
+        self.elastic_timeout_s, self._abort_exchanges = elastic_timeout_s, abort_exchanges
         self.world, self.peers, self.activity = world, peers, activity
         self.log_folder: str | None = None
-        self.verdict: RootCause | None = None
+        self.cause: RootCause | None = None
         self.startup_s, self._environ = startup_s, environ
         self._decided = threading.Event()
         self._closing = False
@@ -116,24 +106,24 @@ class Monitor(ABC):
             for rank, peer in enumerate(self.peers)
             if self._is_here(rank)
             and peer.page is not None
-            and (page := SharedStatus.of(peer.process, peer.page)) is not None
+            and (page := SharedStatus.open(peer.process, peer.page)) is not None
         }
         self.connect(store, address)
         self._thread.start()
 
-    def done(self) -> None:
+    def report_done(self) -> None:
         """This rank has come to its end, and waits for the others'."""
         self.activity.enter(END)
         self._say({"kind": "done"})
 
-    def failed(self, error: BaseException) -> RootCause | None:
+    def report_error(self, error: BaseException) -> RootCause | None:
         """Says why this rank fails, and waits to hear which rank's failure it is; None if nobody tells."""
         self._say(self._word(error))
         if not isinstance(error, KeyboardInterrupt):
             self._decided.wait(2 * GRACE_S)
-        return self.verdict
+        return self.cause
 
-    def terminated(self) -> None:
+    def finish_report(self) -> None:
         """This process is being ended from outside; returns when a report that is under way has been printed."""
         self.terminated_at = time.monotonic()
         if not self._decided.wait(0.05) and self.is_deciding():
@@ -164,7 +154,7 @@ class Monitor(ABC):
             kind, text = "left", f"called sys.exit({error.code}), and other ranks have not come to their end"
         elif isinstance(error, UserError):
             text = first_line(error)
-        elif failure_report.takes_tracebacks():
+        elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
         activity = self.activity
         return {
@@ -211,8 +201,8 @@ class Monitor(ABC):
             self._keep_watch()
         except Exception:
             traceback.print_exc()
-            if self.verdict is not None:
-                os._exit(CRASH)  # the job ends, and nobody else would see to it that this rank does
+            if self.cause is not None:
+                os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would see to it that this rank does
             logger.error("The watch over the ranks has failed, and training goes on without it.")
             self.retire()
 
@@ -240,27 +230,27 @@ class Monitor(ABC):
 
         In no other phase: a connection with that host may then be the user's own.
         """
-        if self._hangs_up_at is None or now < self._hangs_up_at or self.verdict is None:
+        if self._hangs_up_at is None or now < self._hangs_up_at or self.cause is None:
             return
-        if not (self.activity.waits or self.activity.in_exchange):
+        if not (self.activity.is_waiting or self.activity.in_exchange):
             return
         self._hangs_up_at = None
-        there = self.peers[self.verdict.rank].address
+        there = self.peers[self.cause.rank].address
         if there not in (LOOPBACK, self.peers[self.world.rank].address):
             hang_up_on(there)
 
     def _end(self) -> NoReturn:
         """Ends this process, which has not left by itself; says why, where others go on."""
-        verdict = self.verdict
-        if self.goes_on_s is not None and verdict is not None and verdict.rank != self.world.rank:
-            where = failure_report.place(self.activity.step, self.activity.phase)
+        cause = self.cause
+        if self.elastic_timeout_s is not None and cause is not None and cause.rank != self.world.rank:
+            where = failure_report.describe_position(self.activity.step, self.activity.phase)
             text = (
-                f"{self.world} is ended: {self.goes_on_s:g} s after rank {verdict.rank} failed it has not left "
-                f"({where}). If it may take so long, raise --startup-timeout-s\n"
+                f"{self.world} is ended: {self.elastic_timeout_s:g} s after rank {cause.rank} failed it has not "
+                f"left ({where}). If it may take so long, raise --startup-timeout-s\n"
             )
             with suppress(OSError):
                 os.write(2, text.encode())
-        os._exit(CRASH)
+        os._exit(CRASH_EXIT_CODE)
 
     def _take_words(self) -> None:
         self._woken.recv(1 << 12)
@@ -285,7 +275,7 @@ class Monitor(ABC):
         activity = self.activity
         seconds = time.monotonic() - activity.since
         limit_s = None if _is_debugged() else activity.limit_s
-        return Heartbeat(activity.step, activity.phase, seconds, activity.waits, limit_s)
+        return Heartbeat(activity.step, activity.phase, seconds, activity.is_waiting, limit_s)
 
     def last_seen(self, rank: int) -> Heartbeat | None:
         """Where a rank of this machine is, or was when it ended; None for others."""
@@ -298,28 +288,39 @@ class Monitor(ABC):
 
     def end_for_sure(self) -> None:
         """Ends this process soon, also if the report cannot be written: the disk may be what all wait for."""
-        self._for_sure = threading.Timer(max(2 * GRACE_S, self.goes_on_s or 0), os._exit, (CRASH,))
+        self._for_sure = threading.Timer(
+            max(2 * GRACE_S, self.elastic_timeout_s or 0), os._exit, (CRASH_EXIT_CODE,)
+        )
         self._for_sure.daemon = True
         self._for_sure.start()
 
-    def decide(self, verdict: RootCause, ends_in_s: float) -> None:
+    def decide(self, cause: RootCause, ends_in_s: float) -> None:
         """The job ends, and this process in so many seconds, if it has not left by then."""
-        self.verdict = verdict
-        if self.goes_on_s is not None and verdict.rank != self.world.rank:
-            ends_in_s = self.goes_on_s
+        self.cause = cause
+        if self.elastic_timeout_s is not None and cause.rank != self.world.rank:
+            ends_in_s = self.elastic_timeout_s
             self._hangs_up_at = time.monotonic() + GRACE_S
             threading.Thread(target=self._abort_exchanges, name="abort", daemon=True).start()
-        if verdict.told:
-            failure_report.hear()
-        if verdict.rank == self.world.rank:
-            failure_report.tell_torchrun(verdict.text, self._environ)
+        if cause.reported:
+            reporter.has_reported = True
+        if cause.rank == self.world.rank:
+            failure_report.write_torchrun_error(cause.text, self._environ)
         self._decided.set()
         self._ends_at = time.monotonic() + ends_in_s
 
     def failure_of(self, rank: int, sign: Heartbeat, what: str, **more: Any) -> Failure:
         """The report on a rank."""
         peer = self.peers[rank]
-        return Failure(rank, self.world.size, peer.host, peer.process, sign.step, sign.phase, what, **more)
+        return Failure(
+            rank=rank,
+            size=self.world.size,
+            host=peer.host,
+            process=peer.process,
+            step=sign.step,
+            phase=sign.phase,
+            what=what,
+            **more,
+        )
 
     # Ranks that do not answer.
 
@@ -344,7 +345,7 @@ class Monitor(ABC):
         if rank == self.world.rank:
             return stack_dump.own_stacks()
         peer = self.peers[rank]
-        return "" if peer.memory is None else stack_dump.ask(peer.process, peer.memory)
+        return "" if peer.memory is None else stack_dump.request_stacks(peer.process, peer.memory)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends neighbours that cannot end by themselves."""

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import Channel
-from hvd_trainer.faults.monitor import GONE, GRACE_S, SETTLE_S, STACKS_S, Monitor, RootCause
-from hvd_trainer.faults.root_cause import Heartbeat
+from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.monitor import GONE, GRACE_S, SETTLE_S, STACKS_S, Monitor
+from hvd_trainer.faults.root_cause import Heartbeat, RootCause
 
 
 class MonitorClient(Monitor):
@@ -67,18 +68,18 @@ class MonitorClient(Monitor):
                     self._line.send({"kind": "stacks", "of": rank, "text": self.stacks_of(rank)})
             case "end":
                 self.kill(self._silent)
-                self.decide(RootCause(**message["verdict"]), message["ends_in_s"])
+                self.decide(RootCause(**message["cause"]), message["ends_in_s"])
             case "bye":
                 self._parted = True
 
     def look(self, now: float) -> None:
-        if self.verdict is not None or self._parted:
+        if self.cause is not None or self._parted:
             return
         silent_s = now - self._heard
         settle_s = SETTLE_S if self.world.rank == 1 else GRACE_S
         if self._lost_at is not None and now - self._lost_at > settle_s:
             self._miss_rank_0(GONE, ())
-        elif self._lost_at is None and silent_s > self.activity.patience_s + STACKS_S:
+        elif self._lost_at is None and silent_s > self.activity.silence_limit_s + STACKS_S:
             self._miss_rank_0(f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is", (0,))
 
     def _miss_rank_0(self, what: str, silent: Sequence[int]) -> None:
@@ -88,19 +89,19 @@ class MonitorClient(Monitor):
         # step in which this rank waits for it.
         sign = self.last_seen(0) or Heartbeat(self.activity.step, "reduce")
         near = self.neighbours_among(silent)
-        folder = failure_report.folder_for(self.log_folder, self._token)
+        folder = failure_report.report_folder(self.log_folder, self._token)
         shown = ""
         if silent:
-            failure_report.keep(folder, f"rank-{self.world.rank}.txt", self.stacks_of(self.world.rank))
+            failure_report.save_file(folder, f"rank-{self.world.rank}.txt", self.stacks_of(self.world.rank))
         for rank in near:
-            shown = stack_dump.main_of(text := self.stacks_of(rank))
-            failure_report.keep(folder, f"rank-{rank}.txt", text)
+            shown = stack_dump.main_thread_section(text := self.stacks_of(rank))
+            failure_report.save_file(folder, f"rank-{rank}.txt", text)
         found = self.failure_of(0, sign, what, detail=shown, folder=str(folder) if silent else "")
         if silent and self.world.rank == 1:
-            failure_report.keep(folder, "report.txt", found.text())
+            failure_report.save_file(folder, "report.txt", found.text())
         tells = (self.world.rank == 1 or self._is_deputy()) and self.world.launcher != "run"
         if tells and not self.ended_from_outside(self._lost_at):
-            failure_report.tell(found.text())
+            reporter.report(found.text())
         self.kill(near)
         self.decide(RootCause(0, found.text(), tells or self.world.rank > 1), 0.2)
 

@@ -14,8 +14,17 @@ import torch.distributed as dist
 
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import LONGEST_GREETING, LONGEST_MESSAGE, Channel
-from hvd_trainer.faults.monitor import BEAT_S, GONE, GRACE_S, SETTLE_S, STACKS_S, Monitor, RootCause
-from hvd_trainer.faults.root_cause import Event, Heartbeat, Stall, find_stalls, is_certain, root_cause
+from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.monitor import BEAT_S, GONE, GRACE_S, SETTLE_S, STACKS_S, Monitor
+from hvd_trainer.faults.root_cause import (
+    Event,
+    Heartbeat,
+    RootCause,
+    Stall,
+    find_root_cause,
+    find_stall,
+    is_certain,
+)
 
 LEAVING_S = {"left": 3.0, "interrupted": 2.0}
 """Within which all ranks leave if all were meant to."""
@@ -126,9 +135,9 @@ class MonitorServer(Monitor):
                 event = Event(
                     kind, rank, message["text"], message.get("detail", ""), message.get("in_exchange", False)
                 )
-                if self.verdict is None and rank == 0 and (users or kind == "interrupted"):
+                if self.cause is None and rank == 0 and (users or kind == "interrupted"):
                     # It happens to all ranks alike, and rank 0 says it by itself.
-                    self._finish(RootCause(0, event.text, told=kind == "interrupted"), GRACE_S)
+                    self._finish(RootCause(0, event.text, reported=kind == "interrupted"), GRACE_S)
                 else:
                     self._happen(event, certain=not users)
 
@@ -136,7 +145,7 @@ class MonitorServer(Monitor):
         if not self._events:
             self._first_event = time.monotonic()
         self._events.append(event)
-        if certain and is_certain(event) and self.verdict is None:
+        if certain and is_certain(event) and self.cause is None:
             self._blame(event)
 
     def beat(self) -> None:
@@ -144,7 +153,7 @@ class MonitorServer(Monitor):
             line.send({"kind": "beat"})
 
     def look(self, now: float) -> None:
-        if self.verdict is not None:
+        if self.cause is not None:
             return
         if self._stuck is not None:
             if now > self._stacks_until or self._stacks.keys() >= {0, *self._lines}:
@@ -152,16 +161,16 @@ class MonitorServer(Monitor):
         elif self._events:
             self._weigh(now)
         elif not self._closing:
-            stuck = find_stalls(self._all_signs(now), self.activity.patience_s)
+            stuck = find_stall(self._all_signs(now), self.activity.silence_limit_s)
             if stuck is not None:
                 self._ask_for_stacks(stuck, now)
 
     def _weigh(self, now: float) -> None:
-        event = root_cause(self._events)
+        event = find_root_cause(self._events)
         leaving = {event.rank for event in self._events if event.kind == "left"}
         if event.kind == "left" and len(leaving) == self.world.size:
             # All ranks leave training early, which is their right.
-            self._finish(RootCause(event.rank, "", told=False), 2 * GRACE_S)
+            self._finish(RootCause(event.rank, "", reported=False), 2 * GRACE_S)
         elif now - self._first_event >= LEAVING_S.get(event.kind, SETTLE_S):
             self._blame(event)
 
@@ -178,7 +187,7 @@ class MonitorServer(Monitor):
     def _blame(self, event: Event) -> None:
         """Reports what happened to a rank, unless somebody else does, and ends the job."""
         if self.ended_from_outside(self._first_event):
-            self._finish(RootCause(event.rank, event.text, told=True), 0.0)
+            self._finish(RootCause(event.rank, event.text, reported=True), 0.0)
             return
         sign = self._signs.get(event.rank, Heartbeat()) if event.rank else self.own_sign()
         if event.kind in ("lost", "orphaned"):
@@ -187,21 +196,21 @@ class MonitorServer(Monitor):
         # `hvd_trainer.run` reports what its children raise, and how they end.
         tells = self.world.launcher != "run"
         if tells:
-            failure_report.tell(found.text())
+            reporter.report(found.text())
         self._finish(
             RootCause(event.rank, found.text(), tells), GRACE_S if event.kind in ("raised", "left") else 0.2
         )
 
-    def _finish(self, verdict: RootCause, ends_in_s: float) -> None:
+    def _finish(self, cause: RootCause, ends_in_s: float) -> None:
         for line in self._lines.values():
-            line.send({"kind": "end", "verdict": asdict(verdict), "ends_in_s": ends_in_s})
-        self.decide(verdict, ends_in_s + FAREWELL_S)
+            line.send({"kind": "end", "cause": asdict(cause), "ends_in_s": ends_in_s})
+        self.decide(cause, ends_in_s + FAREWELL_S)
 
     def _ask_for_stacks(self, stuck: Stall, now: float) -> None:
         self._stuck, self._stuck_signs, self._stacks_until = stuck, self._all_signs(now), now + STACKS_S
         # Before a stopped one is made to run on, to give its stacks.
         self._stuck_place = self.last_seen(stuck.ranks[0])
-        silent = stuck.ranks if stuck.how == "silent" else ()
+        silent = stuck.ranks if stuck.kind == "silent" else ()
         for rank, line in self._lines.items():
             if rank not in silent:
                 line.send({"kind": "stacks", "silent": silent})
@@ -218,26 +227,26 @@ class MonitorServer(Monitor):
             "late": f"has not got on for {sign.seconds + sign.silent_s:.0f} s (if it may, raise --timeout-s)",
             "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
             "longer than --timeout-s",
-        }[stuck.how]
-        folder = failure_report.folder_for(self.log_folder, self._token)
+        }[stuck.kind]
+        folder = failure_report.report_folder(self.log_folder, self._token)
         text = self._stacks.get(rank, "")
-        place = "" if stuck.how == "crossed" else stack_dump.main_of(text).rstrip()
+        place = "" if stuck.kind == "crossed" else stack_dump.main_thread_section(text).rstrip()
         others = [f"rank {other}: {described(sign)}" for other, sign in signs.items() if other != rank]
         found = self.failure_of(
             rank,
             self._stuck_place or sign,
             what,
-            heard=stuck.how == "silent" and self._stuck_place is None,
-            detail="\n".join(filter(None, (place, stack_dump.unfinished_in(text)))),
+            is_last_known=stuck.kind == "silent" and self._stuck_place is None,
+            detail="\n".join(filter(None, (place, stack_dump.unfinished_section(text)))),
             others=others[:MAX_OTHERS] + ([f"and {more} more"] if (more := len(others) - MAX_OTHERS) > 0 else []),
             folder=str(folder),
         )
         for other, text in self._stacks.items():
-            failure_report.keep(folder, f"rank-{other}.txt", text)
-        failure_report.keep(folder, "report.txt", found.text())
-        failure_report.tell(found.text())
-        self.kill(self.neighbours_among(stuck.ranks if stuck.how == "silent" else ()))
-        self._finish(RootCause(rank, found.text(), told=True), 0.2)
+            failure_report.save_file(folder, f"rank-{other}.txt", text)
+        failure_report.save_file(folder, "report.txt", found.text())
+        reporter.report(found.text())
+        self.kill(self.neighbours_among(stuck.ranks if stuck.kind == "silent" else ()))
+        self._finish(RootCause(rank, found.text(), reported=True), 0.2)
 
     def is_deciding(self) -> bool:
         return bool(self._events) or self._stuck is not None
@@ -246,8 +255,8 @@ class MonitorServer(Monitor):
         now = time.monotonic()
         self._closing_since = self._closing_since or now
         # Who fails goes on at once; else those are heard to the end that still have to say that they are done.
-        patience_s = FAREWELL_S if self.verdict else GRACE_S
-        if self._lines.keys() - self._done and now - self._closing_since < patience_s:
+        limit_s = FAREWELL_S if self.cause else GRACE_S
+        if self._lines.keys() - self._done and now - self._closing_since < limit_s:
             return False
         self.retire()
         return True
@@ -261,5 +270,6 @@ class MonitorServer(Monitor):
 
 def described(sign: Heartbeat) -> str:
     """Where a rank is, in a few words."""
-    how = "waits" if sign.waits else "busy"
-    return f"{failure_report.place(sign.step, sign.phase)}, {how} for {sign.seconds + sign.silent_s:.0f} s"
+    how = "waits" if sign.is_waiting else "busy"
+    where = failure_report.describe_position(sign.step, sign.phase)
+    return f"{where}, {how} for {sign.seconds + sign.silent_s:.0f} s"

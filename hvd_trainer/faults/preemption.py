@@ -28,12 +28,12 @@ PATIENCE_S = 20.0
 """How long after SIGTERM a process may be without progress: torchrun and horovodrun kill 30 s after it."""
 END = 0
 """Tells the listener to end; no signal has this number."""
-_listening: list[Request] = []
+_listening: list[StopRequest] = []
 _inherited: list[int] = []
 """The process that this one was forked from, if signals were heard there."""
 
 
-class Request:
+class StopRequest:
     """What was asked of this process by a signal, and what has become of it."""
 
     def __init__(self, stop: Callable[[int], None]) -> None:
@@ -44,7 +44,7 @@ class Request:
         self.granted = False
         """Whether all ranks are about to stop."""
 
-    def progress(self) -> None:
+    def mark_progress(self) -> None:
         """To be called after each step and each batch of evaluation: this process is not stuck."""
         self._progress = time.monotonic()
 
@@ -57,7 +57,7 @@ class Request:
                 self.number = number
                 self._stop(number)
             if number == signal.SIGTERM:
-                self.progress()
+                self.mark_progress()
                 threading.Thread(target=self._end_when_stuck, daemon=True).start()
 
     def _end_when_stuck(self) -> None:
@@ -109,13 +109,13 @@ class Requeue:
 @contextmanager
 def listen_for_signals(
     stop: Callable[[int], None], signals: Sequence[signal.Signals] = SIGNALS
-) -> Iterator[Request]:
+) -> Iterator[StopRequest]:
     """Inside, the first of the signals calls `stop` with its number, in another thread.
 
     A signal that was not granted before the end is sent again then, and has its usual effect. Does nothing outside
     the main thread, where Python allows no handlers.
     """
-    request = Request(stop)
+    request = StopRequest(stop)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -165,7 +165,7 @@ def _in_a_fork() -> None:
 os.register_at_fork(after_in_child=_in_a_fork)
 
 
-def in_a_worker(number: int) -> None:
+def init_loader_worker(number: int) -> None:
     """For `DataLoader(worker_init_fn=)`: a loader process ends when its rank says so, and not by others' signals.
 
     They go to whole process groups, and a rank whose loader dies crashes before it has saved.

@@ -1,7 +1,7 @@
-"""Who is to blame, from what the ranks have said of themselves: pure functions.
+"""Which rank is to blame, from the events and heartbeats of all ranks: pure functions.
 
-One rank's failure becomes everybody's within milliseconds, when the exchange with it breaks. So what is told first
-is not always the cause, and a rank that waits for others is not stuck by itself.
+When a rank fails, its exchanges break on the other ranks within milliseconds. So the first event to arrive is not
+always the cause, and a rank that waits for others is not the one that stalls.
 """
 
 from __future__ import annotations
@@ -12,17 +12,30 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class RootCause:
+    """The rank whose failure ends the job."""
+
+    rank: int
+    text: str
+    """the report on it; empty where all ranks left alike"""
+    reported: bool
+    """whether the report has been printed"""
+
+
+@dataclass(frozen=True)
 class Heartbeat:
-    """What is known of a rank: its last words about itself, and how long ago they were."""
+    """A rank's last message about itself, and its age."""
 
     step: int = 0
     phase: str = "start"
     seconds: float = 0.0
-    """since it last got on, when it said so"""
-    waits: bool = False
+    """since its last progress, as of the message"""
+    is_waiting: bool = False
+    """whether it waits for other ranks"""
     limit_s: float | None = None
-    """how long it may be without getting on"""
+    """how long it may go without progress; None: no limit"""
     silent_s: float = 0.0
+    """age of the message"""
 
 
 Kind = Literal["orphaned", "raised", "lost", "left", "interrupted"]
@@ -30,7 +43,7 @@ Kind = Literal["orphaned", "raised", "lost", "left", "interrupted"]
 
 @dataclass(frozen=True)
 class Event:
-    """What ends a rank. In the order in which the events came."""
+    """The end of a rank, and how it ended."""
 
     kind: Kind
     rank: int
@@ -39,55 +52,57 @@ class Event:
     detail: str = ""
     """the traceback, where it is not printed elsewhere"""
     in_exchange: bool = False
+    """whether it was raised in an exchange, so that another rank may have caused it"""
 
 
-def root_cause(events: Sequence[Event]) -> Event:
-    """The event that has caused the others."""
-    return min(events, key=_order)  # the first of equals
+def find_root_cause(events: Sequence[Event]) -> Event:
+    """Return the event that caused the others; of equally likely ones the first."""
+    return min(events, key=_priority)
 
 
-def _order(event: Event) -> int:
+def _priority(event: Event) -> int:
     if event.kind == "raised":
         return 4 if event.in_exchange else 1
     return {"orphaned": 0, "lost": 2, "interrupted": 3, "left": 5}[event.kind]
 
 
 def is_certain(event: Event) -> bool:
-    """Whether nothing that may still be heard could be the cause of it."""
-    return _order(event) <= 1
+    """Return True if no event that may still arrive could be the cause of this one."""
+    return _priority(event) <= 1
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Which ranks hold the job up, and how it shows."""
+    """The ranks that keep the job from making progress."""
 
     ranks: tuple[int, ...]
-    how: Literal["silent", "late", "crossed"]
+    kind: Literal["silent", "late", "crossed"]
+    """no heartbeats; no progress; all ranks wait for each other"""
 
 
-def find_stalls(signs: Mapping[int, Heartbeat], patience_s: float) -> Stall | None:
-    """The ranks that hold the others up; None while there is nothing to complain of.
+def find_stall(heartbeats: Mapping[int, Heartbeat], silence_limit_s: float) -> Stall | None:
+    """Return the ranks that hold up the others; None if there are none.
 
     Args:
-        signs: of all ranks.
-        patience_s: how long a rank may be silent.
+        heartbeats: of all ranks.
+        silence_limit_s: how long a rank may send no heartbeat.
     """
-    silent = tuple(rank for rank, sign in signs.items() if sign.silent_s > patience_s)
+    silent = tuple(rank for rank, beat in heartbeats.items() if beat.silent_s > silence_limit_s)
     if silent:
         return Stall(silent, "silent")
     late = {
-        rank: sign
-        for rank, sign in signs.items()
-        if sign.limit_s is not None and sign.seconds + sign.silent_s > sign.limit_s
+        rank: beat
+        for rank, beat in heartbeats.items()
+        if beat.limit_s is not None and beat.seconds + beat.silent_s > beat.limit_s
     }
-    busy = {rank: sign for rank, sign in late.items() if not sign.waits}
+    busy = {rank: beat for rank, beat in late.items() if not beat.is_waiting}
     if busy:
         return Stall(_furthest_behind(busy), "late")
-    if len(late) == len(signs):
+    if len(late) == len(heartbeats):
         return Stall(_furthest_behind(late), "crossed")
     return None
 
 
-def _furthest_behind(signs: Mapping[int, Heartbeat]) -> tuple[int, ...]:
-    fewest = min(sign.step for sign in signs.values())
-    return tuple(rank for rank, sign in signs.items() if sign.step == fewest)
+def _furthest_behind(heartbeats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
+    first = min(beat.step for beat in heartbeats.values())
+    return tuple(rank for rank, beat in heartbeats.items() if beat.step == first)

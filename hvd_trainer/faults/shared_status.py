@@ -24,7 +24,7 @@ class SharedStatus:
         self._memory = mmap.mmap(descriptor, _FORM.size, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ)
 
     @classmethod
-    def make(cls) -> tuple[SharedStatus, int] | None:
+    def create(cls) -> tuple[SharedStatus, int] | None:
         """A new page and its file descriptor, which others may open; None where the system has no such files."""
         if not hasattr(os, "memfd_create"):
             return None
@@ -33,20 +33,20 @@ class SharedStatus:
         return cls(descriptor, writes=True), descriptor
 
     @classmethod
-    def of(cls, process: int, descriptor: int) -> SharedStatus | None:
+    def open(cls, process: int, descriptor: int) -> SharedStatus | None:
         """The page of another process; None if it cannot be opened."""
         with suppress(OSError, ValueError), Path(f"/proc/{process}/fd/{descriptor}").open("rb") as file:
             return cls(file.fileno(), writes=False)
         return None
 
     @classmethod
-    def in_process(cls, process: int) -> SharedStatus | None:
+    def find(cls, process: int) -> SharedStatus | None:
         """The page that another process has made; None if there is none yet."""
         with suppress(OSError):
             for entry in os.scandir(f"/proc/{process}/fd"):
                 with suppress(OSError):
                     if os.readlink(entry.path).startswith(f"/memfd:{NAME}"):
-                        return cls.of(process, int(entry.name))
+                        return cls.open(process, int(entry.name))
         return None
 
     def write(self, step: int, phase: str) -> None:

@@ -63,18 +63,18 @@ def unfinished_exchanges() -> list[str]:
     ]
 
 
-def unfinished_in(text: str) -> str:
+def unfinished_section(text: str) -> str:
     """Return the paragraph of `own_stacks` about exchanges; empty if all were finished."""
     _, heading, lines = text.partition(UNFINISHED)
     return heading + lines.rstrip()
 
 
-def main_of(text: str) -> str:
+def main_thread_section(text: str) -> str:
     """The main thread's part: of `own_stacks` the first, of `ask` the last."""
     return text.strip().split("\n\n")[-1 if "(most recent call first)" in text else 0]
 
 
-def answer() -> int | None:
+def register_signal() -> int | None:
     """Has this process write its stacks to memory whenever `SIGNAL` comes, without Python's taking part.
 
     Returns:
@@ -87,14 +87,14 @@ def answer() -> int | None:
     return memory
 
 
-def answer_no_more(memory: int | None) -> None:
+def unregister_signal(memory: int | None) -> None:
     """Takes `answer` back."""
     if memory is not None:
         faulthandler.unregister(SIGNAL)
         os.close(memory)
 
 
-def ask(process: int, memory: int) -> str:
+def request_stacks(process: int, memory: int) -> str:
     """The stacks of another process of this machine and user; empty if it does not answer.
 
     One that is stopped is made to run on for it.

@@ -14,8 +14,7 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
-from hvd_trainer.faults import failure_report
-from hvd_trainer.faults.failure_report import CRASH
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.grace import wait_for_launcher
 from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first, slurm_step
 from hvd_trainer.observe.log_handler import install_handler
@@ -40,7 +39,7 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. A
     launcher may make another number of it.
     """
-    failure_report.take_tracebacks()
+    reporter.prints_tracebacks = True
     install_handler()
     try:
         world = detect(os.environ)
@@ -57,11 +56,11 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
             wait_for_launcher(SPEAKING_S)
         _end(PREEMPTED)
     except PeerError as error:
-        if not failure_report.was_told():
+        if not reporter.has_reported:
             _log_error(_world(), str(error))
-        _end(CRASH)
+        _end(CRASH_EXIT_CODE)
     except UserError as error:
-        if not failure_report.was_told():
+        if not reporter.has_reported:
             if not _speaks():
                 if isinstance(error, OptionError) and is_elastic(os.environ):
                     _end(USER_ERROR)  # horovodrun ends nobody then, so that rank 0 has the time to say it
@@ -76,9 +75,9 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     except SystemExit as leaving:
         _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except BaseException:
-        if not failure_report.was_told():
+        if not reporter.has_reported:
             _log_error(_world(), traceback.format_exc())
-        _end(CRASH)
+        _end(CRASH_EXIT_CODE)
     _end(0)
 
 

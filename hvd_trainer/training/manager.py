@@ -21,7 +21,7 @@ from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import CheckpointError, OptionError, PreemptedError
 from hvd_trainer.faults.elastic import RescaleError
-from hvd_trainer.faults.preemption import Request, Requeue, listen_for_signals
+from hvd_trainer.faults.preemption import Requeue, StopRequest, listen_for_signals
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
@@ -70,7 +70,7 @@ class CheckpointManager:
         self._backend, self._options, self._log, self._keeps = backend, options, log, keeps
         self._state, self._progress, self._guard = state, progress, guard
         self._requeue, self._memory = requeue, memory
-        self._request: Request | None = None
+        self._request: StopRequest | None = None
 
     # Going on.
 
@@ -219,7 +219,7 @@ class CheckpointManager:
     def alive(self) -> None:
         """To be called in whatever takes long: this process is not stuck."""
         if self._request is not None:
-            self._request.progress()
+            self._request.mark_progress()
 
     def after_step(self, meter: Meter) -> None:
         """Saves after this step, and stops, where that is due: by its number, rank 0's clock, signals, horovodrun.
@@ -233,11 +233,11 @@ class CheckpointManager:
             return
         if self._keeps and self._saver.overdue:
             self._agreement.want("save")
-        if driver is not None and driver.changed.is_set():
+        if driver is not None and driver.hosts_changed.is_set():
             self._agreement.want("rescale")
         wanted = self._agreement.after_step()
         if self._request is not None:
-            self._request.progress()
+            self._request.mark_progress()
             self._request.granted = "stop" in wanted
         to_disk = self._keeps and (bool(wanted & {"save", "stop"}) or self._saver.after_step(step))
         if to_disk or "rescale" in wanted or (driver is not None and step % self._options.commit_every_steps == 0):

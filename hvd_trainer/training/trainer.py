@@ -208,8 +208,8 @@ class Trainer:
         self.progress = Progress()
         self.memory = PeakMemory(self.backend)
         self.log = RunLog(self.backend, options.log.log_dir, quiet=options.log.quiet)
-        if self.backend.watch is not None:
-            self.backend.watch.log_folder = options.log.log_dir
+        if self.backend.monitor is not None:
+            self.backend.monitor.log_folder = options.log.log_dir
         try:
             self._first_step = FirstStep(self.device)
             self._observers = [self._first_step, *make_observers(self)]

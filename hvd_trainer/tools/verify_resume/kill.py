@@ -147,7 +147,7 @@ class RunningJob:
         return None
 
     def _trains(self, rank: int) -> bool:
-        page = self._pages.get(rank) or SharedStatus.in_process(self._ranks[rank].pid)
+        page = self._pages.get(rank) or SharedStatus.find(self._ranks[rank].pid)
         if page is None:
             return False
         self._pages[rank] = page
@@ -191,7 +191,7 @@ class RunningJob:
                     ):
                         self._ranks[world.rank] = process
             if need_pages:
-                found = {rank: SharedStatus.in_process(process.pid) for rank, process in self._ranks.items()}
+                found = {rank: SharedStatus.find(process.pid) for rank, process in self._ranks.items()}
                 self._pages = {rank: page for rank, page in found.items() if page is not None}
             if len(self._pages if need_pages else self._ranks) == self._size:
                 return
