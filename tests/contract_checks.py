@@ -99,7 +99,7 @@ def collectives_agree(backend: Backend) -> None:
         except BackendError as error:
             assert "contract_checks.Foreign" in str(error)
         else:
-            raise AssertionError("a pickle of a class that nobody named was opened")
+            raise AssertionError("a value of a class was sent")
     backend.barrier()
 
 

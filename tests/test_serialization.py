@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from hvd_trainer.backends.objects import decode_object, encode_object
+from hvd_trainer.errors import BackendError
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.serialization import flatten, pack, to_json, unflatten, unpack
 
@@ -311,3 +313,21 @@ def test_no_bytes_do_harm(seed: int, cut: float) -> None:
     for data in (bytes(changed), bytes(changed[: int(cut * len(changed))])):
         with suppress(*REFUSED):
             unpack(data)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "it cannot be read"),
+        (b"\0" * 20, "it cannot be read"),
+        (pack([1, 2]), "it cannot be read"),
+        (pack({"else": 1}), "it cannot be read"),
+        (b"\x80\x04cos\nsystem\n.", "it cannot be read"),
+        (encode_object({"optimizer": [Foreign()]}), "value/optimizer/0 is of type test_serialization.Foreign"),
+    ],
+)
+def test_what_a_rank_cannot_have_sent(sent: bytes, words: str) -> None:
+    """Each rank raises, also where the sender could not send: it would have left the others waiting."""
+    with pytest.raises(BackendError, match=words):
+        decode_object(torch.tensor(list(sent), dtype=torch.uint8))
+    assert decode_object(torch.tensor(list(encode_object({3: (1,)})), dtype=torch.uint8)) == {3: (1,)}

@@ -144,7 +144,7 @@ def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only(
     assert not [path for path in importing if not allowed.fullmatch(path)]
 
 
-NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "sklearn", "safetensors", "tokenizers"}
+NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "sklearn", "tokenizers"}
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,14 @@ parallelism is another thing and not in this folder.
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,9 +25,9 @@ from torch.optim import Optimizer
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
+from hvd_trainer.backends.objects import decode_object, encode_object
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
 
@@ -351,37 +348,35 @@ class Backend(Session):
         if held:
             self._held.append(held)
 
-    def all_gather_object(self, value: T, kinds: Sequence[Any] = ()) -> list[T]:
-        """Collects one value from each rank: a list in rank order, on all ranks; tensors on the host.
+    def all_gather_object(self, value: T) -> list[T]:
+        """Collect one value from each rank: a list in rank order, on all ranks; tensors on the host.
 
         Args:
-            value: of numbers, texts, bytes, tensors, and lists, tuples, sets and dicts of them; nothing else is
-                made of what comes from the network.
-            kinds: classes and functions of which it may consist, too.
+            value: plain values and tensors, as for `utils.serialization.flatten`.
 
         Raises:
-            BackendError: it consists of others.
+            BackendError: a rank's value consists of others; on all ranks.
         """
         if self.world.size == 1:
             return [value]
-        mine = _packed(value)
+        mine = encode_object(value)
         with self.activity.waiting():
             lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
             # Tensors of one shape: the shorter ones are filled up.
             payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
             parts = self._all_gather(payload)
-        return [_unpacked(part[:length], kinds) for part, length in zip(parts, lengths, strict=True)]
+        return [decode_object(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast_object(self, value: T, source: int = 0, kinds: Sequence[Any] = ()) -> T:
-        """Gives one rank's value to all ranks; value, kinds and errors as in `all_gather_object`."""
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
         if self.world.size == 1:
             return value
-        payload = _packed(value) if self.world.rank == source else b""
+        payload = encode_object(value) if self.world.rank == source else b""
         with self.activity.waiting():
             length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
             tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
             self._broadcast(tensor, source)
-        received: T = _unpacked(tensor, kinds)
+        received: T = decode_object(tensor)
         return received
 
     @abstractmethod
@@ -481,37 +476,3 @@ def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(_plain(value), buffer)
-    return buffer.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    """The same with Python's numbers for NumPy's, which a learning rate may be that a function has made."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {_plain(key): _plain(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value
-
-
-def _unpacked(tensor: Tensor, kinds: Sequence[Any]) -> Any:
-    """What `_packed` has packed: a pickle would run whatever its sender chose, and anybody may have sent it."""
-    data = io.BytesIO(tensor.cpu().numpy().tobytes())
-    try:
-        with torch.serialization.safe_globals(list(kinds)):
-            return torch.load(data, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        data.seek(0)
-        found = "what cannot be read"
-        with suppress(Exception):  # it may be no archive at all
-            found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data)) or found
-        raise BackendError(
-            f"A rank has sent values of {found}, and ranks exchange numbers, texts, tensors, and lists and dicts "
-            f"of them only. If the optimizer's settings or a metric hold such values, make numbers of them."
-        ) from error

@@ -85,7 +85,7 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
     if not metrics:
         return {}
     exported = {name: _exported(metric) for name, metric in metrics.items()}
-    gathered = backend.all_gather_object(exported, kinds=[type(metric) for metric in metrics.values()])
+    gathered = backend.all_gather_object(exported)
     values = {}
     for name, metric in metrics.items():
         everyone = [rank[name] for rank in gathered]
@@ -94,7 +94,7 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
                 _load(part, [states[number] for states in everyone], backend.device)
             values[name] = _number(name, metric.compute())
         else:
-            first, *others = everyone
+            first, *others = [_with_attributes(type(metric), attributes) for attributes in everyone]
             for other in others:
                 first.merge_state(other)
             values[name] = _number(name, first.compute())
@@ -110,14 +110,24 @@ def _parts(metric: Any) -> list[Any]:
 
 
 def _exported(metric: Any) -> Any:
-    """Return what is sent to the other ranks: per part the number of its updates, and its states on the CPU."""
+    """Return what to send to the other ranks: per part the number of its updates and its states, on the host.
+
+    Of an object of another kind than torchmetrics' its attributes.
+    """
     parts = _parts(metric)
     if not parts and not hasattr(metric, "merge_state"):
         raise OptionError(
             f"The metric {type(metric).__name__} is neither torchmetrics' nor has a merge_state(other): what the "
             f"ranks gathered cannot be brought together."
         )
-    return [(part.update_count, _on(torch.device("cpu"), part.metric_state)) for part in parts] or metric
+    return [(part.update_count, _on(torch.device("cpu"), part.metric_state)) for part in parts] or vars(metric)
+
+
+def _with_attributes(kind: type[Any], attributes: Mapping[str, Any]) -> Any:
+    """Return an object of the metric's own class with what another rank has gathered."""
+    metric: Any = object.__new__(kind)
+    vars(metric).update(attributes)
+    return metric
 
 
 def _load(part: Any, everyone: Sequence[tuple[int, Mapping[str, Any]]], device: torch.device) -> None:

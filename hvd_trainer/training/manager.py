@@ -138,7 +138,7 @@ class CheckpointManager:
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
         """What rank 0 reads for all."""
-        outcome: Any = None
+        outcome: dict[str, Any] = {}
         if self._backend.world.is_first:
             # A job that is started again goes on, whatever it was begun from.
             again = self._log.holds(self._in_this_fit(self._backend.job.earlier))
@@ -146,15 +146,16 @@ class CheckpointManager:
                 self._log.say("restart  this job was started before, and goes on")
             resume = self._options.resume
             try:
-                outcome = storage.restore(self._log.folder, "auto" if again else resume)
-                if again and outcome.state is None and resume != "auto":
-                    outcome = storage.restore(self._log.folder, resume)
+                found = storage.restore(self._log.folder, "auto" if again else resume)
+                if again and found.state is None and resume != "auto":
+                    found = storage.restore(self._log.folder, resume)
+                outcome = found._asdict()
             except CheckpointError as error:
-                outcome = error
-        outcome = self._backend.broadcast_object(outcome, kinds=(storage.LoadedCheckpoint, CheckpointError))
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        found: storage.LoadedCheckpoint = outcome
+                outcome = {"error": str(error)}
+        outcome = self._backend.broadcast_object(outcome)
+        if "error" in outcome:
+            raise CheckpointError(outcome["error"])
+        found = storage.LoadedCheckpoint(**outcome)
         if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
             # Only there is what the metrics of a running epoch have gathered.
             self._memory.state = on_host(found.state)

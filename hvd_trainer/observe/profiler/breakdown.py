@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from hvd_trainer.observe.profiler.operators import Operator
 from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s, waits
@@ -34,6 +35,17 @@ class Figures:
     operators: dict[str, Operator]
     unprofiled_s: float | None
     """What a step took before they were recorded."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return them as ranks send each other values."""
+        operators = {name: tuple(operator) for name, operator in self.operators.items()}
+        return {**vars(self), "seconds": torch.from_numpy(self.seconds), "operators": operators}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Figures:
+        """Return the figures that `to_plain` has sent."""
+        operators = {name: Operator(*operator) for name, operator in values["operators"].items()}
+        return cls(**{**values, "seconds": values["seconds"].numpy(), "operators": operators})
 
 
 def breakdown(ranks: Sequence[Figures], *, whole: bool = True) -> list[str]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import first_line
 from hvd_trainer.observe.profiler.breakdown import Figures, breakdown, steps_of
 from hvd_trainer.observe.profiler.clocks import Ahead, compare_clocks
 from hvd_trainer.observe.profiler.merge import MERGED, Written, bring, merge
-from hvd_trainer.observe.profiler.operators import Operator, operators
+from hvd_trainer.observe.profiler.operators import operators
 from hvd_trainer.observe.profiler.recorder import Recorder
 from hvd_trainer.observe.profiler.trace import file_of, write_rank
 from hvd_trainer.observe.run_log import RunLog
@@ -61,15 +59,11 @@ class Report:
             trace = first_line(error)
         clocks = compare_clocks(backend)
         mine = self._figures(recorder, trace, unprofiled_s)
-        # Arrays travel as tensors.
-        sent = replace(mine, seconds=torch.from_numpy(mine.seconds))
-        ranks = [
-            replace(its, seconds=its.seconds.numpy())
-            for its in backend.all_gather_object(sent, kinds=(Figures, Operator))
-        ]
+        ranks = [Figures.from_plain(values) for values in backend.all_gather_object(mine.to_plain())]
         origin_ns = min(its.window[0] - clock.by_ns for its, clock in zip(ranks, clocks, strict=True)) - HEAD_NS
         shift_ns = origin_ns + clocks[backend.world.rank].by_ns
-        files = backend.all_gather_object(self._write(recorder, trace, shift_ns), kinds=(Written,))
+        written = self._write(recorder, trace, shift_ns)
+        files = [Written(*values) for values in backend.all_gather_object(astuple(written))]
         bring(backend, self._folder, files)
         if backend.world.is_first:
             lines = [*breakdown(ranks, whole=False), *self._publish(ranks, clocks, files, origin_ns)]
