@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
-from launchers import launch, requires
+from annotated_types import Gt, Lt
+from launchers import REPOSITORY, launch, requires
 
+from hvd_trainer.config import reference
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse
-from hvd_trainer.config.rules import check
+from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.diagnose import cli as diagnose
@@ -39,7 +43,7 @@ def help_of(kind: type, option: str, capsys: pytest.CaptureFixture[str]) -> tupl
     return text, set(re.findall(r"^\W*(--[a-z][\w-]*)(?=[ ,])", text, re.MULTILINE))
 
 
-def test_help_shows_the_common_options_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_common_options_and_help_all_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text, common = help_of(MnistOptions, "--help", capsys)
     assert common >= set(COMMON)
     assert not common & set(OTHERS)
@@ -49,7 +53,7 @@ def test_help_shows_the_common_options_and_help_all_the_rest(capsys: pytest.Capt
     assert every - {"--config"} == {flag(name) for name in flatten(MnistOptions())}
 
 
-def test_help_has_a_section_per_group_and_the_jobs_own_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--help", "--help-all"):
         text, _ = help_of(MnistOptions, option, capsys)
         sections = re.findall(r"(\w+) options \W", text)
@@ -59,7 +63,7 @@ def test_help_has_a_section_per_group_and_the_jobs_own_first(capsys: pytest.Capt
 
 @pytest.mark.parametrize("job", ["mnist", "imdb"])
 @pytest.mark.parametrize("option", ["--help", "--epoks", "--epochs=many"])
-def test_help_and_a_mistyped_option_need_no_torch(job: str, option: str) -> None:
+def test_help_and_mistyped_options_import_no_torch(job: str, option: str) -> None:
     """They took as long as the import of PyTorch: seconds."""
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", f"hvd_trainer.{job}", option], capture_output=True, text=True
@@ -70,7 +74,7 @@ def test_help_and_a_mistyped_option_need_no_torch(job: str, option: str) -> None
     assert "torch" not in imported
 
 
-def test_values_of_every_kind() -> None:
+def test_parse_reads_values_of_every_kind() -> None:
     options = parse(
         MnistOptions,
         ["--lr", "1e-3", "--max-norm=2", "--compile", "--compile-mode=max-autotune", "--data-dir", "x"],
@@ -80,7 +84,7 @@ def test_values_of_every_kind() -> None:
     assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
 
-def test_yaml_and_the_command_line_over_it(tmp_path: Path) -> None:
+def test_command_line_overrides_yaml(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("epochs: 7\nlr: 1e-4\nbatch-size: 32\nquiet: true\nmax_norm: null\ndata_dir: -odd\n")
     options = parse(MnistOptions, ["--config", str(file), "--epochs", "2", "--no-quiet"])
@@ -88,7 +92,7 @@ def test_yaml_and_the_command_line_over_it(tmp_path: Path) -> None:
     assert (options.log.quiet, options.train.max_norm, options.data.data_dir) == (False, None, "-odd")
 
 
-def test_what_a_run_writes_reads_back(tmp_path: Path) -> None:
+def test_config_yaml_of_a_run_parses_back(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     options = parse(
         MnistOptions, ["--epochs=5", "--warmup-epochs=0.5", "--adasum", "--log-dir", "a b", "--seed", "3"]
@@ -103,6 +107,8 @@ class Own:
 
     widths: tuple[int, ...] = (8, 4)
     """layers"""
+    share: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """of something"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class OwnOptions(TrainerOptions):
     own: Own = field(default_factory=Own)
 
 
-def test_help_shows_all_options_of_a_users_own_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_options_of_a_users_own_group(capsys: pytest.CaptureFixture[str]) -> None:
     text, common = help_of(OwnOptions, "--help", capsys)
     assert "--widths" in common
     assert "--bucket-mb" not in common
@@ -120,11 +126,20 @@ def test_help_shows_all_options_of_a_users_own_group(capsys: pytest.CaptureFixtu
     assert "--bucket-mb" in help_of(OwnOptions, "--help-all", capsys)[1]
 
 
-def test_a_job_of_ones_own_adds_options(tmp_path: Path) -> None:
+def test_options_of_a_users_own_job_parse(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("widths: [5, 6, 7]\n")
     assert parse(OwnOptions, ["--config", str(file), "--epochs", "1"]).own.widths == (5, 6, 7)
     assert parse(OwnOptions, ["--widths", "2", "3"]).own.widths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("0", "more than 0, not 0.0"), ("1", "less than 1, not 1.0"), ("nan", "more than 0, not nan")],
+)
+def test_ranges_of_a_users_own_options_are_checked(value: str, words: str) -> None:
+    options = parse(OwnOptions, ["--share", value, "--epochs", "0"])
+    assert find_mistakes(options) == ["--epochs must be 1 or more, not 0", f"--share must be {words}"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +151,7 @@ def test_a_job_of_ones_own_adds_options(tmp_path: Path) -> None:
         (["--epochs"], "--epochs"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_line_exits_with_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         parse(MnistOptions, args)
     assert leaving.value.code == 2
@@ -158,7 +173,7 @@ def test_a_wrong_command_line_ends_with_2(args: list[str], words: str, capsys: p
         (None, "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_named(content: str | None, words: str, tmp_path: Path) -> None:
+def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     if content is not None:
         file.write_text(content)
@@ -170,8 +185,9 @@ def test_a_wrong_file_is_named(content: str | None, words: str, tmp_path: Path) 
         parse(MnistOptions, ["--config"])
 
 
-def test_all_mistakes_come_at_once() -> None:
+def test_check_reports_all_mistakes_at_once() -> None:
     args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
+    args += " --timeout-s 0 --powersgd-rank 0 --until soon --profile steps=0"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
@@ -183,6 +199,10 @@ def test_all_mistakes_come_at_once() -> None:
         "--momentum must be 0 or more",
         "--quiet and --verbose contradict each other",
         "add --log-dir DIR",
+        "--timeout-s must be more than 0, not 0.0",
+        "--powersgd-rank must be 1 or more, not 0",
+        "--until is a figure and its value",
+        "--profile steps=0: steps needs a number of steps, 1 or more",
     ):
         assert words in str(caught.value)
 
@@ -197,6 +217,7 @@ def test_all_mistakes_come_at_once() -> None:
         ("--chunks 300", "--chunks 300 cuts --batch-size 128 into less than one sample"),
         ("--stages 2 --devices-per-rank 2", "leave one out"),
         ("--devices cpu cpu --devices-per-rank 3", "--devices names 2, but --devices-per-rank is 3"),
+        ("--devices cpu --devices-per-rank 3", "--devices names 1, but --devices-per-rank is 3"),
         ("--stages 2 --schedule 1f1b --parts-per-stage 2", "--schedule 1f1b has one part per stage"),
         ("--stages 2 --reproducible 4", "--stages and --reproducible: micro-batches are summed in another order"),
         ("--chunks 2 --sync-batch-norm", "--sync-batch-norm does not go with --chunks"),
@@ -224,25 +245,44 @@ def test_all_mistakes_come_at_once() -> None:
         ("--until test_loss<0.1", "such as test_accuracy=0.99 or test_loss=0.05, not 'test_loss<0.1'"),
     ],
 )
-def test_what_does_not_go_together(args: str, words: str) -> None:
+def test_conflicting_options_are_refused(args: str, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, args.split()))
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("endless", [diagnose.ENDLESS, tune.ENDLESS])
-def test_tools_train_on_whatever_the_job_aims_at(endless: tuple[str, ...], tmp_path: Path) -> None:
+def test_endless_arguments_of_tools_override_until(endless: tuple[str, ...], tmp_path: Path) -> None:
     """Typed or in YAML: a job that ended after its first good epoch once made too few steps."""
     (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
     job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *endless]
     assert parse(MnistOptions, job).train.until is None
 
 
+def test_options_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ("hvd_trainer.mnist:MnistOptions", "hvd_trainer.imdb:ImdbOptions")
+    reference.main(jobs)
+    written = (REPOSITORY / "docs/options.md").read_text()
+    assert written == capsys.readouterr().out, (
+        f"python -m hvd_trainer.config.reference {' '.join(jobs)} > docs/options.md"
+    )
+
+
+def test_messages_of_conflicts_name_options_that_exist() -> None:
+    """A message that names an option that there is not would fail only where it is needed."""
+    for conflict in itertools.chain.from_iterable(CONFLICTS.values()):
+        text = conflict.text(MnistOptions())
+        assert "{" not in text
+        named = {name.removeprefix("--no-").removeprefix("--") for name in re.findall(r"--[a-z][\w-]*", text)}
+        assert {name.replace("-", "_") for name in named} <= flatten(MnistOptions()).keys()
+        assert not conflict.when(TrainerOptions())
+
+
 def plan(size: int, **options: int) -> BatchPlan:
     return BatchPlan.of(TrainOptions(**options), size)
 
 
-def test_global_batch() -> None:
+def test_batch_plan_divides_the_global_batch() -> None:
     assert plan(4).global_batch_size == 512
     assert plan(4, global_batch_size=64, accumulate=2).batch_size == 8
     assert plan(4, global_batch_size=64, batch_size=16).batch_size == 16
@@ -272,7 +312,7 @@ def test_global_batch() -> None:
     ],
     ids=["command line", "folder", "data"],
 )
-def test_many_ranks_give_one_message(size: int, args: list[str], words: str) -> None:
+def test_many_ranks_print_one_message(size: int, args: list[str], words: str) -> None:
     result = launch("horovodrun", size, ["-m", "hvd_trainer.mnist", *args], check=False)
     assert result.returncode != 0
     assert (result.stdout + result.stderr).count(words) == 1

@@ -11,18 +11,23 @@ from hvd_trainer.errors import OptionError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arithmetic that makes a run comparable with another: who takes how many samples per step."""
+    """The samples of a step, shared out over ranks and backward passes."""
 
     size: int
-    """ranks, or virtual ranks, that share a global batch"""
+    """number of ranks, or virtual ranks, that share a global batch"""
     batch_size: int
+    """samples of one backward pass"""
     accumulate: int
+    """backward passes per step of each rank, or virtual rank"""
     per_rank: int = 1
-    """virtual ranks of each rank"""
+    """virtual ranks of each rank; 1 without --reproducible"""
 
     @classmethod
     def of(cls, options: TrainOptions, replicas: int) -> BatchPlan:
-        """Derives the batch per rank, or per copy of the model where several ranks share one.
+        """Derive the batch per rank, or per replica of the model where several ranks share one.
+
+        Args:
+            replicas: number of whole models; the ranks, if each has one.
 
         Raises:
             OptionError: the global batch does not divide among the ranks, or the virtual ranks do not.
@@ -55,14 +60,15 @@ class BatchPlan:
 
     @property
     def passes(self) -> int:
-        """Backward passes of one rank in a step."""
+        """Return the number of backward passes of one rank in a step."""
         return self.accumulate * self.per_rank
 
     @property
     def global_batch_size(self) -> int:
+        """Return the number of samples of all ranks in a step."""
         return self.size * self.batch_size * self.accumulate
 
     def lr_factor(self, scaling: str) -> float:
-        """What the learning rate is multiplied by: one rule for both engines."""
+        """Return the factor of the learning rate for a value of --lr-scaling."""
         parts = self.size * self.accumulate
         return {"none": 1.0, "linear": float(parts), "sqrt": math.sqrt(parts)}[scaling]

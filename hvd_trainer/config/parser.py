@@ -88,6 +88,13 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         suppressed: Any = Annotated[entry.type, Suppress]
         return replace(entry, type=suppressed)
 
+    def unwrapped(entry: StructFieldSpec) -> StructFieldSpec:
+        """Return the field with its text on one line, which help breaks anew to its own width."""
+        text = entry.helptext
+        return replace(
+            entry, helptext=lambda: " ".join(((text() if callable(text) else text) or "").split()) or None
+        )
+
     @registry.struct_rule
     def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
         nonlocal is_nested_call
@@ -98,7 +105,7 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         is_nested_call = False
         assert isinstance(spec, StructConstructorSpec)
         own = inspect.get_annotations(info.type)
-        entries = sorted(spec.fields, key=lambda entry: entry.name not in own)
+        entries = [unwrapped(entry) for entry in sorted(spec.fields, key=lambda entry: entry.name not in own)]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
         if common and common_only:
             entries = [entry if entry in common else hidden(entry) for entry in entries]
@@ -108,13 +115,13 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
 
 
 def _program() -> str:
-    """What the user typed to start this job."""
+    """Return what the user typed to start this job."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name}" if spec is not None else f"python {sys.argv[0]}"
 
 
 def flatten(options: Any) -> dict[str, Any]:
-    """All options by their flat names, as YAML and the command line write them."""
+    """Return the values of all options by their flat names, as YAML and the command line write them."""
     flat: dict[str, Any] = {}
     for name, value in asdict(options).items():
         flat |= value if is_dataclass(getattr(options, name)) else {name: value}
@@ -137,13 +144,13 @@ def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The options in a file for `--config`, by their flat names.
+    """Return the options in a file for `--config`, by their flat names.
 
     Raises:
-        OptionError: there is no such file, or it holds something else.
+        OptionError: the file is missing, too large, or not a mapping of names to plain values.
     """
     try:
-        # Not only files: a shell's <(...) is a pipe.
+        # Opened and read rather than tested: a shell's <(...) is a pipe.
         with path.open("rb") as file:
             text = file.read(MAX_YAML_BYTES + 1)
         if len(text) > MAX_YAML_BYTES:
@@ -170,8 +177,10 @@ def _is_plain(value: Any) -> bool:
 
 
 class _OptionLoader(yaml.SafeLoader):
-    """Plain values only. Aliases could make of a short file a text of any length, and the last of two values for
-    one option would win unseen."""
+    """Read plain values, without aliases and repeated names.
+
+    Aliases expand a short file to a text of any length; of two values for one option the last would win unnoticed.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -199,7 +208,7 @@ def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
-    """An option and its value in YAML as they would be typed. With `=`, so that a value may begin with a dash."""
+    """Return an option and its value in YAML as arguments; with `=`, because a value may begin with a dash."""
     if isinstance(value, bool):
         return [switch(name, value)]
     if isinstance(value, list):

@@ -18,10 +18,17 @@ class Conflict:
     Args:
         when: tells whether they are set so.
         message: for `str.format`, with the groups by their names: `{train.batch_size}`.
+        option: what stands for `{option}` in the message.
     """
 
     when: Condition
     message: str
+    option: str = ""
+
+    def text(self, options: TrainerOptions) -> str:
+        """Return the message for these options."""
+        groups = {group.name: getattr(options, group.name) for group in fields(TrainerOptions)}
+        return self.message.replace("{option}", self.option).format_map(groups)
 
 
 def check(options: TrainerOptions) -> None:
@@ -35,11 +42,10 @@ def check(options: TrainerOptions) -> None:
 
 def find_mistakes(options: TrainerOptions) -> list[str]:
     """Return one message per mistake."""
-    groups = {group.name: getattr(options, group.name) for group in fields(TrainerOptions)}
     conflicts = (conflict for table in CONFLICTS.values() for conflict in table)
     return [
         *range_errors(options),
-        *(conflict.message.format_map(groups) for conflict in conflicts if conflict.when(options)),
+        *(conflict.text(options) for conflict in conflicts if conflict.when(options)),
         *options.mistakes(),
     ]
 
@@ -66,7 +72,7 @@ def _each(always: Condition, message: str, others: Mapping[str, Condition]) -> I
     def both(other: Condition) -> Condition:
         return lambda o: always(o) and other(o)
 
-    return [Conflict(both(other), message.replace("{option}", option)) for option, other in others.items()]
+    return [Conflict(both(other), message, option) for option, other in others.items()]
 
 
 def _is_reproducible(o: TrainerOptions) -> bool:

@@ -1,0 +1,162 @@
+"""Write the reference of all options as Markdown: docs/options.md.
+
+    python -m hvd_trainer.config.reference hvd_trainer.mnist:MnistOptions hvd_trainer.imdb:ImdbOptions
+
+Each argument names a job's module and its class of options; what it adds to `TrainerOptions` gets a section.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import groupby, pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hvd_trainer.config.annotations import COMMON, annotations_of
+from hvd_trainer.config.checks import flag, read_range
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.config.parser import flatten
+from hvd_trainer.config.rules import CONFLICTS
+
+INTRODUCTION = """\
+# Options
+
+Every option of a job, as its `--help-all` lists them. `--help` shows those in **bold**. A switch is typed as
+`--quiet`, and `--no-quiet` turns it off. In a YAML file for `--config FILE` the option has the same name without
+dashes in front (`batch_size: 64`). The command line wins over the file, and every run with `--log-dir` writes one,
+`config.yaml`. Values out of range, and options that do not go together, are refused before anything starts, all at
+once.
+
+<!-- Written by `python -m hvd_trainer.config.reference`: change the dataclasses and not this page. -->"""
+CUT_BY = "--stages, --chunks or --devices-per-rank"
+
+
+def page(jobs: dict[str, type[TrainerOptions]]) -> str:
+    """Return the page.
+
+    Args:
+        jobs: by the module that is started, such as `hvd_trainer.mnist`.
+    """
+    shared = {group.name for group in fields(TrainerOptions)}
+    sections = [INTRODUCTION, *_groups(TrainerOptions(), shared, "##")]
+    for module, kind in jobs.items():
+        options = kind()
+        sections.append(
+            f"## `python -m {module}`\n\n{_in_code(inspect.getdoc(kind) or '')}{_other_defaults(options)}"
+        )
+        sections += _groups(options, {group.name for group in fields(kind)} - shared, "###")
+    sections.append("## What does not go together\n\nWords in capitals stand for what was typed.")
+    for subject, conflicts in CONFLICTS.items():
+        alike = groupby(conflicts, key=lambda row: row.message)
+        messages = (message.replace("{option}", _any_of([row.option for row in rows])) for message, rows in alike)
+        sections.append(f"### {subject}\n\n" + "\n".join(f"- {_without_values(text)}." for text in messages))
+    return "\n\n".join(sections) + "\n"
+
+
+def _groups(options: TrainerOptions, names: Iterable[str], heading: str) -> Iterator[str]:
+    """Yield a section for each of these groups, and one for those that are single options."""
+    single = []
+    for name in (field.name for field in fields(options) if field.name in names):
+        group = getattr(options, name)
+        if is_dataclass(group):
+            text = _in_code(inspect.getdoc(type(group)) or "")
+            rows = _rows(group, [field.name for field in fields(group)])
+            yield f"{heading} {name.capitalize()}\n\n{text}\n\n{_table(rows)}"
+        else:
+            single.append(name)
+    if single:
+        yield f"{heading} Others\n\n{_table(_rows(options, single))}"
+
+
+def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield option, type, default, range and explanation of each field."""
+    kind = type(group)
+    hints, annotations, texts = get_type_hints(kind), annotations_of(kind), _texts_below(kind)
+    for name in names:
+        option = f"`{flag(name)}`"
+        ranges = [bound.words for bound in map(read_range, annotations[name]) if bound is not None]
+        yield (
+            f"**{option}**" if COMMON in annotations[name] else option,
+            _type_in_words(hints[name]),
+            f"`{getattr(group, name)}`" if getattr(group, name) != () else "",
+            " and ".join(ranges),
+            _in_code(texts.get(name, "")),
+        )
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [("Option", "Type", "Default", "Range", "Explanation"), ("---",) * 5, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _type_in_words(hint: Any) -> str:
+    arguments = [argument for argument in get_args(hint) if argument not in (type(None), ...)]
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if get_origin(hint) is tuple:
+        return f"any of {_type_in_words(arguments[0])}" if get_args(arguments[0]) else "list of texts"
+    if arguments:
+        return ", ".join(map(_type_in_words, arguments))
+    return "switch" if hint is bool else str(hint.__name__)
+
+
+def _texts_below(kind: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass, which explains it, as one line."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        ast.unparse(entry.target): " ".join(text.value.value.split())
+        for entry, text in pairwise(definition.body)
+        if isinstance(entry, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def _other_defaults(options: TrainerOptions) -> str:
+    usual = flatten(TrainerOptions())
+    others = [
+        f"`{flag(name)} {value}`" for name, value in flatten(options).items() if value != usual.get(name, value)
+    ]
+    return f" Its own defaults: {', '.join(others)}." if others else ""
+
+
+def _any_of(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _without_values(message: str) -> str:
+    """Return the message of a conflict with `CHUNKS` where it has `{parallel.chunks}`."""
+    message = message.replace("{parallel.cut_by}", CUT_BY)
+    return _in_code(re.sub(r"\{\w+\.(\w+)\}", lambda place: place[1].upper(), message))
+
+
+def _in_code(text: str) -> str:
+    """Return the text with backticks around each option, and around a choice, a number or a place behind it."""
+    value = "|".join(map(re.escape, sorted(_choices(TrainerOptions()), reverse=True)))
+    return re.sub(rf"(?<![\w`-])(--[a-z][\w-]*( ({value}|[A-Z_]+|\d+)\b)?)", r"`\1`", text)
+
+
+def _choices(options: TrainerOptions) -> set[str]:
+    groups = (type(getattr(options, group.name)) for group in fields(options))
+    hints = [hint for group in groups for hint in get_type_hints(group).values()]
+    hints += [inner for hint in hints for inner in get_args(hint)]
+    return {choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)}
+
+
+def main(jobs: Sequence[str]) -> None:
+    """Print the page for jobs such as `hvd_trainer.mnist:MnistOptions`."""
+    named = [job.partition(":") for job in jobs]
+    print(page({module: getattr(importlib.import_module(module), name) for module, _, name in named}), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
