@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "hvd_trainer.backends": ("Backend", "EngineOptions", "StepResult"),
-    "hvd_trainer.observe.callback": ("Callback",),
+    "hvd_trainer.observe.callback": ("Callback", "RunView"),
     "hvd_trainer.config.options": (
         *("LogOptions", "MeasureOptions", "ParallelOptions", "SaveOptions", "TrainOptions", "TrainerOptions"),
     ),
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from hvd_trainer.jobs.options import ImageOptions
     from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
     from hvd_trainer.launch.world import World, detect
-    from hvd_trainer.observe.callback import Callback
+    from hvd_trainer.observe.callback import Callback, RunView
     from hvd_trainer.observe.metrics import accuracy
     from hvd_trainer.training.job import run_job
     from hvd_trainer.training.spawn import run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions, run_job
 
 STEPS_PER_EPOCH = 50
 
@@ -20,11 +20,11 @@ class Attacked(Callback):
     def __init__(self, mark: Path, epochs: int) -> None:
         self._mark, self._epochs = mark, epochs
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+    def on_step_end(self, run: RunView, result: Any) -> None:
         if not self._mark.exists():
             time.sleep(0.02)
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         while record["epoch"] == self._epochs and not self._mark.exists():
             time.sleep(0.1)
 

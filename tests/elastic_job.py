@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_trainer import Callback, Trainer, TrainerOptions, run_job
+from hvd_trainer import Callback, RunView, Trainer, TrainerOptions, run_job
 from hvd_trainer.tools.verify_resume.audit_job import Audited, numbered
 
 SAMPLES, GLOBAL_BATCH = 144, 24
@@ -27,8 +27,8 @@ class Audit(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         self.model, self.file = model, (folder / str(os.getpid())).open("w", buffering=1)
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        progress, size = trainer.progress, trainer.world.size
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        progress, size = run.progress, run.world.size
         # A step that was broken off has left its samples in front.
         numbers = self.model.numbers[-GLOBAL_BATCH // size :]
         line = [progress.step, progress.epoch, size, time.monotonic_ns(), *numbers]
@@ -36,14 +36,9 @@ class Audit(Callback):
         self.model.numbers = []
         time.sleep(0.01)
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         # Of those that begin together: one that comes later has no such epoch.
-        if (
-            record["epoch"] == 2
-            and trainer.world.is_first
-            and trainer.world.size > 1
-            and LONG_CALLBACK in os.environ
-        ):
+        if record["epoch"] == 2 and run.world.is_first and run.world.size > 1 and LONG_CALLBACK in os.environ:
             print("a long callback", flush=True)
             time.sleep(float(os.environ[LONG_CALLBACK]))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions, run_job
 
 
 def raise_an_error() -> None:
@@ -61,13 +61,13 @@ class Grief(Callback):
         self.what, rank, step = os.environ["FAULT"].split(":")
         self.place = int(rank), int(step)
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        if trainer.progress.step == 1:
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        if run.progress.step == 1:
             print("steps", flush=True)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if (trainer.world.rank, trainer.progress.step) == self.place and not restarts:
+        if (run.world.rank, run.progress.step) == self.place and not restarts:
             print(f"strikes at {time.time():.3f}", flush=True)
-            with trainer.device:
+            with run.device:
                 FAULTS[self.what]()
         time.sleep(0.01)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hvd_trainer import Trainer, TrainerOptions, run_job
+from hvd_trainer import RunView, Trainer, TrainerOptions, run_job
 from hvd_trainer.backends.ddp import BUFFERS_IN_FORWARD
 from hvd_trainer.observe.callback import Callback
 
@@ -105,10 +105,10 @@ def plant(fault: str, trainer: Trainer) -> None:
 class OneRank(Callback):
     """Changes a weight of the last rank after the third step."""
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        if trainer.progress.step == 3 and trainer.world.rank == trainer.world.size - 1:
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        if run.progress.step == 3 and run.world.rank == run.world.size - 1:
             with torch.no_grad():
-                next(trainer.model.parameters())[0, 0] += 1e-6
+                next(run.model.parameters())[0, 0] += 1e-6
 
 
 if __name__ == "__main__":

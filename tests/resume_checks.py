@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvd_trainer import (
     Callback,
     EngineOptions,
     LogOptions,
+    RunView,
     SaveOptions,
     TensorData,
     Trainer,
@@ -37,8 +39,8 @@ class Audit(Callback):
     def __init__(self, stop_after: int | None) -> None:
         self.stop_after = stop_after
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        if trainer.progress.step == self.stop_after:
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        if run.progress.step == self.stop_after:
             raise InterruptedRunError
 
 
@@ -137,7 +139,7 @@ def run(
         model = Numbered(plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         history = None
-        try:
+        with suppress(InterruptedRunError):
             history = trainer.fit(
                 model,
                 optimizer,
@@ -148,8 +150,6 @@ def run(
                 metrics={"accuracy": accuracy},
                 callbacks=[audit],
             )
-        except InterruptedRunError:
-            trainer.keeper.finish()
         rank = trainer.world.rank
         figures = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "step", "samples", "lr")
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hvd_trainer import (
     EngineOptions,
     LogOptions,
     ParallelOptions,
+    RunView,
     SaveOptions,
     TensorData,
     Trainer,
@@ -28,7 +30,7 @@ from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
 from hvd_trainer.parallel.factory import make_layout
 
-non_finite.MOST = 5  # so that the ranks look at their losses in the middle of an epoch, all of them or none
+non_finite.MAX_UNREAD_LOSSES = 5  # so that all ranks or none read their losses in the middle of an epoch
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
 
 
@@ -42,9 +44,27 @@ class Stop(Callback):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        if trainer.progress.step == self.after:
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        if run.progress.step == self.after:
             raise StoppedError
+
+
+class AtEnd(Callback):
+    """Collects the state after the last epoch, and what this rank has of it."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.state: Any = None
+        self.own_state = self.hooks = 0
+
+    def on_epoch_end(self, run: Any, record: dict[str, Any]) -> None:
+        if record["epoch"] < self.epochs:
+            return
+        self.state = run.state.collect(None)
+        own = [t for its in run.optimizer.state.values() for t in its.values() if isinstance(t, Tensor)]
+        own = [t.to_local() if hasattr(t, "to_local") else t for t in own]
+        self.own_state = sum(tensor.numel() for tensor in own)
+        self.hooks = len(run.optimizer._optimizer_step_post_hooks)
 
 
 class Masked(nn.Module):
@@ -114,10 +134,11 @@ def fit(
     )
     with Trainer(options) as trainer:
         whole = model(dropout)
-        callbacks = [] if stop_after is None else [Stop(stop_after)]
+        end = AtEnd(options.train.epochs)
+        callbacks = [end] if stop_after is None else [Stop(stop_after)]
         optimizer = two_groups(whole)
         history = None
-        try:
+        with suppress(StoppedError):
             history = trainer.fit(
                 whole,
                 optimizer,
@@ -128,20 +149,23 @@ def fit(
                 callbacks=callbacks,
             )
             if again:
-                loss = nn.functional.cross_entropy
-                history = trainer.fit(whole, optimizer, loss, data(), data(21), metrics={"accuracy": accuracy})
-        except StoppedError:
-            trainer.keeper.finish()
-        state = None if history is None else trainer.state.collect(None)
-        own = [t for its in trainer.optimizer.state.values() for t in its.values() if isinstance(t, Tensor)]
-        own = [t.to_local() if hasattr(t, "to_local") else t for t in own]
+                history = trainer.fit(
+                    whole,
+                    optimizer,
+                    nn.functional.cross_entropy,
+                    data(),
+                    data(21),
+                    metrics={"accuracy": accuracy},
+                    callbacks=callbacks,
+                )
+        state = end.state
         names = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples", "step")
         return {
             "records": [[record[name] for name in names] for record in (history.epochs if history else [])],
             "weights": state["model"] if state else None,
             "state": state["optimizer"]["state"] if state else None,
-            "own state": sum(tensor.numel() for tensor in own),
-            "hooks": len(optimizer._optimizer_step_post_hooks),
+            "own state": end.own_state,
+            "hooks": end.hooks,
         }
 
 

@@ -37,9 +37,9 @@ def test_asking_takes_a_small_share(
 
         monkeypatch.setattr(backend, "all_reduce_numbers", all_reduce_numbers)
         agreed = StepConsensus(backend, ["stop"])
-        agreed.want("stop")
+        agreed.request("stop")
         heard = 0
         for _ in range(100):
             now += step_s
-            heard += len(agreed.after_step())
+            heard += len(agreed.poll())
     assert (asked, heard) == (asks, 1)

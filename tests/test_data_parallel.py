@@ -60,7 +60,7 @@ def train(backend: str, batch_size: int) -> tuple[int, list[dict[str, object]], 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = TensorData(inputs, (inputs[:, 0] > 0).long())
         history = trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
-        return trainer.plan.global_batch_size, history.epochs, model.state_dict()
+        return history.end["global_batch_size"], history.epochs, model.state_dict()
 
 
 def test_a_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:

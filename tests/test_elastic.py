@@ -26,10 +26,10 @@ from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
 from hvd_trainer.backends import horovod
+from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import BackendError, LaunchError, OptionError
 from hvd_trainer.faults.elastic import DismissedError, HorovodElasticDriver
-from hvd_trainer.training.manager import CheckpointManager, InMemorySnapshot
 
 HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
@@ -210,10 +210,13 @@ def test_one_fit_in_a_job() -> None:
     """A rank that comes during the second training of the others is in its first."""
     others = (1, 240)
     backend: Any = SimpleNamespace(driver=object(), all_gather_object=lambda mine: [others, mine])
-    parts: dict[str, Any] = dict.fromkeys(("state", "progress", "guard", "requeue"))
-    keeper = CheckpointManager(backend, SaveOptions(), None, keeps=False, memory=InMemorySnapshot(fit=0), **parts)  # type: ignore[arg-type]
+    parts: dict[str, Any] = dict.fromkeys(("state", "progress", "before_save"))
+    log: Any = SimpleNamespace(folder=None)
+    manager = CheckpointManager(
+        backend, SaveOptions(), log, is_enabled=False, snapshot=InMemorySnapshot(fit=0), **parts
+    )
     with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):
-        keeper.restore(seed=0, is_over=lambda: False)
+        manager.restore(seed=0, is_over=lambda: False)
 
 
 def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,8 @@ def train_all(backend: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
         with Trainer(TrainerOptions(engine=EngineOptions(backend=backend), train=train)) as trainer:  # type: ignore[arg-type]
             rank = trainer.world.rank
             model = model_of()
-            trainer.fit(model, optimizer_of(model), nn.functional.cross_entropy, data(shape))
-            assert trainer.progress.step == 20
+            history = trainer.fit(model, optimizer_of(model), nn.functional.cross_entropy, data(shape))
+            assert history.end["step"] == 20
             weights[name] = {key: value.clone() for key, value in model.state_dict().items()}
     return rank, weights
 

@@ -270,11 +270,11 @@ from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
 from hvd_trainer.observe.profiler import recorder
 
 class Block(Callback):
-    def on_step_end(self, trainer, result):
+    def on_step_end(self, run, result):
         block = os.environ["BLOCK"]
         if block == "large":
             recorder.LARGEST_BYTES = 100
-        if block == "fail" and trainer.progress.step == 5 and trainer.world.rank:
+        if block == "fail" and run.progress.step == 5 and run.world.rank:
             raise RuntimeError("the user's own mistake")
         if "." in block:
             Path("log/profile", block, "full").mkdir(parents=True, exist_ok=True)

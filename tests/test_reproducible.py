@@ -14,7 +14,7 @@ import torch
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
 from hvd_trainer.backends.base import pairwise_sum
-from hvd_trainer.optim.reproducible import TreeSum, one_way_to_compute
+from hvd_trainer.optim.reproducible import TreeSum, deterministic_algorithms
 
 pytestmark = requires("horovod")
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]
@@ -65,7 +65,7 @@ def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
 def test_new_tensors_are_not_filled_meanwhile() -> None:
     """Deterministic mode would write NaN into each of them first."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    with one_way_to_compute(torch.device("cpu")):
+    with deterministic_algorithms(torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     assert torch.utils.deterministic.fill_uninitialized_memory == filling

@@ -18,8 +18,8 @@ from torch import Tensor
 from hvd_trainer.checkpoint import async_writer as saver_module
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.async_writer import AsyncWriter, PinnedMemory, on_host, placed
+from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.config.options import SaveOptions
-from hvd_trainer.training.manager import CheckpointManager
 
 
 @pytest.fixture
@@ -52,13 +52,12 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def saver(tmp_path: Path) -> Iterator[AsyncWriter]:
-    made = AsyncWriter(tmp_path, SaveOptions(keep=5))
-    yield made
-    made.close()
+    with AsyncWriter(tmp_path, SaveOptions(keep=5)) as made:
+        yield made
 
 
-def hand_over(saver: AsyncWriter, number: int) -> None:
-    saver.hand_over(time.perf_counter(), state(number), step=number, epoch=0, figures={})
+def submit(saver: AsyncWriter, number: int) -> None:
+    saver.submit(time.perf_counter(), state(number), step=number, epoch=0, figures={})
 
 
 def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: StandIn) -> None:
@@ -115,7 +114,7 @@ def test_of_many_tensors_little_memory_is_left_over() -> None:
 def test_only_the_state_is_written(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
     """Of slices of one tensor PyTorch writes all of it, or refuses them if they are of several types."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
-    hand_over(saver, 1)
+    submit(saver, 1)
     saver.wait()
     assert equal(storage.load(tmp_path / "step-000000001"), state(1))
     assert (tmp_path / "step-000000001" / "state.pt").stat().st_size < 10_000
@@ -131,8 +130,8 @@ def test_a_save_does_not_change_the_one_that_is_being_written(
         return save(*args, **kwargs)
 
     monkeypatch.setattr(storage, "save", slow)
-    hand_over(saver, 1)
-    following = threading.Thread(target=hand_over, args=(saver, 2))
+    submit(saver, 1)
+    following = threading.Thread(target=submit, args=(saver, 2))
     following.start()
     may_write.set()
     following.join()
@@ -149,10 +148,10 @@ def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
     began: list[float] = []
     mine: Any = SimpleNamespace(
         _backend=backend,
-        _guard=SimpleNamespace(check=lambda: gpu.calls.append("check")),
+        _before_save=lambda: gpu.calls.append("check"),
         _state=SimpleNamespace(collect=lambda meter, everywhere: None),
         _progress=SimpleNamespace(step=1, epoch=0),
-        _saver=SimpleNamespace(hand_over=lambda at, state, **_: began.append(at)),
+        _writer=SimpleNamespace(submit=lambda at, state, **_: began.append(at)),
     )
     settled: list[float] = []
     gpu.calls = SimpleNamespace(append=lambda call: settled.append(time.perf_counter()))  # type: ignore[assignment]

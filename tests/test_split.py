@@ -250,7 +250,15 @@ def test_the_norm_asks_for_its_places_when_they_change(monkeypatch: pytest.Monke
     backend: Any = SimpleNamespace(device=torch.device("cpu"))
     guard: Any = SimpleNamespace(policy="stop")
     runner: Any = SimpleNamespace(group=None)
-    parts = StepParts(backend, model, model, optimizer, nn.functional.mse_loss, Progress(), guard)
+    parts = StepParts(
+        backend=backend,
+        model=model,
+        bare=model,
+        optimizer=optimizer,
+        loss=nn.functional.mse_loss,
+        progress=Progress(),
+        guard=guard,
+    )
     step = StageStep(parts, runner=runner, chunks=1, chunk_size=2, seed=0, replica=0)
     copies: list[list[int]] = []
     tensor = torch.tensor

@@ -17,6 +17,7 @@ from hvd_trainer import (
     Callback,
     EngineOptions,
     LogOptions,
+    RunView,
     TensorData,
     Trainer,
     TrainerOptions,
@@ -80,10 +81,10 @@ class Window(Callback):
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+    def on_step_end(self, run: RunView, result: Any) -> None:
         if self.operators.is_counting:
             self.operators.names.append("step_end")
-        self.operators.is_counting = 5 <= trainer.progress.step < 15
+        self.operators.is_counting = 5 <= run.progress.step < 15
 
 
 def test_a_step_adds_nothing_to_model_data_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_a_step_adds_nothing_to_model_data_and_metrics(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(optimizer, "step", update)
     # Whether to stop is asked by the clock, a few times a second.
-    monkeypatch.setattr(StepConsensus, "after_step", lambda _: frozenset())
+    monkeypatch.setattr(StepConsensus, "poll", lambda _: frozenset())
     data = TensorData(torch.randn(160, 4), torch.randint(3, (160,)))
     with Trainer(options(batch_size=8)) as trainer, operators:
         window = Window(operators)
@@ -157,8 +158,8 @@ def test_numbers_are_read_where_the_rank_says_that_it_waits(
     """Under NCCL the host stops at what it reads; outside of `waiting` a hang was blamed on the wrong rank."""
     backend.activity.enter("step")
     model = nn.Linear(2, 2)
-    guard, meter, agreement = NonFiniteGuard(backend, "error", model), Meter({"a": accuracy}, backend), None
-    agreement = StepConsensus(backend, ["stop"])
+    guard, meter = NonFiniteGuard(backend, "error", model), Meter({"a": accuracy}, backend)
+    consensus = StepConsensus(backend, ["stop"])
     reads = Reads(backend, monkeypatch)
     for number in range(3):
         guard.note(number, [torch.tensor(1.0)], torch.tensor(2.0))
@@ -167,7 +168,7 @@ def test_numbers_are_read_where_the_rank_says_that_it_waits(
     guard.check()
     meter.recent()
     meter.local_loss()
-    agreement.after_step()
+    consensus.poll()
     assert reads.waiting
     assert all(reads.waiting)
 

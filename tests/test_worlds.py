@@ -16,6 +16,7 @@ from hvd_trainer import (
     Callback,
     EngineOptions,
     LogOptions,
+    RunView,
     SaveOptions,
     TensorData,
     Trainer,
@@ -24,12 +25,11 @@ from hvd_trainer import (
     accuracy,
     backends,
 )
-from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint import manager, storage
 from hvd_trainer.errors import CheckpointError, LaunchError
 from hvd_trainer.faults.activity import ExchangeAbortedError
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
-from hvd_trainer.training import manager
 
 STEPS = 10
 """of the one epoch"""
@@ -51,24 +51,24 @@ def horovodrun() -> Any:
 class Trouble(Callback):
     """Something happens at steps, the first time that they are made."""
 
-    def __init__(self, **at: Callable[[Trainer], None]) -> None:
+    def __init__(self, **at: Callable[[RunView], None]) -> None:
         self.at = at
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        self.at.pop(f"step_{trainer.progress.step}", lambda _: None)(trainer)
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        self.at.pop(f"step_{run.progress.step}", lambda _: None)(run)
 
 
-def hosts_change(trainer: Trainer) -> None:
-    driver: Any = trainer.backend.driver
+def hosts_change(run: RunView) -> None:
+    driver: Any = run.backend.driver
     driver.hosts_changed.set()
 
 
-def a_rank_is_lost(trainer: Trainer) -> None:
+def a_rank_is_lost(run: RunView) -> None:
     """The world ends in the middle of a step, before anything of it is remembered."""
     raise RescaleError
 
 
-def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[Trainer], None]) -> dict[str, float]:
+def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunView], None]) -> dict[str, float]:
     """The figures of an epoch in which all this happens."""
     options = TrainerOptions(
         EngineOptions(backend="single"),
@@ -99,7 +99,7 @@ def test_a_second_loss_leaves_the_figures_of_an_epoch_right() -> None:
 
 
 def test_so_does_a_loss_after_a_start_from_a_checkpoint(tmp_path: Path) -> None:
-    def stop(trainer: Trainer) -> None:
+    def stop(run: RunView) -> None:
         raise CheckpointError("stopped")
 
     often = SaveOptions(save_every_steps=4)
@@ -128,20 +128,20 @@ def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world
 
 def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """An aborted kernel of NCCL ends, and the copy that waited for it takes whatever it has left."""
-    trainers: list[Trainer] = []
+    runs: list[Any] = []
 
-    def abort_during_the_next_copy(trainer: Trainer) -> None:
-        trainers.append(trainer)
+    def abort_during_the_next_copy(run: RunView) -> None:
+        runs.append(run)
 
         def copy(state: Any) -> Any:
-            trainer.backend.activity.abort()
+            run.backend.activity.abort()
             return state
 
         monkeypatch.setattr(manager, "on_host", copy)
 
     with pytest.raises(ExchangeAbortedError):
         figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)
-    assert trainers[0].keeper._memory.step == 2
+    assert runs[0].manager._snapshot.step == 2
 
 
 def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from hvd_trainer import Callback, EngineOptions, LogOptions, Trainer, TrainerOptions, TrainOptions, accuracy
+from hvd_trainer import (
+    Callback,
+    EngineOptions,
+    LogOptions,
+    RunView,
+    Trainer,
+    TrainerOptions,
+    TrainOptions,
+    accuracy,
+)
 from hvd_trainer.data import TensorData
 from hvd_trainer.errors import UserError
 
@@ -36,10 +45,10 @@ class Rates(Callback):
         self.rates: list[float] = []
         self.epochs: list[int] = []
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        self.rates.append(trainer.rate.last)
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        self.rates.append(run.rate.last)
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         self.epochs.append(record["epoch"])
 
 

@@ -1,4 +1,4 @@
-"""When to save, and saving beside the training: only the copy to host memory holds it up.
+"""Write checkpoints in a thread beside the training, which waits only for the copy to host memory.
 
 training   ... step | copy | step  step  step ...
 writer              |      | write, sync, rename, remove old ones |
@@ -27,18 +27,20 @@ FEW_BYTES = 2**26
 
 
 class AsyncWriter:
-    """Writes rank 0's checkpoints; on other ranks it only knows when.
+    """Writes rank 0's checkpoints; on other ranks it only tells when one is due.
+
+    Use it as a context manager: it removes what killed saves have left, and waits on exit for the last save.
 
     Args:
-        folder: the run's `checkpoints` folder; None on other ranks than 0 and where nothing is kept.
+        folder: the run's `checkpoints` folder; None on other ranks than 0 and without --log-dir.
         options: when to save and what to keep.
 
     Attributes:
-        stalled_s: how long training stood still for saving so far, in seconds, on this rank.
-        saves: how many times.
+        stalled_s: seconds for which saves have stopped the training on this rank.
+        saves: number of saves.
 
     Raises:
-        CheckpointError: what killed saves have left cannot be removed.
+        CheckpointError: on entry, if what killed saves have left cannot be removed.
     """
 
     def __init__(self, folder: Path | None, options: SaveOptions) -> None:
@@ -49,41 +51,49 @@ class AsyncWriter:
         self._last = time.monotonic()
         self.stalled_s, self.saves = 0.0, 0
         self._tried = False
-        if folder is not None:
-            storage.sweep(folder)
+
+    def __enter__(self) -> AsyncWriter:
+        self._last = time.monotonic()
+        if self._folder is not None:
+            storage.sweep(self._folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is being written; `wait` has raised its errors."""
+        self._writer.shutdown()
 
     @property
-    def overdue(self) -> bool:
-        """Whether the last save is longer ago than `--save-every-s`; by this rank's clock."""
+    def is_overdue(self) -> bool:
+        """Whether --save-every-s have passed since the last save, by this rank's clock."""
         every = self._options.save_every_s
         return every is not None and time.monotonic() - self._last >= every
 
-    def after_step(self, step: int) -> bool:
+    def is_due_after_step(self, step: int) -> bool:
         """Whether to save after this step because of its number; the same on all ranks."""
         every = self._options.save_every_steps
         return every is not None and step % every == 0
 
-    def after_epoch(self, epoch: int, *, last: bool) -> bool:
-        """Whether to save after so many epochs; at the end of a run always."""
+    def is_due_after_epoch(self, epoch: int, *, last: bool) -> bool:
+        """Whether to save after this number of epochs; after the last one always, if epochs are saved at all."""
         every = self._options.save_every_epochs
         return every is not None and (epoch % every == 0 or last)
 
-    def hand_over(
+    def submit(
         self, began: float, state: Mapping[str, Any] | None, *, step: int, epoch: int, figures: Mapping[str, float]
     ) -> None:
-        """Copies the state to host memory and has it written; the state may change afterwards.
+        """Copy the state to host memory and have the thread write it; the state may change afterwards.
 
-        Waits for the save before, if that is still being written. All ranks call it.
+        Waits for the previous save, if that is still being written. All ranks call it.
 
         Args:
-            began: when training stopped for this save, by `time.perf_counter`.
+            began: time at which training stopped for this save, by `time.perf_counter`.
             state: from `TrainState.collect`.
             step, epoch, figures: as in `checkpoint.Manifest`.
 
         Raises:
-            CheckpointError: the save before could not be written.
+            CheckpointError: the previous save could not be written.
         """
-        self.wait()  # from here on the writer reads nothing of the copy before, in whose place the new one comes
+        self.wait()  # the new copy takes the memory of the previous one
         if self._folder is not None and state is not None:
             copied = on_host(state, self._memory)
             self._writing = self._writer.submit(self._write, copied, step, epoch, dict(figures))
@@ -92,18 +102,14 @@ class AsyncWriter:
         self.stalled_s += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more.
+        """Wait until nothing is being written.
 
         Raises:
-            CheckpointError: what was being written could not be.
+            CheckpointError: the last save could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-
-    def close(self) -> None:
-        """Lets the writer end what it began; its errors have been told by `wait`."""
-        self._writer.shutdown()
 
     def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
         assert self._folder is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -40,6 +41,6 @@ def train(options: ImdbOptions) -> None:
         )
         loss = nn.functional.cross_entropy
         trainer.fit(model, optimizer, loss, texts.train, texts.test, metrics={"accuracy": accuracy})
-        if trainer.log.folder is not None and texts.tokenizer is not None:
+        if trainer.world.is_first and options.log.log_dir is not None and texts.tokenizer is not None:
             # Without it nobody could ask the weights about another review.
-            (trainer.log.folder / "tokenizer.json").write_text(texts.tokenizer)
+            (Path(options.log.log_dir).expanduser() / "tokenizer.json").write_text(texts.tokenizer)

@@ -1,20 +1,97 @@
-"""What a job can have done at the ends of steps and epochs."""
+"""Callbacks: the functions of a job, of the timers and of the profiler that the training loop calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hvd_trainer.backends import StepResult
-from hvd_trainer.data import Batch
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from hvd_trainer.training.trainer import Trainer
+from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.data import Batch, Loader
+from hvd_trainer.launch.world import World
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.observe.run_log import RunLog
+
+
+class LearningRate(Protocol):
+    """The learning rate of the first parameter group, with scaling, warm-up and decay."""
+
+    @property
+    def last(self) -> float:
+        """The rate of the last step."""
+
+    @property
+    def full(self) -> float:
+        """The scaled rate after warm-up."""
+
+
+class RunView(Protocol):
+    """A running training, as callbacks, the start-up summary, timers and the profiler see it."""
+
+    @property
+    def options(self) -> TrainerOptions:
+        """All options."""
+
+    @property
+    def backend(self) -> Backend:
+        """The engine."""
+
+    @property
+    def world(self) -> World:
+        """This process among all."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How many samples each rank takes per step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was given to `fit`."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given to `fit`."""
+
+    @property
+    def rate(self) -> LearningRate:
+        """The effective learning rate."""
+
+    @property
+    def progress(self) -> Progress:
+        """Counters of epochs, steps and samples."""
+
+    @property
+    def log(self) -> RunLog:
+        """The run's log; its folder is None on other ranks than 0 and without --log-dir."""
+
+    @property
+    def train_loader(self) -> Loader:
+        """This rank's training batches."""
+
+    @property
+    def test_loader(self) -> Loader | None:
+        """This rank's test batches; None without a test set."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in a whole epoch; None for a stream."""
+
+    def say(self, text: str) -> None:
+        """Print a line once for the whole job, unless it is quiet."""
 
 
 class Callback:
-    """Called by the trainer on every rank; override what you need.
+    """Called by the training loop on every rank; override what you need.
 
     Attributes:
         needs_norm: whether each step's result shall have the gradient's norm, which costs a few operations.
@@ -22,20 +99,20 @@ class Callback:
 
     needs_norm = False
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """After each optimizer step."""
+    def on_step_end(self, run: RunView, result: StepResult) -> None:
+        """Act after an optimizer step."""
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """After each epoch, with its line of metrics.jsonl."""
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        """Act after an epoch, whose line of metrics.jsonl is `record`."""
 
 
 class Observer(Callback):
-    """A callback that also stands around the whole training, and sees the batches."""
+    """A callback that is also open around the whole training, and sees each batch."""
 
-    def at_work(self) -> AbstractContextManager[None]:
-        """The training runs inside; model, optimizer and data are set up."""
+    def around_training(self, run: RunView) -> AbstractContextManager[None]:
+        """Return a context that is open while the loop runs; model, optimizer and data are set up before."""
         return nullcontext()
 
-    def seen(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This rank's batches of an epoch, as they pass by."""
+    def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return this rank's batches of an epoch, unchanged, as they are drawn."""
         return batches

@@ -1,29 +1,30 @@
-"""What is kept of a training beside its results, where its options ask for it."""
+"""Choose the observers of a training by its options."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from hvd_trainer.backends import Backend
+from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.callback import Observer
 from hvd_trainer.observe.profiler.profiler import Profile
+from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.step_timer import StepTimes
 from hvd_trainer.observe.step_trace import StepTrace
 
-if TYPE_CHECKING:
-    from hvd_trainer.training.trainer import Trainer
 
+def make_observers(options: TrainerOptions, backend: Backend, log: RunLog) -> list[Observer]:
+    """Return the step timer, the step trace and the profiler, as far as the options ask for them.
 
-def make_observers(trainer: Trainer) -> list[Observer]:
-    """All that the options ask for; each writes to the log folder, which they are refused without."""
-    measure, log_dir = trainer.options.measure, trainer.options.log.log_dir
-    found: list[Observer] = []
+    Each writes to the log folder, without which the options refuse it.
+    """
+    measure, log_dir = options.measure, options.log.log_dir
+    observers: list[Observer] = []
     if log_dir is None:
-        return found
+        return observers
     if measure.record_steps:
-        found.append(StepTimes(trainer, log_dir))
+        observers.append(StepTimes(backend, log_dir))
     if measure.trace_steps is not None:
-        found.append(StepTrace(trainer, log_dir, measure.trace_steps))
+        observers.append(StepTrace(backend, log_dir, measure.trace_steps))
     if measure.profile is not None:
-        found.append(Profile(trainer, log_dir, ProfilePlan.parse(measure.profile)))
-    return found
+        observers.append(Profile(backend, log, log_dir, ProfilePlan.parse(measure.profile)))
+    return observers

@@ -1,10 +1,10 @@
-"""Measure the phases of each step on every rank, and keep them in the log folder.
+"""Time the parts of each step: every rank measures its own steps and writes them to the log folder.
 
      data      forward     backward     reduce   step
     |-------|-----------|-------------|--------|------|        LOG_DIR/steps/rank-0.npz
 
-`reduce` is waiting for other ranks: the part of the exchange that backward has not hidden. `data` may come between
-backward and it, where the next batch is fetched while gradients are on their way.
+`reduce` is waiting for other ranks: the part of the exchange that does not overlap with backward. `data` comes
+between backward and reduce where the next batch is fetched while gradients are on their way.
 """
 
 from __future__ import annotations
@@ -14,41 +14,38 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_trainer.backends import StepResult
-from hvd_trainer.observe.callback import Observer
+from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.data import Batch
+from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.utils import accelerator
-
-if TYPE_CHECKING:
-    from hvd_trainer.data import Batch
-    from hvd_trainer.training.trainer import Trainer
 
 FOLDER = "steps"
 PARTS = ("data", "forward", "backward", "reduce", "step", "other")
-"""Of a step; `other` is all that is none of them, such as a save or the beginning of an epoch."""
+"""Parts of a step; `other` is the rest, such as a save or the beginning of an epoch."""
 OTHER = PARTS.index("other")
-PENDING = 64
-"""Steps whose marks are kept before they are made into seconds: a GPU is that far behind at most."""
+MAX_PENDING = 64
+"""Steps whose marks are kept before they are converted to seconds: a GPU lags behind by fewer steps."""
 
 
 class Clock(Protocol):
-    """Take marks, and return the time between two of them."""
+    """Takes marks, and measures the time between two of them."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float: ...
 
     def settle(self) -> None:
-        """Wait until all work before now is done."""
+        """Wait until all earlier work is done."""
 
 
 class HostClock:
-    """Mark times on the CPU, where a call returns when its work is done."""
+    """A clock for CPUs, where a call returns when its work is done."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -57,11 +54,11 @@ class HostClock:
         return end - start
 
     def settle(self) -> None:
-        """Do nothing: all work is done."""
+        """Return: nothing is pending on a CPU."""
 
 
 class DeviceClock:
-    """Mark times on an accelerator by events in its stream, which run behind the host and make nothing wait."""
+    """A clock for GPUs, which lag behind the program: a mark is an event in the device's queue; nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,28 +81,29 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class FirstStep(Observer):
-    """Measure the first step, which includes set-up and compilation, apart from the others."""
+    """Times the first step, which sets up caches and may compile, and so is no measure of speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
+        self._began = 0.0
         self._seconds: float | None = None
 
-    def seen(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._began = time.perf_counter()
         return batches
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, run: RunView, result: StepResult) -> None:
         if self._seconds is None:
             self._clock.settle()
             self._seconds = time.perf_counter() - self._began
 
     def figures(self) -> dict[str, float]:
-        """Return the seconds of this rank's first step for the run's last record; empty if there was no step."""
+        """Return this rank's seconds for the record of the run's end; empty if there was no step."""
         return {} if self._seconds is None else {"first_step_s": self._seconds}
 
 
 class Pending(NamedTuple):
-    """A step whose figures have not been read from its device yet."""
+    """A step whose marks and figures are still on its device."""
 
     marks: Sequence[tuple[int, Any]]
     losses: tuple[Tensor, ...]
@@ -114,40 +112,41 @@ class Pending(NamedTuple):
 
 
 class StepTimes(Observer):
-    """Measure the steps of this rank, and write them to the log folder at the end of the training.
+    """Measures the steps of this rank, and writes them to a file at the end of the training.
 
-    What it keeps, as a file of NumPy with one entry per step: `seconds` (steps, parts) in the order of `parts`,
+    The file is NumPy's, with one entry per step: `seconds` (steps, parts) in the order of `parts`,
     `step`, `epoch`, `samples` (of all ranks), `lr`, `loss` (this rank's), `grad_norm`, `skipped`, `cpu_s` (CPU
     time of the whole process); and `began_at` and `first_step_at`, in seconds since 1970.
 
     Args:
-        trainer: whose training it is.
+        backend: the engine.
         log_dir: the log folder, on this rank's node.
     """
 
     needs_norm = True
 
-    def __init__(self, trainer: Trainer, log_dir: str) -> None:
-        self._trainer = trainer
-        self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{trainer.world.rank}.npz"
-        self._clock = clock_of(trainer.device)
+    def __init__(self, backend: Backend, log_dir: str) -> None:
+        self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{backend.world.rank}.npz"
+        self._clock = clock_of(backend.device)
         self._columns = {name: column for column, name in enumerate(PARTS)}
         self._pending: list[Pending] = []
         self._seconds: list[list[float]] = []
         self._rows: list[tuple[float, ...]] = []
         self._results: list[tuple[float, float, float]] = []
-        self._first_step_at = 0.0
+        self._marks: list[tuple[int, Any]] = []
+        self._samples, self._cpu = 0, 0.0
+        self._began_at, self._first_step_at = 0.0, 0.0
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Inside, each step is measured; after it, all are written down.
+    def around_training(self, run: RunView) -> Iterator[None]:
+        """Measure each step while the context is open, and write all of them on exit.
 
         Raises:
             OSError: the folder cannot be written to.
         """
-        activity = self._trainer.backend.activity
+        activity = run.backend.activity
         self._began_at, self._cpu = time.time(), time.process_time()
-        self._samples = self._trainer.progress.samples
+        self._samples = run.progress.samples
         self._marks = [(OTHER, self._clock.mark())]
         activity.listeners.append(self._enter)
         try:
@@ -159,7 +158,7 @@ class StepTimes(Observer):
     def _enter(self, phase: str) -> None:
         self._marks.append((self._columns.get(phase, OTHER), self._clock.mark()))
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, run: RunView, result: StepResult) -> None:
         if not self._rows:
             self._clock.settle()
             self._first_step_at = time.time()
@@ -168,14 +167,14 @@ class StepTimes(Observer):
             Pending([*self._marks, (OTHER, end)], result.losses, result.grad_norm, result.skipped)
         )
         self._marks = [(self._marks[-1][0], end)]
-        progress, cpu = trainer.progress, time.process_time()
+        progress, cpu = run.progress, time.process_time()
         counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
-        self._rows.append((*counts, trainer.rate.last, cpu - self._cpu))
+        self._rows.append((*counts, run.rate.last, cpu - self._cpu))
         self._samples, self._cpu = progress.samples, cpu
-        if len(self._pending) == PENDING:
+        if len(self._pending) == MAX_PENDING:
             self._resolve()
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         self._marks = [(OTHER, self._clock.mark())]
 
     def _resolve(self) -> None:

@@ -1,19 +1,17 @@
-"""Format the lines for people: the start-up summary, one line per epoch, and the last line."""
+"""Format the lines that a person reads: the set-up, each epoch, the result."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hvd_trainer.observe.callback import RunView
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
-
-if TYPE_CHECKING:
-    from hvd_trainer.training.trainer import Trainer
-
 
 KERNELS = {
     "tf32": "TF32",
@@ -21,33 +19,38 @@ KERNELS = {
     "cudnn_benchmark": "cuDNN's quickest",
     "capture_step": "steps captured as a graph",
 }
-"""Options on how a device computes, with what is said of them."""
+"""Options on how a device computes, and the words for them in the start-up summary."""
 
 
-def startup_summary(trainer: Trainer) -> str:
-    """Return the lines that show the derived arithmetic of a run, so that a wrong set-up is seen at once."""
-    backend, plan, options = trainer.backend, trainer.plan, trainer.options
+def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
+    """Return the lines that show what was set up, so that a mistake is seen at once.
+
+    Args:
+        run: what was set up.
+        layout: lines on models in parts, by their names.
+    """
+    backend, plan, options = run.backend, run.plan, run.options
     world, train = backend.world, options.train
     is_host = accelerator.is_host(backend.device)
     threads = f", {plural(torch.get_num_threads(), 'thread')} each" if is_host else ""
-    device = _device(trainer)
+    device = accelerator.name(run.device)
     unused = accelerator.unsupported() if is_host else None
     if unused is not None and options.engine.device == "auto":
         device += f" (ranks cannot train on the {unused} device of this machine)"
     factor = plan.lr_factor(train.lr_scaling)
     scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
-    steps = "an unknown number of" if trainer.steps_per_epoch is None else f"{trainer.steps_per_epoch:,}"
+    steps = "an unknown number of" if run.steps_per_epoch is None else f"{run.steps_per_epoch:,}"
     parts = plural(plan.size, "virtual rank" if train.reproducible else "rank")
     if plan.size < world.size:
         parts = plural(plan.size, "copy of the model", "copies of the model")
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = sum(p.numel() for p in run.model.parameters())
     lines = {
         "backend": f"{backend.name}: {backend.version}",
         "world": f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}, started by {world.launcher}"
         f"; {device}{threads}",
         "batch": f"{plan.batch_size} x {parts} x {plural(plan.accumulate, 'pass', 'passes')}"
         f" = {plan.global_batch_size} per step, {steps} {'step' if steps == '1' else 'steps'} per epoch",
-        "rate": f"{type(trainer.optimizer).__name__}, lr {trainer.rate.full:g}{scaled}"
+        "rate": f"{type(run.optimizer).__name__}, lr {run.rate.full:g}{scaled}"
         + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")
         + (f", decay to 0 ({train.lr_decay})" if train.lr_decay != "none" else "")
         + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
@@ -56,11 +59,11 @@ def startup_summary(trainer: Trainer) -> str:
         + "".join(f", {words}" for name, words in KERNELS.items() if getattr(train, name))
         + (", compiled" if train.compile else "")
         + (f" ({train.compile_mode})" if train.compile_mode != "default" else ""),
-        "data": _data(trainer),
-        "model": f"{type(trainer.model).__name__}, {parameters:,} parameters",
+        "data": _data(run),
+        "model": f"{type(run.model).__name__}, {parameters:,} parameters",
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
     }
-    lines |= trainer.layout.lines()
+    lines |= layout
     if options.measure.leave_out:
         lines["measure"] = (
             f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
@@ -71,36 +74,36 @@ def startup_summary(trainer: Trainer) -> str:
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """Return the set-up for programs, as run.json has it."""
-    backend, plan, world = trainer.backend, trainer.plan, trainer.world
-    train, test = trainer.train_loader, trainer.test_loader
-    parameters = list(trainer.model.parameters())
+def facts(run: RunView) -> dict[str, Any]:
+    """Return what was set up, for programs: the contents of run.json."""
+    backend, plan, world = run.backend, run.plan, run.world
+    train, test = run.train_loader, run.test_loader
+    parameters = list(run.model.parameters())
     return {
         "backend": backend.name,
         "engine": backend.version,
         "launcher": world.launcher,
         "world_size": world.size,
         "num_nodes": world.num_nodes,
-        "device": "cpu" if accelerator.is_host(backend.device) else _device(trainer),
+        "device": "cpu" if accelerator.is_host(backend.device) else accelerator.name(run.device),
         "threads": torch.get_num_threads(),
         "batch_size": plan.batch_size,
         "passes": plan.passes,
         "global_batch_size": plan.global_batch_size,
-        "steps_per_epoch": trainer.steps_per_epoch,
-        "optimizer": type(trainer.optimizer).__name__,
-        "lr": trainer.rate.full,
-        "precision": trainer.options.train.precision,
-        **{name: getattr(trainer.options.train, name) for name in KERNELS},
-        "compression": trainer.options.engine.compression,
-        "bucket_mb": trainer.options.engine.bucket_mb,
+        "steps_per_epoch": run.steps_per_epoch,
+        "optimizer": type(run.optimizer).__name__,
+        "lr": run.rate.full,
+        "precision": run.options.train.precision,
+        **{name: getattr(run.options.train, name) for name in KERNELS},
+        "compression": run.options.engine.compression,
+        "bucket_mb": run.options.engine.bucket_mb,
         "in_memory": train.in_memory,
         "workers": train.num_workers,
         "train_data": train.name,
         "train_samples": train.num_samples,
         "test_data": None if test is None else test.name,
         "test_samples": None if test is None else test.num_samples,
-        "model": type(trainer.model).__name__,
+        "model": type(run.model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "parameter_tensors": len(parameters),
         "python": platform.python_version(),
@@ -109,7 +112,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
-    """Format an epoch's averages over all samples of all ranks."""
+    """Return the line of an epoch: averages over all samples of all ranks."""
     parts = [f"epoch {record['epoch']}/{epochs}"]
     for split in ("train", "test"):
         figures = {k.partition("_")[2]: v for k, v in record.items() if k.startswith(f"{split}_")}
@@ -122,7 +125,7 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
 
 
 def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) -> str:
-    """Format the last line of a run."""
+    """Return the last line of a run."""
     if not record:
         return "done: nothing left to train"
     result = f", test accuracy {record['test_accuracy']:.2%}" if "test_accuracy" in record else ""
@@ -130,29 +133,23 @@ def summary_line(record: dict[str, Any], seconds: float, folder: Path | None) ->
     return f"done: {plural(record['step'], 'step')} in {seconds:.1f} s{result}{kept}"
 
 
-def _device(trainer: Trainer) -> str:
-    """Return `CPU`, or the GPU's name."""
-    device = trainer.device
-    return accelerator.name(device)
-
-
-def _data(trainer: Trainer) -> str:
-    """Format the data: `MNIST: 60,000 samples to train on, 10,000 to test on`."""
-    train, test = trainer.train_loader, trainer.test_loader
+def _data(run: RunView) -> str:
+    """Return `MNIST: 60,000 samples to train on, 10,000 to test on`."""
+    train, test = run.train_loader, run.test_loader
     size = "a stream of samples" if train.num_samples is None else plural(train.num_samples, "sample")
     text = f"{train.name}: {size} to train on"
     if test is None:
-        return f"{text}, none to test on{_whereabouts(trainer)}"
+        return f"{text}, none to test on{_whereabouts(run)}"
     name = "" if test.name == train.name else f"{test.name}: "
     size = "a stream" if test.num_samples is None else f"{test.num_samples:,}"
-    return f"{text}, {name}{size} to test on{_whereabouts(trainer)}"
+    return f"{text}, {name}{size} to test on{_whereabouts(run)}"
 
 
-def _whereabouts(trainer: Trainer) -> str:
+def _whereabouts(run: RunView) -> str:
     """Return which data an accelerator's memory has no room for; on the CPU nothing."""
-    if accelerator.is_host(trainer.device):
+    if accelerator.is_host(run.device):
         return ""
-    loaders = {"to train on": trainer.train_loader, "to test on": trainer.test_loader}
+    loaders = {"to train on": run.train_loader, "to test on": run.test_loader}
     sent = " and ".join(name for name, loader in loaders.items() if loader is not None and loader.is_sent)
     return f"; those {sent} are sent from the host" if sent else "; all in the GPU's memory"
 

@@ -1,4 +1,4 @@
-"""Learning rates: one rule for scaling, one for warm-up and one for decay, the same on every engine."""
+"""Scale, warm up and decay the learning rate, in the same way on every engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 class StepRate:
-    """The learning rate of each step: the optimizer's own, as its scheduler leaves it, times three factors.
+    """The learning rate of each step: the optimizer's, as its scheduler leaves it, times three factors.
 
     Scaling, warm-up and decay apply only while a step is taken. So the optimizer and any scheduler (chained, in
-    closed form) keep the user's numbers, nothing needs a state, and a checkpoint goes on with other ranks.
+    closed form) keep the user's numbers, nothing needs a state, and a checkpoint resumes on any number of ranks.
 
             ___
            /   \\__
@@ -28,18 +28,27 @@ class StepRate:
          /           \\_   decay over the other epochs: from 1 on a line down to 0, or as half a cosine
 
     Args:
+        optimizer: its groups have the rates.
         factor: the scaling.
         warmup_steps: n.
-        decay: its form.
-        begins: the share of all epochs that is behind when the decay begins.
+        decay: none, linear or cosine.
+        decay_start: the fraction of all epochs after which the decay begins.
     """
 
     def __init__(
-        self, optimizer: Optimizer, factor: float, warmup_steps: int, decay: Decay = "none", begins: float = 0.0
+        self,
+        optimizer: Optimizer,
+        factor: float,
+        warmup_steps: int,
+        decay: Decay = "none",
+        decay_start: float = 0.0,
     ) -> None:
-        self._optimizer, self._factor, self._warmup_steps = optimizer, factor, warmup_steps
-        self._decay, self._begins = decay, begins
-        self.last = self.full * self._share(0, 0.0)
+        self._optimizer = optimizer
+        self._factor = factor
+        self._warmup_steps = warmup_steps
+        self._decay = decay
+        self._decay_start = decay_start
+        self.last = self.full * self._fraction(0, 0.0)
         """The effective rate of the last step, or of the first if there was none; of the first group."""
 
     @property
@@ -47,45 +56,51 @@ class StepRate:
         """The scaled rate after warm-up, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"]) * self._factor
 
-    def go_on(self, step: int, done: float) -> None:
-        """To be called when the optimizer was restored after so many steps."""
-        self.last = self.full * self._share(max(0, step - 1), done)
+    def resume(self, step: int, done: float) -> None:
+        """Set `last` to the rate of the last step of a restored run.
+
+        Args:
+            step: steps done.
+            done: as in `applied`.
+        """
+        self.last = self.full * self._fraction(max(0, step - 1), done)
 
     @contextmanager
     def applied(self, step: int, done: float) -> Iterator[None]:
-        """Inside, the optimizer has the effective rate of this step.
+        """Set the optimizer's rates to the effective ones of this step inside.
 
         Args:
-            done: the share of all epochs that is behind: not of steps, which other ranks may make other ones of.
+            step: steps done before this one.
+            done: the fraction of all epochs that is done; not of steps, whose number depends on the ranks.
         """
-        groups, share = self._optimizer.param_groups, self._share(step, done)
-        own = [group["lr"] for group in groups]
-        self.last = self.full * share
-        for group, lr in zip(groups, own, strict=True):
-            group["lr"] = lr * self._factor * share
+        groups, fraction = self._optimizer.param_groups, self._fraction(step, done)
+        before = [group["lr"] for group in groups]
+        self.last = self.full * fraction
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr * self._factor * fraction
         try:
             yield
         finally:
-            for group, lr in zip(groups, own, strict=True):
+            for group, lr in zip(groups, before, strict=True):
                 group["lr"] = lr
 
-    def _share(self, step: int, done: float) -> float:
+    def _fraction(self, step: int, done: float) -> float:
         warmup = min(1.0, (step + 1) / (self._warmup_steps + 1))
-        if self._decay == "none" or done <= self._begins:
+        if self._decay == "none" or done <= self._decay_start:
             return warmup
-        gone = min(1.0, (done - self._begins) / (1 - self._begins))
-        return warmup * (1 - gone if self._decay == "linear" else (1 + math.cos(math.pi * gone)) / 2)
+        decayed = min(1.0, (done - self._decay_start) / (1 - self._decay_start))
+        return warmup * (1 - decayed if self._decay == "linear" else (1 + math.cos(math.pi * decayed)) / 2)
 
 
 def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler itself, made now if a function was given."""
+    """Return the scheduler; if a function was given, call it with the optimizer."""
     if scheduler is None or isinstance(scheduler, LRScheduler):
         return scheduler
     return scheduler(optimizer)
 
 
-def advance(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
-    """One epoch on; a `ReduceLROnPlateau` watches the test loss, or the train loss where there is none."""
+def step_scheduler(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
+    """Step the scheduler after an epoch; `ReduceLROnPlateau` gets the test loss, or the train loss without one."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step(record.get("test_loss", record["train_loss"]))
     elif scheduler is not None:
@@ -93,7 +108,7 @@ def advance(scheduler: LRScheduler | None, record: Mapping[str, Any]) -> None:
 
 
 def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
-    """How many steps `epochs` of warm-up are.
+    """Return the number of steps in `epochs` of warm-up.
 
     Raises:
         OptionError: the length of an epoch is not known.
@@ -106,7 +121,7 @@ def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
 
 
 def check_decay(decay: Decay, num_samples: int | None) -> None:
-    """Refuses a decay of which nobody knows when it ends.
+    """Refuse a decay whose end is unknown.
 
     Raises:
         OptionError: the length of an epoch is not known.

@@ -1,8 +1,8 @@
-"""Losses and gradients that are not finite: seen by all ranks alike, and without waiting for the device per step.
+"""Find NaN and Inf in losses and gradients, alike on all ranks, without waiting for the device in each step.
 
-A loss that is not finite makes the gradients of its rank so, and the exchange brings that to all ranks: so they
-judge a step by the norm of its averaged gradient, which they have in common, and need no exchange to agree. Where
-nobody needs that norm in each step, the weights are looked at instead, as seldom as the losses are.
+A non-finite loss makes the gradients of its rank non-finite, and the exchange spreads that to all ranks: so they
+judge a step by the norm of its averaged gradient, which is the same on all, and need no further exchange. Where no
+option needs that norm in each step, the weights are checked instead, as seldom as the losses are read.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from hvd_trainer.errors import NonFiniteError
 
 Policy = Literal["error", "skip"]
 NEVER = 2**62
-MOST = 1000
-"""Losses that are kept at most; all ranks have as many."""
+"""Stands for the step of a mistake where there is none."""
+MAX_UNREAD_LOSSES = 1000
+"""Losses on the device before they are read; all ranks have equally many."""
 
 
 class NonFiniteGuard:
-    """Keeps the figures of the steps since the last check on the device, and reads them all at once.
+    """Leaves losses and norms of steps on the device, and reads all of them at the next check.
 
     Args:
         backend: the engine.
-        policy: `error` ends the run at the next check; `skip` leaves such steps out, which the step does by
-            itself, so that a check has nothing to find.
-        model: whose weights are looked at, in place of gradients whose norm nobody has asked for: what is not
-            finite in a gradient stays in the weights for good.
+        policy: `error` ends the run at the next check; under `skip` the step itself is left out, and a check
+            finds nothing.
+        model: its weights are checked where gradients have no norm: a NaN in a gradient stays in the weights.
     """
 
     def __init__(self, backend: Backend, policy: Policy, model: nn.Module) -> None:
-        self._backend, self.policy, self._model = backend, policy, model
+        self._backend = backend
+        self.policy = policy
+        self._model = model
         self._losses: list[tuple[int, Tensor]] = []
         self._norms: list[tuple[int, Tensor]] = []
-        self._last = NEVER
+        self._last_step = NEVER
         self._one: Tensor | None = None
 
     def seed(self, loss: Tensor) -> Tensor:
-        """Return what backward starts from: 1; under `skip` NaN if the loss is not finite.
+        """Return the gradient that backward starts from: 1; under `skip` NaN if the loss is not finite.
 
-        There, all ranks must find by their common gradient that one of them had such a loss.
+        Then all ranks find in their averaged gradient that one of them had such a loss.
         """
         if self.policy == "skip":
             return loss.detach() * 0 + 1
@@ -54,28 +56,28 @@ class NonFiniteGuard:
         return one
 
     def note(self, step: int, losses: Sequence[Tensor], norm: Tensor | None) -> None:
-        """Remember a step: its losses on this rank, and the norm of its averaged gradient if there is one.
+        """Add a step: its losses on this rank, and the norm of its averaged gradient if there is one.
 
         Raises:
-            NonFiniteError: as `check`, which it calls when there is much to remember.
+            NonFiniteError: as `check`, which it calls after `MAX_UNREAD_LOSSES`.
         """
         if self.policy == "error":
             self._losses += [(step, loss) for loss in losses]
             self._norms += [] if norm is None else [(step, norm)]
-            self._last = step
-            if len(self._losses) >= MOST:
+            self._last_step = step
+            if len(self._losses) >= MAX_UNREAD_LOSSES:
                 self.check()
 
     def check(self) -> None:
-        """Look at all steps since the last check. A collective.
+        """Check all steps since the last check. A collective.
 
         Raises:
-            NonFiniteError: one had a loss or a gradient that was not finite; on all ranks.
+            NonFiniteError: a loss or a gradient was not finite; on all ranks.
         """
-        if self._last == NEVER:  # as always under `skip`
+        if self._last_step == NEVER:  # always under `skip`
             return
         found = self._first_bad(self._losses), self._first_bad(self._norms), self._first_bad_weights()
-        self._losses, self._norms, self._last = [], [], NEVER
+        self._losses, self._norms, self._last_step = [], [], NEVER
         if self._backend.all_reduce_numbers([min(found)], "min") == [NEVER]:
             return
         everyone = self._backend.all_gather_object(found)
@@ -93,7 +95,7 @@ class NonFiniteGuard:
         )
 
     def _first_bad(self, values: list[tuple[int, Tensor]]) -> int:
-        """Return the first step whose value is not finite; `NEVER` if all are."""
+        """Return the first step whose value is not finite; `NEVER` if all are finite."""
         if not values:
             return NEVER
         figures = self._backend.read(torch.stack([value for _, value in values]).double())
@@ -101,11 +103,13 @@ class NonFiniteGuard:
         return next(bad, NEVER)
 
     def _first_bad_weights(self) -> int:
-        """Return the last step if a weight on this rank is not finite now; else `NEVER`."""
+        """Return the last step if a weight on this rank is not finite; else `NEVER`."""
         here = (p.detach() for p in self._model.parameters() if p.requires_grad and not p.is_meta)
-        weights = [w.to_local() if hasattr(w, "to_local") else w for w in here]  # a slice, with `--shard full`
+        weights = [
+            w.to_local() if hasattr(w, "to_local") else w for w in here
+        ]  # DTensor: a slice, with `--shard full`
         weights = [w for w in weights if w.numel()]
         if not weights:
             return NEVER
         largest = nn.utils.get_total_norm(weights, math.inf)
-        return NEVER if math.isfinite(self._backend.read(largest)) else self._last
+        return NEVER if math.isfinite(self._backend.read(largest)) else self._last_step

@@ -1,8 +1,8 @@
 r"""The same bits on 1, 2, 4, ... ranks, on either engine, through any kill and resume.
 
-What makes runs differ is the order of sums, and random numbers. So the global batch is cut into V virtual ranks, a
-power of two that does not change with the number of ranks. The gradient of each is computed apart, with random
-numbers seeded by (seed, step, virtual rank), and the V gradients are added in one order, pairs of pairs:
+Runs differ by the order of sums and by random numbers. So the global batch is cut into V virtual ranks, a power of
+two that does not change with the number of ranks. The gradient of each is computed separately, with random numbers
+seeded by (seed, step, virtual rank), and the V gradients are added in one order, as a binary tree:
 
     virtual ranks   0   1   2   3   4   5   6   7
                      \ /     \ /     \ /     \ /
@@ -13,12 +13,12 @@ numbers seeded by (seed, step, virtual rank), and the V gradients are added in o
                             \           /
                                   +
 
-With 2 ranks each has four of the leaves, with 4 ranks two. Logical workers that stay while the processes change
-are EasyScale's idea (SC'23).
+With 2 ranks each has four of the leaves, with 4 ranks two. Logical workers that are independent of the processes
+come from EasyScale (SC'23).
 
-Batch norm: each virtual rank normalises by its own batch, as a rank would, and from the running statistics that
-the step began with. After the step they are the mean of what the virtual ranks made of them, so that all ranks
-have the same at all times.
+Batch norm: each virtual rank normalises by its own batch, as a rank would, and updates the running statistics that
+the step began with. After the step they are the mean over the virtual ranks, so that all ranks have the same
+statistics at all times.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from hvd_trainer.utils.tensors import parameters_of
 
 
 class ReproducibleStep(TrainStep):
-    """A step whose result depends on the virtual ranks, and not on who computes them.
+    """A step whose result depends on the virtual ranks, and not on the ranks that compute them.
 
     Args:
         parts: with model and optimizer as returned by `backend.prepare(..., exchange=False)`.
-        virtual_ranks: how many there are in all; the ranks divide them.
-        seed: of the run.
+        virtual_ranks: their number on all ranks together; a multiple of the number of ranks.
+        seed: seed of the run.
+        find_unused_parameters: whether parameters may get no gradient.
     """
 
     def __init__(
@@ -60,35 +61,35 @@ class ReproducibleStep(TrainStep):
         self._names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
         self._parameters = [p for p in parameters_of(parts.optimizer) if p.requires_grad]
 
-    def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
-        """Trains on one window: the passes of this rank's virtual ranks, one virtual rank after the other."""
+    def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
+        """Train on the batches of one step, which are sorted by virtual rank."""
         world = self.backend.world
         mine = self._virtual_ranks // world.size
-        passes = len(window) // mine
-        total = sum(map(samples_in, window)) * world.size
+        passes = len(batches) // mine
+        total = sum(map(samples_in, batches)) * world.size
         start = [buffer.clone() for buffer in self._buffers]
         sums = TreeSum()
         for number in range(mine):
             seed_all(seed_of(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
             for buffer, value in zip(self._buffers, start, strict=True):
                 buffer.copy_(value)
-            for batch in window[number * passes : (number + 1) * passes]:
+            for batch in batches[number * passes : (number + 1) * passes]:
                 count = samples_in(batch)
                 self.backward(batch, count / total, meter)
-            sums.add(self._gathered())
+            sums.add(self._flatten())
         self.backend.activity.enter("data")
-        meanwhile()
-        self._spread([self.backend.tree_sum(part) for part in sums.total()])
+        prefetch()
+        self._unflatten([self.backend.tree_sum(part) for part in sums.total()])
         return self.update(meter, start)
 
-    def _gathered(self) -> list[Tensor]:
-        """This virtual rank's gradients and statistics, flat, one tensor per type; the gradients are gone then."""
+    def _flatten(self) -> list[Tensor]:
+        """Return a virtual rank's gradients and statistics as one flat tensor per dtype; clears the gradients."""
         if not self._find_unused:
             check_unused(self._names, self.optimizer)
         flats = []
         for parameters, buffers in self._by_type():
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            # The mean of statistics: a power of two divides without rounding.
+            # The sum over virtual ranks is the mean: division by a power of two is exact.
             parts += [buffer / self._virtual_ranks for buffer in buffers]
             flat = [part.detach().reshape(-1) for part in parts]
             if self._find_unused:
@@ -99,8 +100,8 @@ class ReproducibleStep(TrainStep):
             parameter.grad = None
         return flats
 
-    def _spread(self, sums: list[Tensor]) -> None:
-        """Makes the sums the gradients and statistics of the step."""
+    def _unflatten(self, sums: list[Tensor]) -> None:
+        """Set gradients and statistics to the sums over all virtual ranks."""
         for total, (parameters, buffers) in zip(sums, self._by_type(), strict=True):
             tensors = [*parameters, *buffers]
             lengths = [tensor.numel() for tensor in tensors]
@@ -112,23 +113,23 @@ class ReproducibleStep(TrainStep):
                 buffer.copy_(part.view_as(buffer))
 
     def _by_type(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Trained parameters and floating-point buffers of one type at a time, those that have the same bits."""
+        """Yield the trained parameters and the floating-point buffers of one dtype at a time."""
         buffers = [b for b in self._buffers if b.is_floating_point()]
         for dtype in dict.fromkeys(tensor.dtype for tensor in [*self._parameters, *buffers]):
             yield [p for p in self._parameters if p.dtype == dtype], [b for b in buffers if b.dtype == dtype]
 
 
 class TreeSum:
-    """Adds up lists of tensors that come one after the other, in the order of `pairwise_sum`.
+    """Adds lists of tensors that come one after the other, in the order of `pairwise_sum`.
 
-    As in a binary counter: two sums of as many make one of twice as many. So log2(n) + 1 lists are kept, not n.
+    Like a binary counter: two sums of n leaves make one of 2 n. So log2(n) + 1 lists are in memory, not n.
     """
 
     def __init__(self) -> None:
         self._levels: list[tuple[int, list[Tensor]]] = []
 
     def add(self, tensors: list[Tensor]) -> None:
-        """The next leaf."""
+        """Add the next leaf."""
         level = 0
         while self._levels and self._levels[-1][0] == level:
             earlier = self._levels.pop()[1]
@@ -137,21 +138,21 @@ class TreeSum:
         self._levels.append((level, tensors))
 
     def total(self) -> list[Tensor]:
-        """The sum of a power of two of leaves."""
+        """Return the sum; the number of leaves must be a power of two."""
         ((_, tensors),) = self._levels
         return tensors
 
 
-def ask_cublas() -> None:
-    """Has cuBLAS compute in one way; it is read once, at the process's first product of matrices on a GPU."""
+def set_cublas_workspace() -> None:
+    """Make cuBLAS deterministic. It reads this once, at the process's first matrix product on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
-def one_way_to_compute(device: torch.device) -> Iterator[None]:
-    """Inside, each operation is computed in one way only, or refused by PyTorch with an error that names it.
+def deterministic_algorithms(device: torch.device) -> Iterator[None]:
+    """Use deterministic algorithms inside; PyTorch refuses an operation that has none with an error that names it.
 
-    On CPUs with one thread: how many share an operation changes the order of its sums.
+    On CPUs with one thread, because the number of threads changes the order of sums.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark

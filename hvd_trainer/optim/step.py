@@ -1,11 +1,22 @@
-"""One optimizer step: the only place with forward, backward, exchange and update."""
+"""One optimizer step: the only place with forward, backward, exchange and update.
+
+The way of a step's batches, and the three calls in which the engines differ (`backends/base.py`):
+
+    TrainStep.__call__          the batches of one step, each a micro-batch of it
+      backend.gradient_sync     engine: keep this micro-batch's gradients local, or average them after the last one
+      forward_backward          model, loss, and backward, during which the engine already exchanges gradients that
+                                are complete: `backend.prepare` has put its hooks into the model
+      prefetch                  the loader fetches the batches of the next step, while gradients are on their way
+      backend.step              engine: wait for the averaged gradients; then unscale, clip and update
+      guard, meter              note losses and norm; count the batches in the metrics
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +33,15 @@ LossFunction = Callable[[Any, Any], Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Step(Protocol):
-    """What the loop calls; model parallelism puts its own in here."""
-
-    def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult: ...
-
-
 def mixed_precision(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Forward passes inside run in the given precision."""
+    """Return a context in which forward passes run in the given precision: fp32, bf16 or fp16."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass gave, as the meter takes it."""
+    """The result of a forward pass, as `Meter.add` takes it."""
 
     loss: Tensor
     outputs: Any
@@ -44,38 +49,49 @@ class ForwardResult(NamedTuple):
     samples: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What a step works with."""
+    """All that a step is made of."""
 
     backend: Backend
     model: nn.Module
-    """to train, as returned by `backend.prepare`"""
+    """the module to train, as returned by `backend.prepare`"""
     bare: nn.Module
-    """to evaluate"""
+    """the module to evaluate, without the engine's wrapper"""
     optimizer: Optimizer
     loss: LossFunction
-    """gives the mean loss of a batch from outputs and targets"""
+    """returns the mean loss of a batch from outputs and targets"""
     progress: Progress
-    """tells the number of the step"""
+    """has the number of the step"""
     guard: NonFiniteGuard
-    """told of each step's losses and gradient"""
+    """checks each step's losses and gradient"""
     max_norm: float | None = None
     """clip the averaged gradient's norm to this"""
     precision: str = "fp32"
     """fp32, bf16 or fp16; fp16 scales the loss"""
-    norm: bool = False
-    """give the gradient's norm with each step, also where nothing is clipped"""
+    needs_norm: bool = False
+    """return the gradient's norm with each step, also where nothing is clipped"""
 
 
 class TrainStep:
-    """Data-parallel step with accumulation, mixed precision, clipping, and a guard against what is not finite."""
+    """Data-parallel step with gradient accumulation, mixed precision, clipping, and a guard against NaN and Inf.
+
+    Attributes:
+        scaler: the loss scaler of fp16; None otherwise.
+        skips: whether a step with a non-finite gradient is left out (`--non-finite skip`).
+    """
 
     def __init__(self, parts: StepParts) -> None:
-        self.backend, self.model, self.bare = parts.backend, parts.model, parts.bare
-        self.optimizer, self.loss = parts.optimizer, parts.loss
-        self.progress, self.guard = parts.progress, parts.guard
-        self.max_norm, self.precision, self.norm = parts.max_norm, parts.precision, parts.norm
+        self.backend = parts.backend
+        self.model = parts.model
+        self.bare = parts.bare
+        self.optimizer = parts.optimizer
+        self.loss = parts.loss
+        self.progress = parts.progress
+        self.guard = parts.guard
+        self.max_norm = parts.max_norm
+        self.precision = parts.precision
+        self.needs_norm = parts.needs_norm
         fp16 = parts.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
@@ -83,33 +99,46 @@ class TrainStep:
         self._losses: list[Tensor] = []
         self._uncounted: list[ForwardResult] = []
 
-    def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
-        """Trains on one window of micro-batches: one update from their averaged gradient.
+    def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
+        """Train on the batches of one step: one update with their averaged gradient.
 
-        Each micro-batch counts by its samples, so that the shorter window at an epoch's end is divided
-        by its real size. `meanwhile` is called while gradients are on the way.
+        Args:
+            batches: micro-batches. Each is weighted by its samples, so that the shorter last step of an epoch is
+                divided by its real size.
+            meter: counts losses and metrics.
+            prefetch: called while gradients are exchanged.
         """
         before = [buffer.clone() for buffer in self._buffers] if self.skips else []
-        counts = [samples_in(batch) for batch in window]
-        last = len(window) - 1
-        for position, (batch, count) in enumerate(zip(window, counts, strict=True)):
+        counts = [samples_in(batch) for batch in batches]
+        last = len(batches) - 1
+        for position, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             with self.backend.gradient_sync(self.model, enabled=position == last):
                 self.backward(batch, 1 if last == 0 else count / sum(counts), meter)
         self.backend.activity.enter("data")
-        meanwhile()
+        prefetch()
         return self.update(meter, before)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
-        """Forward and backward of one batch, whose mean loss counts by `weight`, and its figures."""
-        passed = self.passes(batch, weight)
-        self._losses.append(passed.loss)
-        if self.skips:
-            self._uncounted.append(passed)
-        else:
-            meter.add(*passed)
+        """Run forward and backward on one batch, and count its loss and metrics.
 
-    def passes(self, batch: Batch, weight: float) -> ForwardResult:
-        """Forward and backward of one batch: its gradients are added to those that are there."""
+        Args:
+            batch: a micro-batch.
+            weight: its fraction of the step's samples.
+            meter: counts it; under `--non-finite skip` only after the update.
+        """
+        result = self.forward_backward(batch, weight)
+        self._losses.append(result.loss)
+        if self.skips:
+            self._uncounted.append(result)
+        else:
+            meter.add(*result)
+
+    def forward_backward(self, batch: Batch, weight: float) -> ForwardResult:
+        """Run forward and backward on one batch; its gradients, times `weight`, are added to `.grad`.
+
+        Raises:
+            OptionError: the loss is not a single number.
+        """
         activity = self.backend.activity
         activity.enter("forward")
         inputs, targets = batch
@@ -118,20 +147,49 @@ class TrainStep:
             loss = self.loss(outputs, targets)
         if loss.numel() != 1:
             raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
-        share = loss if weight == 1 else loss * weight
-        scaled = share if self.scaler is None else self.scaler.scale(share)
+        weighted = loss if weight == 1 else loss * weight
+        scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
         return ForwardResult(loss.detach(), outputs, targets, samples_in(batch))
 
-    def close(self) -> None:
-        """Drop what holds the engine's connections: nothing here."""
-
-    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
-        """Loss and metrics of one batch, without gradients.
+    def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
+        """Update the parameters, or skip the step: then its metrics do not count, and its buffers are restored.
 
         Args:
-            batch: None where only other ranks have one left, and need this one; see `Layout.evaluation`.
+            meter: counts the batches of the step, unless `backward` did.
+            before: the model's buffers as they were before the step; under `--non-finite skip` only.
+        """
+        result = self.backend.step(
+            self.optimizer,
+            max_norm=self.max_norm,
+            scaler=self.scaler,
+            norm=self.needs_norm,
+            skip_non_finite=self.skips,
+            total_norm=self.total_norm,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        # In fp16 gradients overflow regularly, until the loss scale has settled: their norm proves no mistake.
+        self.guard.note(self.progress.step + 1, self._losses, None if self.scaler else result.grad_norm)
+        if self.skips and result.skipped:
+            for buffer, value in zip(self._buffers, before, strict=True):
+                buffer.copy_(value)
+        else:
+            for uncounted in self._uncounted:
+                meter.add(*uncounted)
+        losses, self._losses, self._uncounted = tuple(self._losses), [], []
+        return replace(result, losses=losses)
+
+    def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient from those of this process's parameters."""
+        return nn.utils.get_total_norm(grads)
+
+    def evaluate(self, batch: Batch | None, meter: Meter) -> None:
+        """Add loss and metrics of one batch to the meter, without gradients.
+
+        Args:
+            batch: None where this rank has no batch left and must take part for others; see `Layout.evaluation`.
+            meter: counts it.
         """
         assert batch is not None
         inputs, targets = batch
@@ -140,28 +198,5 @@ class TrainStep:
             loss = self.loss(outputs, targets)
         meter.add(loss, outputs, targets, samples_in(batch))
 
-    def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """The norm of the whole gradient, from those of this process's parameters."""
-        return nn.utils.get_total_norm(grads)
-
-    def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
-        """Steps the optimizer; or leaves this step out, with its figures, and puts its first buffers back."""
-        result = self.backend.step(
-            self.optimizer,
-            max_norm=self.max_norm,
-            scaler=self.scaler,
-            norm=self.norm,
-            skip_non_finite=self.skips,
-            total_norm=self.total_norm,
-        )
-        self.optimizer.zero_grad(set_to_none=True)
-        # Gradients overflow in fp16 training as a matter of course, until the loss scale has found its place.
-        self.guard.note(self.progress.step + 1, self._losses, None if self.scaler else result.grad_norm)
-        if self.skips and result.skipped:
-            for buffer, value in zip(self._buffers, before, strict=True):
-                buffer.copy_(value)
-        else:
-            for passed in self._uncounted:
-                meter.add(*passed)
-        losses, self._losses, self._uncounted = tuple(self._losses), [], []
-        return replace(result, losses=losses)
+    def close(self) -> None:
+        """Release what holds the engine's connections: nothing here."""

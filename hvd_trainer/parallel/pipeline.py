@@ -198,9 +198,9 @@ class StageStep(TrainStep):
             # Its scale is made when it is first asked for, and only the last stage has a loss.
             self.scaler.scale(torch.zeros(1, device=backend.device))
 
-    def __call__(self, window: list[Batch], meter: Meter, meanwhile: Callable[[], None]) -> StepResult:
+    def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
         self._batch = 0
-        return super().__call__(window, meter, meanwhile)
+        return super().__call__(batches, meter, prefetch)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
         """All chunks of one batch, through all stages."""

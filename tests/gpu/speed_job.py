@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions
 from hvd_trainer.config.parser import parse
 from hvd_trainer.data.dataset import Normalise
 from hvd_trainer.jobs.models import MODELS
@@ -74,7 +74,7 @@ class CountSteps(Callback):
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+    def on_step_end(self, run: RunView, result: Any) -> None:
         self.steps.done()
 
 

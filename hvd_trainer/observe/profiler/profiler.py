@@ -1,4 +1,4 @@
-"""When a training is profiled: the steps are counted here."""
+"""Start and stop the profiler by counting steps."""
 
 from __future__ import annotations
 
@@ -7,47 +7,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvd_trainer.backends import StepResult
+from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.config.profile_plan import ProfilePlan
-from hvd_trainer.observe.callback import Observer
+from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.profiler.recorder import Recorder
 from hvd_trainer.observe.profiler.report import FOLDER, Report
+from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.step_timer import clock_of
 
-if TYPE_CHECKING:
-    from hvd_trainer.training.trainer import Trainer
-
-COMPARED, FEWEST = 50, 3
-"""Steps before the profiled ones that are timed, at most, and how many of them say something."""
+MIN_COMPARED, MAX_COMPARED = 3, 50
+"""Steps before the profiled ones that are timed for comparison."""
 
 
 class Profile(Observer):
     """Profiles some steps of a training.
 
     The ranks write and merge when the last of these steps has ended, and not at the end of the training, which may
-    be days away. Then nothing of it is left in the way of the steps that follow.
+    be days away. The steps that follow run without a profiler.
 
     Args:
-        trainer: whose training it is; its engine was made with `timeline=True` for its own part.
+        backend: the engine, made with `timeline=True` so that it records its exchanges.
+        log: the run's log.
         log_dir: the log folder, on this rank's node.
         plan: which steps.
     """
 
-    def __init__(self, trainer: Trainer, log_dir: str, plan: ProfilePlan) -> None:
-        backend, log = trainer.backend, trainer.log
+    def __init__(self, backend: Backend, log: RunLog, log_dir: str, plan: ProfilePlan) -> None:
         self._backend, self._log, self._plan = backend, log, plan
         self._report = Report(backend, log, Path(log_dir).expanduser() / FOLDER)
         self._clock = clock_of(backend.device)
-        self._before: deque[tuple[Any, Any]] = deque(maxlen=COMPARED)
+        self._before: deque[tuple[Any, Any]] = deque(maxlen=MAX_COMPARED)
         self._last: Any = None
         self._recorder: Recorder | None = None
         self._seen, self._running, self._over = 0, False, False
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Inside, the steps come. If it ends by an error, other ranks may be gone, and nothing is kept."""
+    def around_training(self, run: RunView) -> Iterator[None]:
+        """Profile the steps that run inside; after an error other ranks may be gone, and nothing is written."""
         self._advance()
         try:
             yield
@@ -57,13 +55,13 @@ class Profile(Observer):
         if not self._over:
             self._end_early()
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, run: RunView, result: StepResult) -> None:
         if self._over:
             return
         self._seen += 1
         if self._running:
             assert self._recorder is not None
-            self._recorder.phases.end_step(trainer.progress.step)
+            self._recorder.phases.end_step(run.progress.step)
         elif self._seen <= self._plan.skip:
             now = self._clock.mark()
             if self._last is not None:  # the first step sets much up
@@ -71,7 +69,7 @@ class Profile(Observer):
             self._last = now
         self._advance()
 
-    def on_epoch_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         if self._running:
             assert self._recorder is not None
             self._recorder.phases.end_epoch()
@@ -79,7 +77,7 @@ class Profile(Observer):
             self._last = self._clock.mark()
 
     def _advance(self) -> None:
-        """Do what is due after a number of steps: warm up, start, or stop recording."""
+        """Warm up, start or finish the recorder where the number of steps says so."""
         since, activity = self._seen - self._plan.skip, self._backend.activity
         if since not in (0, 1, 1 + self._plan.steps):
             return
@@ -102,7 +100,7 @@ class Profile(Observer):
         self._running, self._over = False, True
         self._clock.settle()
         before = [self._clock.seconds(began, ended) for began, ended in self._before]
-        self._report.make(self._recorder, median(before) if len(before) >= FEWEST else None)
+        self._report.make(self._recorder, median(before) if len(before) >= MIN_COMPARED else None)
         self._recorder = None
 
     def _end_early(self) -> None:

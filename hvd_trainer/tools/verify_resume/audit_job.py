@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.data import TensorData
-from hvd_trainer.observe.callback import Callback
+from hvd_trainer.observe.callback import Callback, RunView
 from hvd_trainer.training.job import run_job
 from hvd_trainer.training.trainer import Trainer
 
@@ -55,8 +55,8 @@ class Audit(Callback):
         self.file = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(self.file, b"\n")  # ends a line that a kill has torn
 
-    def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        progress = trainer.progress
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        progress = run.progress
         numbers, self.model.numbers = self.model.numbers, []
         os.write(self.file, " ".join(map(str, [progress.step, progress.epoch, *numbers])).encode() + b"\n")
 

@@ -1,0 +1,268 @@
+"""Save and restore one training: checkpoints on the disk, and snapshots in memory.
+
+checkpoints     written by rank 0, for a job that is started again
+snapshots       on every rank in elastic mode, for ranks that continue with fewer or with new ones
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.checkpoint import storage
+from hvd_trainer.checkpoint.async_writer import AsyncWriter, on_host
+from hvd_trainer.checkpoint.train_state import TrainState
+from hvd_trainer.config.options import SaveOptions
+from hvd_trainer.errors import CheckpointError, OptionError
+from hvd_trainer.observe.metrics import Meter
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.observe.run_log import RunLog
+from hvd_trainer.utils import accelerator
+
+
+@dataclass
+class InMemorySnapshot:
+    """The newest state of a training in this process's memory; it outlives the worlds of elastic mode."""
+
+    fit: int
+    """number of the `fit` among those of this process"""
+    step: int = -1
+    state: Mapping[str, Any] | None = None
+
+
+class CheckpointManager:
+    """Saves and restores one training, alike on all ranks.
+
+    Args:
+        backend: the engine.
+        options: when to save, and what to resume from.
+        log: the run's log, whose folder holds the checkpoints.
+        is_enabled: whether there is such a folder; the same on all ranks.
+        state: collects and restores the state of the run.
+        progress: the counters of the run.
+        before_save: called before each save; raises if the state must not be saved.
+        snapshot: the state in memory, shared with the managers of this training's other worlds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: SaveOptions,
+        log: RunLog,
+        *,
+        is_enabled: bool,
+        state: TrainState,
+        progress: Progress,
+        before_save: Callable[[], None],
+        snapshot: InMemorySnapshot,
+    ) -> None:
+        self._backend = backend
+        self._options = options
+        self._log = log
+        self.is_enabled = is_enabled
+        self._state = state
+        self._progress = progress
+        self._before_save = before_save
+        self._snapshot = snapshot
+        self._writer = AsyncWriter(None if log.folder is None else log.folder / "checkpoints", options)
+
+    def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
+        """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
+
+        Args:
+            seed: seed of the run.
+            is_over: called when all is restored; returns whether nothing is left to train.
+
+        Returns:
+            Whether a state was restored.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit, or the one that was asked for is missing.
+            OptionError: a new rank is in another `fit` of its process than the ranks that stayed.
+        """
+        found = self._from_memory()
+        from_disk = found is None
+        if found is None:
+            found = self._from_disk()
+        # From here on dropout differs between ranks, and not between engines.
+        torch.manual_seed(seed + 1 + self._backend.world.rank)
+        said = list(found.said)
+        if found.state is not None:
+            said += self._state.restore(found.state, self._options.resume_partial)
+            if self._snapshot.state is not None:
+                self._snapshot.step = self._progress.step
+            said.append(f"at epoch {self._progress.epoch + 1}, after {self._progress.step:,} steps")
+        if from_disk:
+            self._refuse_newer_elsewhere(-1 if found.state is None else self._progress.step)
+        for line in said:
+            self._log.say(f"resume   {line}")
+        self._log.begin(
+            self._progress.step,
+            self._progress.epoch,
+            goes_on=found.goes_on,
+            finished=is_over(),
+            names=self._in_this_fit(self._backend.job.names),
+        )
+        return found.state is not None
+
+    def _from_memory(self) -> storage.LoadedCheckpoint | None:
+        """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
+        if self._backend.driver is None:
+            return None
+        snapshot = self._snapshot
+        all_ranks = self._backend.all_gather_object((snapshot.fit, snapshot.step))
+        fits = {fit for fit, _ in all_ranks}
+        if len(fits) > 1:
+            raise OptionError(
+                f"A rank that came later is in training {min(fits) + 1} of its process, and others are in "
+                f"{max(fits) + 1}: in horovodrun's elastic mode a job may call fit only once."
+            )
+        steps = [step for _, step in all_ranks]
+        newest = max(steps)
+        if newest < 0:
+            return None
+        holder = steps.index(newest)
+        mine = snapshot.state if self._backend.world.rank == holder else None
+        snapshot.state = self._backend.broadcast_object(mine, holder)
+        # A copy, or training would change the snapshot.
+        state = on_host(snapshot.state)
+        return storage.LoadedCheckpoint(state, goes_on=True, said=["from the memory of the ranks that were here"])
+
+    def _from_disk(self) -> storage.LoadedCheckpoint:
+        """Return the checkpoint that rank 0 reads for all. A collective."""
+        outcome: dict[str, Any] = {}
+        if self._backend.world.is_first:
+            # A job that is started again resumes its own run, whatever --resume says.
+            again = self._log.holds(self._in_this_fit(self._backend.job.earlier))
+            if again:
+                self._log.say("restart  this job was started before, and goes on")
+            resume = self._options.resume
+            try:
+                found = storage.restore(self._log.folder, "auto" if again else resume)
+                if again and found.state is None and resume != "auto":
+                    found = storage.restore(self._log.folder, resume)
+                outcome = found._asdict()
+            except CheckpointError as error:
+                outcome = {"error": str(error)}
+        outcome = self._backend.broadcast_object(outcome)
+        if "error" in outcome:
+            raise CheckpointError(outcome["error"])
+        found = storage.LoadedCheckpoint(**outcome)
+        if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
+            # A snapshot taken now would lack what the metrics of the running epoch have gathered.
+            self._snapshot.state = on_host(found.state)
+        return found
+
+    def _refuse_newer_elsewhere(self, step: int) -> None:
+        """Refuse newer checkpoints on another node. A collective.
+
+        Rank 0 writes them; where nodes share no folder, an earlier rank 0 may have left newer ones on its own.
+
+        Args:
+            step: where this run would resume; -1: it starts anew.
+
+        Raises:
+            CheckpointError: there are some; on all ranks.
+        """
+        backend, place = self._backend, self._log.place
+        if backend.world.num_nodes == 1 or place is None:
+            return
+        newest = -1
+        if backend.world.local_rank == 0 and not backend.world.is_first:
+            again = self._log.holds(self._in_this_fit(backend.job.earlier))
+            found, _ = (
+                storage.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
+            )
+            newest = max((manifest.step for manifest, _ in found), default=-1)
+        everyone = backend.all_gather_object(newest)
+        if max(everyone) > step:
+            theirs, ours = backend.peers[everyone.index(max(everyone))].host, backend.peers[0].host
+            here = f"after {step:,} steps" if step >= 0 else "none"
+            raise CheckpointError(
+                f"{place} on {theirs} has a checkpoint after {max(everyone):,} steps, and on {ours}, where rank "
+                f"0 is, the newest is {here}: the hosts do not share that folder. Name one that they share, or "
+                f"start rank 0 on {theirs}, or copy: scp -r {theirs}:{place.absolute()} "
+                f"{place.absolute().parent}; to leave it: --resume none"
+            )
+
+    def _in_this_fit(self, names: Collection[str]) -> set[str]:
+        """Return the job's names with the number of this `fit` among those of the process."""
+        return {f"{name} fit {self._snapshot.fit}" for name in names}
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Save inside; on exit the last checkpoint is written."""
+        with self._writer:
+            if self._backend.driver is not None and self._snapshot.state is None:
+                self._save(None, to_disk=False)
+            yield
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether --save-every-s have passed since the last save, by this rank's clock."""
+        return self.is_enabled and self._writer.is_overdue
+
+    def after_step(self, meter: Meter, *, save: bool, commit: bool) -> None:
+        """Save after this step if its number or the caller asks for it. A collective.
+
+        Args:
+            meter: what the metrics of the running epoch have gathered.
+            save: write a checkpoint, whatever the step's number.
+            commit: keep a snapshot, whatever the step's number; in elastic mode only.
+        """
+        step = self._progress.step
+        to_disk = self.is_enabled and (save or self._writer.is_due_after_step(step))
+        is_elastic = self._backend.driver is not None
+        if to_disk or commit or (is_elastic and step % self._options.commit_every_steps == 0):
+            self._save(meter, to_disk=to_disk)
+
+    def at_end_of_run(self, meter: Meter) -> None:
+        """Save where the run ends inside an epoch, so that a later run can resume there. A collective."""
+        if self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=True):
+            self._save(meter, to_disk=True)
+
+    def after_epoch(self, record: Mapping[str, Any], *, last: bool) -> None:
+        """Save between epochs if the epoch's number asks for it. A collective.
+
+        Args:
+            record: the epoch's figures.
+            last: whether the run ends with it.
+        """
+        to_disk = self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=last)
+        if to_disk or self._backend.driver is not None:
+            self._save(None, record, to_disk=to_disk)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.wait()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the number of saves, and for how many seconds they stopped the training."""
+        return {"saves": self._writer.saves, "save_stall_s": self._writer.stalled_s}
+
+    def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None, *, to_disk: bool) -> None:
+        """Save: inside an epoch with what its metrics have gathered, at its end with the figures of its record."""
+        self._backend.activity.enter("save")
+        accelerator.synchronize(self._backend.device)  # or the steps in its queue would count as saving
+        began = time.perf_counter()
+        self._before_save()
+        everywhere = self._backend.driver is not None
+        state = self._state.collect(meter, everywhere=everywhere)
+        step, epoch = self._progress.step, self._progress.epoch
+        if everywhere:
+            copied = on_host(state)
+            self._backend.confirm_exchanges()
+            self._snapshot.step, self._snapshot.state = step, copied
+        if to_disk:
+            figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}
+            self._writer.submit(began, state, step=step, epoch=epoch, figures=figures)

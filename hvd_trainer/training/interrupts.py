@@ -1,0 +1,91 @@
+"""Stop a training from outside: by a signal to any rank, or because horovodrun changes the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hvd_trainer.backends import Backend
+from hvd_trainer.checkpoint.manager import CheckpointManager
+from hvd_trainer.errors import PreemptedError
+from hvd_trainer.faults.elastic import RescaleError
+from hvd_trainer.faults.preemption import Requeue, StopRequest, listen_for_signals
+from hvd_trainer.observe.metrics import Meter
+from hvd_trainer.observe.progress import Progress
+from hvd_trainer.training.consensus import StepConsensus
+
+SAVE, STOP, RESCALE = "save", "stop", "rescale"
+
+
+class Interrupts:
+    """Acts on all ranks after the same step on what one rank has noticed.
+
+    SAVE      rank 0's clock: the last checkpoint is older than --save-every-s
+    STOP      SIGTERM or SIGUSR1 on any rank: save, and end the job
+    RESCALE   horovodrun is about to add or remove ranks: remember this step, and leave the world
+
+    Args:
+        backend: the engine.
+        manager: saves.
+        progress: the counters of the run.
+        requeue: puts a Slurm job that was stopped back into its queue.
+    """
+
+    def __init__(self, backend: Backend, manager: CheckpointManager, progress: Progress, requeue: Requeue) -> None:
+        self._backend = backend
+        self._manager = manager
+        self._progress = progress
+        self._requeue = requeue
+        self._consensus = StepConsensus(backend, [SAVE, STOP, RESCALE])
+        self._signal: StopRequest | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen for signals inside. Where nothing can be saved, a signal ends the process as usual."""
+        if not self._manager.is_enabled:
+            yield
+            return
+        with listen_for_signals(lambda number: self._consensus.request(STOP)) as self._signal:
+            yield
+
+    def note_progress(self) -> None:
+        """Tell the listener, which ends a process that is stuck after SIGTERM, that this one is not."""
+        if self._signal is not None:
+            self._signal.mark_progress()
+
+    def after_step(self, meter: Meter) -> None:
+        """Save, stop or rescale after this step, as all ranks have agreed. A collective after some steps.
+
+        Args:
+            meter: what the metrics of the running epoch have gathered.
+
+        Raises:
+            PreemptedError: a signal has stopped the job; everything is saved.
+            RescaleError: ranks are about to come or go; every rank remembers this step.
+        """
+        driver = self._backend.driver
+        if not self._manager.is_enabled and driver is None:
+            return
+        if self._manager.is_overdue:
+            self._consensus.request(SAVE)
+        if driver is not None and driver.hosts_changed.is_set():
+            self._consensus.request(RESCALE)
+        agreed = self._consensus.poll()
+        self.note_progress()
+        if self._signal is not None:
+            self._signal.granted = STOP in agreed
+        self._manager.after_step(meter, save=bool(agreed & {SAVE, STOP}), commit=RESCALE in agreed)
+        if STOP in agreed:
+            self._stop()
+        if RESCALE in agreed:
+            self._manager.wait()  # raises if the last checkpoint of this world could not be written
+            raise RescaleError(f"after step {self._progress.step:,}")
+
+    def _stop(self) -> None:
+        self._manager.wait()
+        self._backend.stopping = True
+        what = f"stopped by a signal after step {self._progress.step:,}, and saved"
+        said = self._requeue(what, acts=self._backend.world.is_first)
+        # The first rank to end takes the others with it, so none may before the checkpoint is there.
+        self._backend.barrier()
+        raise PreemptedError(said)

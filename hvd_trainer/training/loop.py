@@ -1,0 +1,230 @@
+"""The loop over epochs and steps. It names no engine, no device and no rank.
+
+A batch's way through an epoch:
+
+    TrainingLoop._train_epoch   draws the batches of one step (StepBatches) and sets its learning rate
+      run.step                  trains on them: optim/step.py, where the engines come in
+      _finish_step              counts their samples; calls callbacks; writes to the log; saves or stops if due
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hvd_trainer.backends import StepResult
+from hvd_trainer.data import Batch, samples_in
+from hvd_trainer.data.step_batches import StepBatches, repeat_first
+from hvd_trainer.errors import NonFiniteError, OptionError
+from hvd_trainer.observe.metrics import Meter
+from hvd_trainer.observe.progress import Bar
+from hvd_trainer.observe.summary import epoch_line, summary_line
+from hvd_trainer.optim.learning_rate import step_scheduler
+from hvd_trainer.training.interrupts import Interrupts
+from hvd_trainer.training.kernels import chosen_kernels
+from hvd_trainer.training.run import TrainingRun
+
+
+class TrainingLoop:
+    """Runs one training from where it stands to its end.
+
+    Args:
+        run: all its parts, restored.
+        records: one per finished epoch; the loop appends to them.
+    """
+
+    def __init__(self, run: TrainingRun, records: list[dict[str, Any]]) -> None:
+        self._run = run
+        self._records = records
+        self._interrupts = Interrupts(run.backend, run.manager, run.progress, run.requeue)
+
+    def train(self) -> None:
+        """Train until the run is over.
+
+        Raises:
+            PreemptedError: a signal has stopped the job; everything is saved.
+            RescaleError: ranks are about to come or go.
+            NonFiniteError: a loss or a gradient was not finite.
+        """
+        run, activity = self._run, self._run.backend.activity
+        with ExitStack() as stack:
+            stack.enter_context(run.manager.writing())
+            stack.callback(self._lift_time_limits)
+            stack.enter_context(self._interrupts.listening())
+            stack.enter_context(chosen_kernels(run.options.train, run.device))
+            for observer in run.observers:
+                stack.enter_context(observer.around_training(run))
+            started = time.perf_counter()
+            activity.step = run.progress.step
+            # The first step may compile and connect: until it is done, every phase may take as long as the start.
+            activity.limits = (run.options.engine.startup_timeout_s,) * 2
+            while not run.is_over:
+                record, is_complete = self._train_epoch()
+                record |= self._evaluate()
+                self._finish_epoch(record, is_complete=is_complete)
+                self._records.append(record)
+            self._finish(started)
+
+    def _train_epoch(self) -> tuple[dict[str, Any], bool]:
+        """Train on the rest of an epoch; return its record, and whether all of its batches were trained on."""
+        run, progress = self._run, self._run.progress
+        run.model.train()
+        run.backend.activity.enter("epoch")
+        meter = self._make_meter()
+        batches_of_steps = StepBatches(self._batches(), run.plan.passes)
+        samples_before, started = progress.samples, time.perf_counter()
+        with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
+            for batches in batches_of_steps:
+                with run.rate.applied(progress.step, run.fraction_done):
+                    result = run.step(batches, meter, batches_of_steps.prefetch)
+                self._finish_step(batches, result, meter)
+                bar.advance(progress.consumed, meter)
+                if run.is_over:
+                    break
+        is_complete = batches_of_steps.ended
+        if not is_complete:
+            run.manager.at_end_of_run(meter)
+        run.guard.check()
+        run.backend.activity.enter("epoch")
+        figures = meter.compute()
+        samples = progress.samples - samples_before
+        if samples and not figures["samples"]:
+            raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
+        seconds = time.perf_counter() - started
+        speed = {"seconds": seconds, "samples_per_s": samples / seconds}
+        record = self._position() | prefixed("train", figures) | speed | run.layout.figures(seconds)
+        return record, is_complete
+
+    def _make_meter(self) -> Meter:
+        """Return the meter of an epoch; of a restored one with what its metrics had gathered."""
+        state = self._run.state
+        meter = Meter(self._run.metrics, self._run.backend)
+        if state.metrics is not None:
+            for name in meter.load_state_dict(state.metrics):
+                self._run.say(f"resume   the metric {name} counts from here on only")
+            state.metrics = None
+        return meter
+
+    def _batches(self) -> Iterator[Batch]:
+        """Return the rest of this rank's batches of the epoch."""
+        run = self._run
+        batches = run.train_loader.epoch(run.progress.epoch, run.progress.consumed)
+        if "data" in run.options.measure.leave_out:
+            if run.train_loader.batches_per_epoch is None and run.options.train.max_steps is None:
+                raise OptionError("--leave-out data: this stream does not tell where it ends; add --max-steps N")
+            batches = repeat_first(batches, run.train_loader.batches_per_epoch)
+        for observer in run.observers:
+            batches = observer.on_batches(batches)
+        return batches
+
+    def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
+        run, progress = self._run, self._run.progress
+        samples = sum(map(samples_in, batches)) * run.layout.share.size
+        progress.step += 1
+        progress.consumed += samples
+        progress.samples += samples
+        progress.count_skipped(result.skipped)
+        self._report_step()
+        for callback in run.callbacks:
+            callback.on_step_end(run, result)
+        if progress.step % run.options.log.log_every == 0:
+            run.log.record("step", self._position() | prefixed("train", meter.recent()))
+            run.guard.check()
+        self._interrupts.after_step(meter)
+        run.backend.activity.enter("data")
+
+    def _report_step(self) -> None:
+        """Tell the monitor of the ranks that a step is done, and how long the next one may take."""
+        activity, options = self._run.backend.activity, self._run.options
+        activity.step = self._run.progress.step
+        activity.enter("step")
+        if not options.train.compile:  # or any step may compile again
+            activity.limits = options.engine.startup_timeout_s, options.engine.timeout_s
+
+    def _lift_time_limits(self) -> None:
+        self._run.backend.activity.limits = None
+
+    def _finish_epoch(self, record: dict[str, Any], *, is_complete: bool) -> None:
+        run, progress = self._run, self._run.progress
+        if is_complete:
+            step_scheduler(run.scheduler, record)
+            progress.epoch += 1
+            progress.consumed = 0
+            progress.figures = self._common_figures(record)
+        run.backend.activity.enter("save")
+        run.log.record("epoch", record)
+        run.say(epoch_line(record, run.options.train.epochs))
+        if is_complete:
+            run.manager.after_epoch(record, last=run.is_over)
+        run.backend.activity.enter("callback")
+        for callback in run.callbacks:
+            callback.on_epoch_end(run, record)
+
+    def _common_figures(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return an epoch's figures; the same on all ranks if the stop condition reads them.
+
+        Each rank computes metric objects by itself, and all must stop after the same epoch.
+        """
+        figures = {key: value for key, value in record.items() if key.startswith(("train_", "test_"))}
+        return self._run.backend.broadcast_object(figures) if self._run.stop_condition.figure else figures
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Return loss and metrics over the whole test set, each sample counted once; empty without a test set."""
+        run, activity = self._run, self._run.backend.activity
+        activity.enter("epoch")
+        if run.options.train.reproducible is None:
+            run.backend.average_buffers(run.model)
+        if run.test_loader is None:
+            return {}
+        run.model.eval()
+        meter = Meter(run.metrics, run.backend)
+        for batch in run.layout.evaluation(run.test_loader):
+            run.step.evaluate(batch, meter)
+            activity.enter("evaluate")
+            self._interrupts.note_progress()
+        activity.enter("epoch")
+        return prefixed("test", meter.compute())
+
+    def _finish(self, started: float) -> None:
+        """Write the weights and the record of the end, and say what came of the run."""
+        run = self._run
+        run.backend.activity.enter("save")
+        run.manager.wait()
+        memory = run.peak_memory.figures()
+        last = self._records[-1] if self._records else {}
+        if not run.options.measure.leave_out:
+            run.state.export(run.log.folder)
+        if not run.log.ended:
+            end = {key: value for key, value in last.items() if key != "seconds"}
+            saving = run.manager.figures()
+            run.log.record("end", self._position() | end | saving | memory | run.first_step.figures())
+        outcome = run.stop_condition.told(run.progress.figures | last)
+        if outcome is not None:
+            run.say(outcome)
+        run.say(summary_line(last, time.perf_counter() - started, run.log.folder))
+
+    def _position(self) -> dict[str, Any]:
+        """Return the counters that every line of metrics.jsonl has."""
+        run, progress = self._run, self._run.progress
+        progress.read_skipped(run.backend.read)
+        return {
+            "backend": run.backend.name,
+            "launcher": run.world.launcher,
+            "world_size": run.world.size,
+            "epoch": min(progress.epoch + 1, run.options.train.epochs),
+            "step": progress.step,
+            "samples": progress.samples,
+            "global_batch_size": run.plan.global_batch_size,
+            "lr": run.rate.last,
+            "skipped_steps": progress.skipped_steps,
+        }
+
+
+def prefixed(split: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """Return figures under names such as `test_loss`; without the number of samples, which the counters have."""
+    return {f"{split}_{name}": value for name, value in figures.items() if name != "samples"}
