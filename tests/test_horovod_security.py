@@ -165,7 +165,7 @@ def test_messages_come_back_as_they_were() -> None:
         b'{"addresses": {"lo": [[1, 2]]}, "secret_key": "00"}',
         b'{"addresses": {}, "secret_key": "00", "more": 1}',
         b"[" * 100_000,
-        b" " * (messages.MAX_BYTES + 1),
+        b" " * (messages.MAX_MESSAGE_BYTES + 1),
     ],
 )
 def test_malformed_workers_are_refused(value: bytes) -> None:

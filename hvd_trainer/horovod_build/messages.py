@@ -1,9 +1,9 @@
-"""What Horovod's elastic launcher and its workers say to each other, as JSON instead of pickle.
+"""Encode the messages between Horovod's elastic launcher and its workers as JSON instead of pickle.
 
-The installer copies this file into the Horovod that it builds, as `horovod/runner/elastic/
-messages.py`, and points Horovod's sender and receivers to it. Unpickling runs whatever code the
-sender chose, and the launcher's HTTP server takes a PUT from any host (CVE-2024-10190); JSON can
-only yield text, numbers and lists, and anything but the expected shape is refused.
+The installer copies this file into the Horovod that it builds, as horovod/runner/elastic/messages.py, and
+patches/12-elastic-json-messages.patch makes sender and receivers use it. Unpickling runs what the sender chose,
+and the launcher's HTTP server takes a PUT from any host (CVE-2024-10190); JSON yields text, numbers and lists
+only, and any other shape than the expected one is refused.
 
 It must import nothing but the standard library.
 """
@@ -14,25 +14,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# {network interface: [(IPv4 address, port), ...]}, as Horovod's services report themselves.
 Addresses = dict[str, list[tuple[str, int]]]
+"""{network interface: [(IPv4 address, port), ...]}, as Horovod's services report themselves."""
 
-# A key is 32 bytes and a host has a few interfaces: more than this is no worker.
-MAX_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
+"""A key has 32 bytes and a host a few interfaces: a longer message is from no worker."""
 
 
 class MalformedMessageError(ValueError):
-    """The bytes are not what the protocol allows."""
+    """The bytes are no message of this protocol."""
 
 
 def encode_worker(addresses: Mapping[str, Sequence[tuple[str, int]]], secret_key: bytes) -> bytes:
-    """What a worker registers with the launcher: where it listens, and the key it signs with."""
+    """Encode what a worker registers with the launcher: where it listens, and the key it signs with."""
     interfaces = {name: [list(address) for address in found] for name, found in addresses.items()}
     return json.dumps({"addresses": interfaces, "secret_key": secret_key.hex()}).encode()
 
 
 def decode_worker(value: bytes) -> tuple[Addresses, bytes]:
-    """The inverse of `encode_worker`; raises `MalformedMessageError` on anything else."""
+    """Decode what `encode_worker` has encoded.
+
+    Raises:
+        MalformedMessageError: the value is anything else.
+    """
     content = _load_object(value, {"addresses", "secret_key"})
     addresses, secret_key = content["addresses"], content["secret_key"]
     if not isinstance(addresses, dict) or not isinstance(secret_key, str):
@@ -47,12 +51,16 @@ def decode_worker(value: bytes) -> tuple[Addresses, bytes]:
 
 
 def encode_message(message: object) -> bytes:
-    """One request or reply: its class's name and its attributes, which must be plain values."""
+    """Encode a request or reply by its class's name and its attributes, which must be plain values."""
     return json.dumps({"kind": type(message).__name__, "fields": vars(message)}).encode()
 
 
 def decode_message(value: bytes, kinds: Sequence[type]) -> Any:
-    """An object of one of `kinds`, whose constructor takes its attributes by name."""
+    """Build an object of one of `kinds`, whose constructors take their attributes by name.
+
+    Raises:
+        MalformedMessageError: the value is of no such class, or has other attributes.
+    """
     content = _load_object(value, {"kind", "fields"})
     known = {kind.__name__: kind for kind in kinds}
     kind, fields = content["kind"], content["fields"]
@@ -67,8 +75,8 @@ def decode_message(value: bytes, kinds: Sequence[type]) -> Any:
 
 
 def _load_object(value: bytes, keys: set[str]) -> dict[str, Any]:
-    if len(value) > MAX_BYTES:
-        raise MalformedMessageError(f"longer than {MAX_BYTES} bytes")
+    if len(value) > MAX_MESSAGE_BYTES:
+        raise MalformedMessageError(f"longer than {MAX_MESSAGE_BYTES} bytes")
     try:
         content = json.loads(value)
     except (ValueError, RecursionError) as error:
