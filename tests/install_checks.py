@@ -1,4 +1,4 @@
-"""What the tests of the installer and of `make` share."""
+"""Helpers of the tests of the installer and of `make`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_NETWORK = {
 
 
 def tool_folder(folder: Path, *names: str) -> str:
-    """A PATH with only the named programs of this machine."""
+    """Make a folder for PATH with only the named programs of this machine."""
     folder.mkdir()
     for name in names:
         found = shutil.which(name)
@@ -36,6 +36,7 @@ def tool_folder(folder: Path, *names: str) -> str:
 
 
 def script(path: Path, text: str) -> str:
+    """Write an executable shell script; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -43,7 +44,7 @@ def script(path: Path, text: str) -> str:
 
 
 def put_nccl(home: Path, library: str | None = "lib/libnccl.so.2", header: bool = True) -> Path:
-    """NCCL 2.28.9 as some package has it."""
+    """Write NCCL 2.28.9's header and library into a folder, as some package has them."""
     (home / "include").mkdir(parents=True)
     if header:
         text = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
@@ -55,7 +56,7 @@ def put_nccl(home: Path, library: str | None = "lib/libnccl.so.2", header: bool 
 
 
 def record_of(file: Path) -> dict[str, Any]:
-    """What a Horovod was built for, by the file with its record."""
+    """Return what a Horovod was built for, from the file with its record."""
     values: dict[str, Any] = {}
     exec(file.read_text(encoding="utf-8"), values)
     record: dict[str, Any] = values["RECORD"]
@@ -63,7 +64,7 @@ def record_of(file: Path) -> dict[str, Any]:
 
 
 def installed_record() -> dict[str, Any]:
-    """The same of the Horovod that is installed; empty if another tool has built it."""
+    """Return what the installed Horovod was built for; empty if another tool has built it."""
     spec = importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""bfloat16 under a Horovod that cannot exchange it: refused before anything is sent."""
+"""bfloat16 is refused before anything is sent where Horovod cannot exchange it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check(model: nn.Module, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("patch_set", [0, horovod.BFLOAT16 - 1, horovod.BFLOAT16])
-def test_a_horovod_that_was_built_without_it(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_needs_a_build_that_has_it(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: patch_set)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -34,7 +34,7 @@ def test_a_horovod_that_was_built_without_it(patch_set: int, monkeypatch: pytest
                 check(its, **options)
 
 
-def test_adasum_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adasum_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "_patch_set", lambda: horovod.BFLOAT16)
     with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
         check(nn.Linear(2, 2).bfloat16(), adasum=True)

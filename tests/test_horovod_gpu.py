@@ -1,7 +1,7 @@
-"""What the Horovod that we build does when a GPU fails, or another rank: on a GPU and an NCCL that are stand-ins.
+"""The Horovod that we build when a GPU or another rank fails, on stand-ins for CUDA and NCCL.
 
-All of its own code runs, from the tensor that is handed in to the answer: only CUDA's and NCCL's functions are not
-real.
+All of its own code runs, from the tensor that is enqueued to the result: only CUDA's and NCCL's functions are
+replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from launchers import requires
 
 pytestmark = [pytest.mark.long, requires("horovod")]
 STAND_IN, JOB = Path(__file__).with_name("gpu_stand_in"), Path(__file__).with_name("gpu_failures_job.py")
-BUILT_SO = ("GPU", "CUDA", "NCCL", "GLOO")
+BUILD_FLAGS = ("GPU", "CUDA", "NCCL", "GLOO")
 KERNELS = {"end": "0", "wait for another rank": "1", "fail": "2"}
-"""As in gpu_stand_in/device.cc."""
-NONE_TOO_LATE = "0 questions to a communicator that was gone"
+"""By number in gpu_stand_in/device.cc."""
+NO_LATE_QUERY = "0 questions to a communicator that was gone"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def libraries(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     if shutil.which("g++") is None:
         pytest.skip("needs g++: apt-get install g++")
     folder = tmp_path_factory.mktemp("stand_in")
-    defined = [f"-DHAVE_{name}=1" for name in BUILT_SO]
+    defined = [f"-DHAVE_{name}=1" for name in BUILD_FLAGS]
     options = ["-std=c++17", "-shared", "-fPIC", *defined, f"-I{STAND_IN}", f"-I{patched}"]
     made = {name: folder / f"{name}.so" for name in ("device", "exchange")}
     for name, library in made.items():
@@ -50,7 +50,7 @@ def libraries(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         ("wait for another rank", "1", "the exchange on NCCL was given up: a rank is gone or has failed"),
     ],
 )
-def test_what_fails_on_a_gpu_is_said(libraries: dict[str, Path], kernels: str, aborts: str, answer: str) -> None:
+def test_gpu_failures_are_reported(libraries: dict[str, Path], kernels: str, aborts: str, answer: str) -> None:
     environment = {
         **os.environ,
         "HOROVOD_NCCL_ABORT": aborts,
@@ -62,4 +62,4 @@ def test_what_fails_on_a_gpu_is_said(libraries: dict[str, Path], kernels: str, a
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [answer] * 3 + [NONE_TOO_LATE]
+    assert done.stdout.splitlines() == [answer] * 3 + [NO_LATE_QUERY]

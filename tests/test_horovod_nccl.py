@@ -1,4 +1,4 @@
-"""Where NCCL is found, and what a Horovod that was built with it is linked to."""
+"""Where NCCL is found, and the libraries that a Horovod with NCCL is linked to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA_TORCH = TorchFacts(version="2.15.0+cu132", cuda="13.2")
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without CUDA and NCCL; its /usr is the folder returned."""
+    """A machine without CUDA and NCCL; return the folder that stands for its /usr."""
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "HOROVOD_NCCL_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -43,7 +43,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
 )
 def test_nccl_is_found_where_packages_have_it(bare: Path, library: str) -> None:
-    """That of Debian and NVIDIA's images was a StopIteration, or a build for the CPU that nobody had asked for."""
+    """NCCL from Debian or NVIDIA's images once led to a StopIteration, or to a build for the CPU."""
     put_nccl(bare, library)
     assert toolchain.nccl_for(CUDA_TORCH) == Nccl(bare / "include", bare / library, "2.28.9")
 
@@ -61,7 +61,7 @@ def test_the_nccl_of_pytorch_comes_before_others(
         assert found.include == home / "include"
 
 
-def test_half_an_nccl_is_none(bare: Path, tmp_path: Path) -> None:
+def test_a_header_or_a_library_alone_is_no_nccl(bare: Path, tmp_path: Path) -> None:
     homes = [put_nccl(tmp_path / "a", library=None), put_nccl(tmp_path / "b", header=False), tmp_path / "c"]
     assert find_nccl(homes) is None
     put_nccl(bare, library=None)  # libnccl2 without libnccl-dev is the other way round
@@ -71,7 +71,7 @@ def test_half_an_nccl_is_none(bare: Path, tmp_path: Path) -> None:
     assert "apt-get install libnccl-dev" in str(error.value)
 
 
-def test_a_pytorch_for_rocm(bare: Path) -> None:
+def test_a_pytorch_for_rocm_is_refused(bare: Path) -> None:
     with pytest.raises(InstallError, match=r"built for ROCm[^$]*--backend ddp, which uses RCCL"):
         toolchain.find_cuda(TorchFacts(version="2.15.0+rocm7.0", hip="7.0"))
 
@@ -92,14 +92,14 @@ LOAD = "import horovod.torch; print(open('/proc/self/maps').read())"
 
 
 def symbols(library: Path, kind: str) -> dict[str, str]:
-    """The letter of each of a library's defined or undefined symbols, by name."""
+    """Return nm's letter for each of a library's defined or undefined symbols."""
     text = subprocess.check_output(["nm", "-D", f"--{kind}-only", str(library)], text=True)
     return {words[-1].partition("@")[0]: words[-2] for line in text.splitlines() if (words := line.split())}
 
 
 @requires("horovod")
-def test_all_that_horovod_needs_is_in_what_it_names() -> None:
-    """Also on a machine without a GPU: it names no library of the driver's, and uses nothing of it."""
+def test_every_symbol_of_horovod_is_in_a_library_that_it_names() -> None:
+    """So it loads on a machine without a GPU: it names no library of the driver, and uses none of its symbols."""
     if shutil.which("nm") is None or shutil.which("readelf") is None:
         pytest.skip("needs nm and readelf: apt-get install binutils")
     maps = subprocess.check_output([sys.executable, "-c", LOAD], text=True, timeout=120)

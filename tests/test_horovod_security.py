@@ -12,8 +12,8 @@ import pytest
 
 from hvd_trainer.horovod_build import messages
 
-# Runs in a process of its own, on the source tree given by its working folder: a real elastic
-# driver and rendezvous server, three attacks, and then an honest worker.
+# Runs in a process of its own, on the source tree in its working folder: a real elastic driver and rendezvous
+# server, three attacks, and then an honest worker.
 ATTACKS = """
 import json, os, pickle, socketserver, struct, sys, threading, urllib.error, urllib.request
 from horovod.runner.common.util import codec, network, secret
@@ -122,7 +122,7 @@ def test_the_published_source_runs_what_any_host_sends(published: Path, tmp_path
     assert found["heard"] == [[7, 3, "HostUpdateResult"]]
 
 
-def test_the_changed_source_refuses_it_and_still_serves_workers(patched: Path, tmp_path: Path) -> None:
+def test_the_patched_source_refuses_it_and_still_serves_workers(patched: Path, tmp_path: Path) -> None:
     found = attack(patched, tmp_path / "marks")
     assert found["ran"] == []
     assert found["put"] == 400
@@ -133,14 +133,14 @@ def test_the_changed_source_refuses_it_and_still_serves_workers(patched: Path, t
 
 
 class Ping:
-    """Stands for Horovod's request classes, whose constructors take their attributes by name."""
+    """A stand-in for Horovod's request classes, whose constructors take their attributes by name."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name
         self.count = count
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_survive_a_round_trip() -> None:
     worker = {"eth0": [("10.0.0.1", 4000), ("10.0.0.2", 4000)], "lo": []}, bytes(range(32))
     assert messages.decode_worker(messages.encode_worker(*worker)) == worker
     ping = messages.decode_message(messages.encode_message(Ping("a", 2)), [Ping])

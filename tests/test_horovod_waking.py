@@ -1,4 +1,4 @@
-"""The Horovod that we build does not wait for its next look when there is work, and looks seldom."""
+"""In the Horovod that we build, an enqueued tensor ends the pause between two cycles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CYCLE_S, EXCHANGES = 1.0, 20
 
 
 def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]]:
-    """Gives the seconds that the exchanges took, and the cycle that was left set."""
+    """Return the rank, the seconds that the exchanges took, and HOROVOD_CYCLE_TIME afterwards."""
     with backends.create(EngineOptions(backend="horovod", cycle_time_ms=cycle_time_ms)) as backend:
         backend.barrier()
         started = time.monotonic()
@@ -24,8 +24,8 @@ def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]
 
 
 @requires("horovod")
-def test_work_ends_the_pause() -> None:
-    """In cycles of 1 s as published, 20 exchanges take 20 s. What the user sets in the environment is kept."""
+def test_enqueued_work_ends_the_pause() -> None:
+    """As published, 20 exchanges in cycles of 1 s take 20 s. A variable that the user sets is kept."""
     asked = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE_S)}
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(None,), env=asked):
         assert seconds < EXCHANGES * CYCLE_S / 3
@@ -33,7 +33,7 @@ def test_work_ends_the_pause() -> None:
 
 
 @requires("horovod")
-def test_a_cycle_that_is_asked_for_is_kept() -> None:
+def test_a_cycle_time_by_option_is_kept() -> None:
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(100.0,)):
         assert seconds > (EXCHANGES - 2) * 0.1
         assert cycle is None

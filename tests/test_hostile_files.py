@@ -511,7 +511,7 @@ def test_a_cache_that_unpacks_to_anything(tokens: Path) -> None:
 
 
 class Key:
-    """As far as `cached_wheel` asks."""
+    """A BuildKey as far as `cached_wheel` uses it."""
 
     name = "horovod-for-this"
 
@@ -519,7 +519,7 @@ class Key:
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
     folder = tmp_path / "cache/wheels"
-    with wheel.locked(folder):
+    with wheel.lock_wheels(folder):
         pass
     (folder / Key.name).mkdir(0o755)
     (folder / Key.name / "horovod-0.28.1.whl").write_text("")
@@ -527,14 +527,14 @@ def wheels(tmp_path: Path) -> Path:
 
 
 def cached(wheels: Path) -> Path | None:
-    with wheel.locked(wheels):
+    with wheel.lock_wheels(wheels):
         return wheel.cached_wheel(wheels, Key())  # type: ignore[arg-type]
 
 
-def test_wheels_of_ones_own_are_taken_whatever_the_umask(tmp_path: Path) -> None:
+def test_own_wheels_are_used_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        with wheel.locked(tmp_path / "cache/wheels"):
+        with wheel.lock_wheels(tmp_path / "cache/wheels"):
             pass
     finally:
         os.umask(before)
@@ -553,7 +553,7 @@ def test_wheels_of_ones_own_are_taken_whatever_the_umask(tmp_path: Path) -> None
         (f"{Key.name}/horovod-0.28.1.whl", 0o646),
     ],
 )
-def test_a_wheel_that_others_may_have_written(place: str, mode: int, wheels: Path) -> None:
+def test_a_wheel_that_others_could_have_written_is_refused(place: str, mode: int, wheels: Path) -> None:
     assert cached(wheels) is not None
     (wheels / place).chmod(mode)
     with pytest.raises(InstallError, match=r"(?s)only you may write.*other users may write to .*type: "):

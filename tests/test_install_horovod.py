@@ -1,4 +1,4 @@
-"""The Horovod installer, and the errors that its users meet."""
+"""The Horovod installer, and the errors that its users can meet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from hvd_trainer.horovod_build.patch_set import PATCH_SET
 T = TypeVar("T")
 
 
-def installer(*options: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts the real command; `environment` comes on top of this process's."""
+def start_installer(*options: str, **environment: str) -> subprocess.Popen[str]:
+    """Start the real command; `environment` is added to this process's."""
     return subprocess.Popen(
         [sys.executable, "-m", "hvd_trainer", "install-horovod", *options],
         cwd=ROOT,
@@ -43,9 +43,9 @@ def installer(*options: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def refused(*options: str, **environment: str) -> str:
-    """Runs the real command, which must fail with a user's error; returns its message."""
-    process = installer(*options, **environment)
+def run_refused(*options: str, **environment: str) -> str:
+    """Run the real command, which must fail with a user's error; return its message."""
+    process = start_installer(*options, **environment)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, out + err
     assert "Traceback" not in err
@@ -58,27 +58,27 @@ def refused(*options: str, **environment: str) -> str:
 # --- what is missing --------------------------------------------------------------------------
 
 
-def test_no_torch(tmp_path: Path) -> None:
+def test_a_broken_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libc10.so: no such file')")
-    message = refused(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    message = run_refused(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert "none can be imported" in message
     assert "libc10.so: no such file" in message
     assert "pip install torch" in message
 
 
-def test_no_compiler(tmp_path: Path) -> None:
-    message = refused("--force", "--wheel-dir", str(tmp_path), PATH=tool_folder(tmp_path / "bin"))
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    message = run_refused("--force", "--wheel-dir", str(tmp_path), PATH=tool_folder(tmp_path / "bin"))
     assert "apt-get install g++" in message
 
 
-def test_no_make(tmp_path: Path) -> None:
+def test_a_missing_make_is_named(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "g++")
-    message = refused("--force", "--wheel-dir", str(tmp_path), PATH=path)
+    message = run_refused("--force", "--wheel-dir", str(tmp_path), PATH=path)
     assert "apt-get install make" in message
 
 
-def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
+def test_a_compiler_that_is_too_old_is_named(tmp_path: Path) -> None:
     """The later -std wins: this g++ knows no more than one of 2016."""
     old = script(tmp_path / "g++-6", f'exec {shutil.which("g++")} "$@" -std=c++14')
     with pytest.MonkeyPatch.context() as patch:
@@ -89,13 +89,13 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
             assert old in str(error.value)
 
 
-def test_no_mpi_compiler(tmp_path: Path) -> None:
+def test_a_missing_mpi_compiler_is_named(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "g++", "make", "as", "ld")
-    message = refused("--force", "--mpi", "--gpu", "none", "--wheel-dir", str(tmp_path), PATH=path)
+    message = run_refused("--force", "--mpi", "--gpu", "none", "--wheel-dir", str(tmp_path), PATH=path)
     assert "apt-get install libopenmpi-dev" in message
 
 
-def test_nccl_for_a_torch_without_cuda() -> None:
+def test_nccl_is_refused_for_a_torch_without_cuda() -> None:
     with pytest.raises(InstallError, match="built without CUDA[^$]*--gpu none"):
         toolchain.find_cuda(TorchFacts(version="2.15.0+cpu"))
 
@@ -118,13 +118,13 @@ def fake_toolkit(home: Path, version: str) -> str:
     return str(home)
 
 
-def test_nccl_without_a_toolkit(no_cuda: TorchFacts) -> None:
+def test_nccl_is_refused_without_a_toolkit(no_cuda: TorchFacts) -> None:
     with pytest.raises(InstallError, match=r"no CUDA toolkit[^$]*install CUDA 13"):
         tool.choose_cuda("nccl", no_cuda)
     assert "looked in" in str(tool.choose_cuda("auto", no_cuda))
 
 
-def test_nccl_with_a_toolkit_of_another_major_version(
+def test_nccl_is_refused_with_a_toolkit_of_another_major_version(
     no_cuda: TorchFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", fake_toolkit(tmp_path / "cuda", "11.8"))
@@ -132,7 +132,7 @@ def test_nccl_with_a_toolkit_of_another_major_version(
         tool.choose_cuda("nccl", no_cuda)
 
 
-def test_nccl_with_a_toolkit_behind_a_script_on_path(
+def test_a_toolkit_behind_a_script_on_path_is_found(
     no_cuda: TorchFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = fake_toolkit(tmp_path / "cuda", "13.0")
@@ -144,8 +144,8 @@ def test_nccl_with_a_toolkit_behind_a_script_on_path(
 # --- what goes wrong on the way ---------------------------------------------------------------
 
 
-def test_no_network(tmp_path: Path) -> None:
-    message = refused("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
+def test_a_missing_network_is_named(tmp_path: Path) -> None:
+    message = run_refused("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
     assert "no network?" in message
     log = Path(message.rpartition("the full log: ")[2].strip())
     assert "Connection refused" in log.read_text()
@@ -153,14 +153,14 @@ def test_no_network(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".build-*"))
 
 
-def test_a_wheel_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_wheel_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    message = refused("--force", "--wheel-dir", str(tmp_path / "file/wheels"))
+    message = run_refused("--force", "--wheel-dir", str(tmp_path / "file/wheels"))
     assert "cannot be written to" in message
 
 
 def test_a_full_disk_is_seen_before_the_build(small_disk: Path) -> None:
-    message = refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk / "wheels"))
+    message = run_refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk / "wheels"))
     assert "the disk is full" in message
     assert "--wheel-dir" in message
 
@@ -194,9 +194,11 @@ def stalled_index() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_killed_half_way(tmp_path: Path, number: signal.Signals, stalled_index: str) -> None:
+def test_a_killed_installer_leaves_nothing_behind(
+    tmp_path: Path, number: signal.Signals, stalled_index: str
+) -> None:
     """No half wheel stays, nor (where the installer can still act) a process or a folder."""
-    process = installer(
+    process = start_installer(
         "--force", "--gpu", "none", "--wheel-dir", str(tmp_path),
         **(NO_NETWORK | {"PIP_INDEX_URL": stalled_index}),
     )  # fmt: skip
@@ -209,7 +211,7 @@ def test_killed_half_way(tmp_path: Path, number: signal.Signals, stalled_index: 
             child.kill()
         psutil.wait_procs(children, timeout=10)
         assert list(tmp_path.glob(".build-*"))
-        refused("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
+        run_refused("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     # A grandchild that was ended is gone when whoever inherited it has noticed.
     _, alive = psutil.wait_procs(children, timeout=10)
@@ -218,34 +220,34 @@ def test_killed_half_way(tmp_path: Path, number: signal.Signals, stalled_index: 
     assert not list(tmp_path.glob("*/*.whl"))
 
 
-class StartedInAStorm(subprocess.Popen[bytes]):
-    """SIGTERM comes when the process has been started, and nobody knows its number yet."""
+class PopenDuringSigterm(subprocess.Popen[bytes]):
+    """Receives SIGTERM when the process has been started, before the caller has its number."""
 
     last: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        StartedInAStorm.last = self.pid
+        PopenDuringSigterm.last = self.pid
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_told_to_end_while_a_step_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sigterm_while_a_step_starts_ends_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A pip that had just been started ran on when the installer was gone."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    monkeypatch.setattr(subprocess, "Popen", StartedInAStorm)
+    monkeypatch.setattr(subprocess, "Popen", PopenDuringSigterm)
     try:
         with pytest.raises(SystemExit):
             run_logged("Horovod must be compiled.", ["sleep", "600"], tmp_path / "log", os.environ)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not psutil.pid_exists(StartedInAStorm.last)
+    assert not psutil.pid_exists(PopenDuringSigterm.last)
 
 
-def test_two_installers_at_once(tmp_path: Path) -> None:
+def test_a_second_installer_waits_for_the_first(tmp_path: Path) -> None:
     """The second waits for the first (here: this test), and says so."""
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = installer("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
+        process = start_installer("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
         assert process.stdout is not None
         assert "waiting for another installer" in process.stdout.readline()
         assert process.poll() is None
@@ -291,11 +293,11 @@ NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
         ({}, "no PyTorch extension", {}, "no PyTorch extension"),
     ],
 )
-def test_what_counts_as_usable(
+def test_mismatches_of_an_installed_horovod(
     record: dict[str, object], error: str | None, options: dict[str, object], reason: str | None
 ) -> None:
     chosen = tool.Options(**options)  # type: ignore[arg-type]
-    found = tool.unfit(HorovodFacts(error=error, record=record), TORCH, chosen)
+    found = tool.find_mismatch(HorovodFacts(error=error, record=record), TORCH, chosen)
     assert found is reason is None or reason in str(found)
 
 
@@ -303,7 +305,7 @@ def test_what_counts_as_usable(
 def test_a_build_for_the_cpu_says_so_where_gpus_may_be_meant(
     no_cuda: TorchFacts, gpu: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on the login node of a cluster. Later, on a GPU node, nothing said why gradients went through the CPU."""
+    """On the login node of a cluster; later, on a GPU node, nothing said why gradients went through the CPU."""
     facts = Facts(no_cuda, HorovodFacts(record=RECORD))
     assert tool._already_usable(tool.Options(gpu=gpu), facts)  # type: ignore[arg-type]
     *_, why, last = ["", *capsys.readouterr().out.splitlines()]
@@ -311,13 +313,13 @@ def test_a_build_for_the_cpu_says_so_where_gpus_may_be_meant(
     assert (gpu == "auto") == last.startswith("For GPUs type: python -m hvd_trainer install-horovod --gpu nccl")
 
 
-def test_an_installed_one_is_kept(tmp_path: Path) -> None:
+def test_a_usable_horovod_is_kept(tmp_path: Path) -> None:
     facts = probe()
     if facts.horovod is None or facts.horovod.error or not facts.horovod.record.get("proved"):
         pytest.skip("needs a Horovod built by: python -m hvd_trainer install-horovod")
     options = ["--mpi"] if facts.horovod.record["mpi"] else []
     options += ["--gpu", "nccl" if facts.horovod.record["cuda"] else "none"]
-    process = installer(*options, "--wheel-dir", str(tmp_path / "unused"), **NO_NETWORK)
+    process = start_installer(*options, "--wheel-dir", str(tmp_path / "unused"), **NO_NETWORK)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "is installed already" in out

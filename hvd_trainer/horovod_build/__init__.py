@@ -1,4 +1,8 @@
-"""`install-horovod`: from the published source to a wheel that is proved.
+"""Build a Horovod that fits this PyTorch, and prove it by running it (`install-horovod`).
 
-facts.py, nccl.py, toolchain.py -> build_plan.py -> patches.py -> build_steps.py, wheel.py -> self_test.py
+facts.py, nccl.py, toolchain.py   what this machine has
+build_plan.py                     what to build, and the key under which the wheel is kept
+build_steps.py, patch_set.py      fetch, patch, compile
+wheel.py                          the cache of built wheels
+self_test.py                      two ranks and real collectives
 """

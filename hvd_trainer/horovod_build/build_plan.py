@@ -1,4 +1,4 @@
-"""What to build: the choices, and the key under which the result is kept."""
+"""Describe a build by its choices, and by the key under which its wheel is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY_PER_JOB_GB = 2
 
 @dataclass(frozen=True)
 class BuildKey:
-    """Everything that one built wheel depends on; `name` is its folder in the wheel dir."""
+    """Everything that a built wheel depends on; `name` is its folder in the wheel dir."""
 
     horovod: str
     patch_set: int
@@ -47,7 +47,7 @@ class BuildKey:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What to build, for which PyTorch, with which compilers."""
+    """The PyTorch to build for, and the compilers and libraries to build with."""
 
     torch: TorchFacts
     cuda: CudaToolkit | None
@@ -70,11 +70,11 @@ class BuildPlan:
 
 
 def python_tag() -> str:
-    """The interpreter's ABI: cpython-311, cpython-313t, ..."""
+    """Return the interpreter's ABI: cpython-311, cpython-313t, ..."""
     return str(sysconfig.get_config_var("SOABI")).split("-x86")[0].split("-aarch")[0]
 
 
 def default_jobs() -> int:
-    """As many compilers at once as there are cores and memory for."""
+    """Return the number of compilers for which there are cores and memory."""
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(memory / MEMORY_PER_JOB_GB)))

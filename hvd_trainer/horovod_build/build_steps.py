@@ -1,4 +1,4 @@
-"""The steps of the build, each a pip command with its output in the log."""
+"""Run the steps of the build, each a pip command with its output in the log."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hvd_trainer.horovod_build.errors import InstallError, explain
 from hvd_trainer.horovod_build.nccl import Nccl
 from hvd_trainer.horovod_build.toolchain import cpu_flags
 
-# Of the published source package; pip checks it before anything in it runs.
-SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Of the published source package; pip checks it before anything in it runs."""
 
 # The bundled gloo's CMake files predate CMake 4; setuptools 81 ended what setup.py relies on.
 BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel", "patch-ng>=1.19,<2")
-# For a step that is told to end, in seconds.
-GRACE_S = 20
+# From SIGTERM to SIGKILL.
+TERMINATION_GRACE_S = 20
 SOURCE_ONLY = ("--no-deps", "--no-build-isolation", "--use-pep517")
 
 
 @dataclass(frozen=True)
 class BuildSteps:
-    """pip's three jobs, each in `folder` and each writing to `log`."""
+    """The three steps by pip, each in `folder` and with its output appended to `log`."""
 
     folder: Path
     log: Path
@@ -39,7 +39,7 @@ class BuildSteps:
         return self.folder / "tools"
 
     def environment(self) -> dict[str, str]:
-        """This process's, with the build tools first and temporary files in `folder`."""
+        """Return this process's environment with the build tools first and temporary files in `folder`."""
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join(filter(None, [str(self.tools), os.environ.get("PYTHONPATH")]))
@@ -56,9 +56,9 @@ class BuildSteps:
         )
 
     def fetch_source(self) -> Path:
-        """The source, checked and unpacked; returns the folder with setup.py."""
+        """Fetch, check and unpack the source; return the folder with setup.py."""
         wanted = self.folder / "horovod.txt"
-        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n", encoding="utf-8")
         run_logged(
             f"The source of Horovod {VERSION} must be fetched.",
             [
@@ -75,11 +75,11 @@ class BuildSteps:
             self.environment(),
         )
         with tarfile.open(self.folder / f"horovod-{VERSION}.tar.gz") as archive:
-            archive.extractall(self.folder)  # the archive is a known one: pip has checked its hash
+            archive.extractall(self.folder)  # pip has checked its hash
         return self.folder / f"horovod-{VERSION}"
 
     def compile(self, source: Path, options: Mapping[str, str]) -> Path:
-        """The wheel, still in `folder`."""
+        """Compile the wheel; return its path in `folder`."""
         out = self.folder / "wheel"
         cmake = self.tools / "cmake/data/bin/cmake"
         run_logged(
@@ -101,17 +101,17 @@ class BuildSteps:
 
 
 def pip(command: str) -> list[str]:
-    """This Python's pip."""
+    """Return the command line of this Python's pip up to a subcommand."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", command]
 
 
 def _is_build_option(name: str) -> bool:
-    """Horovod's build reads its options from the environment; a forgotten one must not leak in."""
+    """Return whether Horovod's build would take an option from this variable, perhaps a forgotten one."""
     return name.startswith("HOROVOD_") or name in ("CMAKE_GENERATOR", "MAKEFLAGS", "MFLAGS")
 
 
 def build_environment(plan: BuildPlan, cxx: str, folder: Path) -> dict[str, str]:
-    """The options of Horovod's setup.py and CMake files, all of them explicit."""
+    """Return the options of Horovod's setup.py and CMake files as variables, all of them explicit."""
     options = {
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -159,16 +159,16 @@ def run_logged(
     environment: Mapping[str, str],
     timeout_s: float | None = None,
 ) -> None:
-    """Runs one step with its output appended to `log`; its processes never outlive it.
+    """Run one step with its output appended to `log`, and end its processes with it.
 
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.
     """
-    with log.open("ab") as output, contextlib.ExitStack() as at_last:
+    with log.open("ab") as output, contextlib.ExitStack() as cleanup:
         since = output.tell()
         output.write(f"\n$ {' '.join(command)}\n".encode())
         output.flush()
-        with _signals_held_back():
+        with _defer_signals():
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -177,7 +177,7 @@ def run_logged(
                 env=dict(environment),
                 start_new_session=True,
             )
-            at_last.callback(_end, process)
+            cleanup.callback(_terminate, process)
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -189,22 +189,22 @@ def run_logged(
 
 
 @contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """SIGTERM and Ctrl-C come after the block: a step whose start they interrupt would run on, known to nobody."""
-    came: list[int] = []
+def _defer_signals() -> Iterator[None]:
+    """Deliver SIGTERM and Ctrl-C after the block: a process that is being started could not be ended otherwise."""
+    received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    handlers = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
         yield
     finally:
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-    for late in came:
+    for late in received:
         signal.raise_signal(late)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a step that is still running, with all that it started.
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """End a step that is still running, and all that it started.
 
     SIGTERM first: horovodrun keeps its ranks in sessions of their own and ends them itself.
     """
@@ -213,4 +213,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(TERMINATION_GRACE_S)

@@ -1,4 +1,4 @@
-"""The installer's one error, and what a failed build step's log says about its cause."""
+"""The installer's one error, and the causes that it finds in the log of a failed step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InstallError(UserError):
         super().__init__("\n".join(lines))
 
 
-# What a log line means, most telling first; the last two columns are `found` and `type`.
+# (pattern in the log, `found`, `type`); the first that matches counts.
 CAUSES = (
     (
         r"No space left on device|Disk quota exceeded|Errno 28\b|Errno 122\b",
@@ -70,7 +70,7 @@ CAUSES = (
 
 
 def explain(asked: str, log: Path, since: int = 0) -> InstallError:
-    """The error for a step that failed, from what it wrote to `log` after byte `since`."""
+    """Return the error for a step that failed, by what it wrote to `log` after byte `since`."""
     with log.open("rb") as file:
         file.seek(since)
         text = file.read().decode(errors="replace")

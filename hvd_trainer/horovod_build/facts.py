@@ -1,6 +1,6 @@
-"""What this Python has: its PyTorch, NCCL and Horovod, found out in a process of its own.
+"""Probe this Python's PyTorch, NCCL and Horovod in a process of its own.
 
-Importing PyTorch costs 2 s and a broken Horovod can take its process along, so the installer runs
+Importing PyTorch takes 2 s and a broken Horovod can end its process, so the installer runs
 `python -m hvd_trainer.horovod_build.facts` and reads the last line, a JSON object.
 """
 
@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S = 300
 
 @dataclass
 class TorchFacts:
-    """`error` says why PyTorch cannot be imported; the rest then has no meaning."""
+    """This Python's PyTorch; if it cannot be imported, `error` says why and the rest has no meaning."""
 
     error: str | None = None
     version: str = ""
@@ -38,7 +38,7 @@ class TorchFacts:
 
 @dataclass
 class HorovodFacts:
-    """`error` says why an installed Horovod cannot be used; `record` is what ours was built for."""
+    """An installed Horovod: why it cannot be used, and what it was built for if it is ours."""
 
     error: str | None = None
     path: str = ""
@@ -47,16 +47,16 @@ class HorovodFacts:
 
 @dataclass
 class Facts:
-    """What the probe found; `horovod` is None where none is installed."""
+    """The probe's result; `horovod` is None where none is installed."""
 
     torch: TorchFacts
     horovod: HorovodFacts | None
 
 
 def probe() -> Facts:
-    """Runs the probe in a fresh process of this Python.
+    """Run the probe in a new process of this Python.
 
-    A process that dies without an answer is reported as a PyTorch that cannot be imported.
+    A process that ends without an answer is reported as a PyTorch that cannot be imported.
     """
     command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
@@ -88,13 +88,13 @@ def _torch_facts() -> TorchFacts:
 
 
 def _cxx_standard(torch_folder: Path) -> int:
-    """The C++ standard with which this PyTorch itself compiles extensions: 17, or 20 of late."""
+    """Return the C++ standard with which this PyTorch compiles extensions: 17, or 20 of late."""
     text = (torch_folder / "utils/cpp_extension.py").read_text(encoding="utf-8")
     return max((int(found) for found in re.findall(r"-std=c\+\+(\d\d)\b", text)), default=17)
 
 
 def _compute_capabilities(torch: Any) -> str:
-    """Without this list nvcc compiles Horovod's kernels for every GPU that it knows."""
+    """Return the GPUs to compile for ("75,80,90"); without them nvcc compiles for every GPU that it knows."""
     if not torch.version.cuda:
         return ""
     flags = torch._C._cuda_getArchFlags() or ""
@@ -121,7 +121,7 @@ def _horovod_facts() -> HorovodFacts | None:
 
         if not hasattr(horovod.torch, "init"):
             facts.error = "it has no PyTorch extension for this Python"
-    except Exception as error:  # an extension for another PyTorch fails in any way it likes
+    except Exception as error:  # an extension for another PyTorch can raise anything
         facts.error = f"{type(error).__name__}: {error}"
     try:
         from horovod.hvd_trainer_build import RECORD

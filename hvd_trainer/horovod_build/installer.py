@@ -1,8 +1,8 @@
-"""`python -m hvd_trainer install-horovod`: a Horovod that fits this PyTorch, proved by running it.
+"""Install a Horovod that fits this PyTorch, and prove it by running it (`install-horovod`).
 
-Horovod's published source does not compile against any PyTorch from 2.1 on. This fetches it
-through pip, applies the changes in patches.py, compiles it, keeps the wheel for the next
-environment, installs it, and runs real collectives on two ranks under horovodrun.
+Horovod's published source does not compile against any PyTorch from 2.1 on. The installer fetches it by pip,
+applies the patches in patches/, compiles it, keeps the wheel for the next environment, installs it, and runs real
+collectives on two ranks under horovodrun.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, pro
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
-from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, locked
+from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, lock_wheels
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 
 def default_wheel_dir() -> Path:
-    """$XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/wheels: outside any one environment."""
+    """Return $XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/wheels: outside any one environment."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "hvd_trainer/wheels"
 
@@ -56,7 +56,11 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The tool's entry; raises InstallError for everything that a user can mend."""
+    """Run the command.
+
+    Raises:
+        InstallError: something that a user can mend.
+    """
     options = tyro.cli(Options, prog=INSTALL_HOROVOD, args=argv)
     # As an exception, so that the compilers end with the installer.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -65,10 +69,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def install(options: Options) -> None:
-    """Does nothing if a usable Horovod is there; otherwise leaves one, proved.
+    """Build, install and prove a Horovod, unless a usable one is installed.
 
     Raises:
-        InstallError: what was asked, what was found, what to type.
+        InstallError: no usable one could be installed.
     """
     facts = _probe_torch()
     if options.force or not _already_usable(options, facts):
@@ -77,9 +81,9 @@ def install(options: Options) -> None:
 
 def _install(options: Options, facts: Facts) -> None:
     wheel_dir = options.wheel_dir.expanduser().resolve()
-    with locked(wheel_dir) as waited:
+    with lock_wheels(wheel_dir) as waited:
         if waited and not options.force and _already_usable(options, _probe_torch()):
-            return  # the other installer was at work in this environment
+            return  # the other installer was working in this environment
         plan = make_plan(options, facts.torch)
         wheel = None if options.force else cached_wheel(wheel_dir, plan.key)
         if wheel is not None:
@@ -96,7 +100,7 @@ def _install(options: Options, facts: Facts) -> None:
         )
         prove(plan, log)
         if plan.cuda is None:
-            _point_to_gpus(options, facts.torch)
+            _suggest_gpu_build(options, facts.torch)
 
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
@@ -123,7 +127,11 @@ def _probe_torch() -> Facts:
 
 
 def make_plan(options: Options, torch: TorchFacts) -> BuildPlan:
-    """Decides GPU or not, MPI or not; raises InstallError for what is missing."""
+    """Decide what to build, by the options and by what is there.
+
+    Raises:
+        InstallError: something that was asked for is missing.
+    """
     cuda = choose_cuda(options.gpu, torch)
     if isinstance(cuda, str):
         print(f"building for the CPU: {cuda}", flush=True)
@@ -137,7 +145,7 @@ def make_plan(options: Options, torch: TorchFacts) -> BuildPlan:
 
 
 def choose_cuda(gpu: str, torch: TorchFacts) -> CudaToolkit | str:
-    """The toolkit for an NCCL build, or why the build is for the CPU."""
+    """Return the toolkit for an NCCL build, or the reason why the build is for the CPU."""
     if gpu == "none":
         return "as asked (--gpu none)"
     try:
@@ -148,12 +156,12 @@ def choose_cuda(gpu: str, torch: TorchFacts) -> CudaToolkit | str:
         return error.found
 
 
-def _point_to_gpus(options: Options, torch: TorchFacts) -> None:
-    """Say last that this build is for the CPU, where nobody has asked for that and PyTorch can use GPUs."""
-    why = choose_cuda(options.gpu, torch)
-    if options.gpu == "auto" and isinstance(why, str) and (torch.cuda or torch.hip):
+def _suggest_gpu_build(options: Options, torch: TorchFacts) -> None:
+    """Print that this build is for the CPU, if nobody has asked for that and PyTorch can use GPUs."""
+    reason = choose_cuda(options.gpu, torch)
+    if options.gpu == "auto" and isinstance(reason, str) and (torch.cuda or torch.hip):
         print(
-            f"This Horovod is for CPUs only: {why}\n"
+            f"This Horovod is for CPUs only: {reason}\n"
             f"For GPUs type: {INSTALL_HOROVOD} --gpu nccl    (it says what to do about that)",
             flush=True,
         )
@@ -162,24 +170,24 @@ def _point_to_gpus(options: Options, torch: TorchFacts) -> None:
 def _already_usable(options: Options, facts: Facts) -> bool:
     if facts.horovod is None:
         return False
-    reason = unfit(facts.horovod, facts.torch, options)
+    reason = find_mismatch(facts.horovod, facts.torch, options)
     if reason is None:
         record = facts.horovod.record
         kind = f"NCCL {record['nccl']}" if record["cuda"] else "CPU only"
         mpi = f", MPI {record['mpi']}" if record["mpi"] else ""
         print(f"Horovod {VERSION} for torch {facts.torch.version} ({kind}{mpi}) is installed already")
         if not record["cuda"]:
-            _point_to_gpus(options, facts.torch)
+            _suggest_gpu_build(options, facts.torch)
         return True
     print(f"the installed Horovod does not fit: {reason}", flush=True)
     return False
 
 
-def unfit(horovod: HorovodFacts, torch: TorchFacts, options: Options) -> str | None:
-    """Why the installed Horovod is not what `options` ask for; None if it is.
+def find_mismatch(horovod: HorovodFacts, torch: TorchFacts, options: Options) -> str | None:
+    """Return why the installed Horovod is not what `options` ask for; None if it is.
 
-    The CUDA toolkit and the processor are left out: an environment that was built on one node of
-    a cluster and is used on another, perhaps without compilers, stays as it is.
+    The CUDA toolkit and the processor do not count: an environment that was built on one node of a cluster and is
+    used on another, perhaps without compilers, stays as it is.
     """
     record = horovod.record
     if not record:
@@ -201,10 +209,10 @@ def unfit(horovod: HorovodFacts, torch: TorchFacts, options: Options) -> str | N
         return "no ranks have exchanged tensors by it yet: it was not proved, or that failed"
     if bool(record.get("mpi")) != options.mpi:
         return f"it was built {'with' if record.get('mpi') else 'without'} MPI"
-    return _unfit_gpu(bool(record.get("cuda")), torch, options)
+    return _find_gpu_mismatch(bool(record.get("cuda")), torch, options)
 
 
-def _unfit_gpu(has_cuda: bool, torch: TorchFacts, options: Options) -> str | None:
+def _find_gpu_mismatch(has_cuda: bool, torch: TorchFacts, options: Options) -> str | None:
     if options.gpu == "none":
         return "it was built with NCCL" if has_cuda else None
     if has_cuda or (options.gpu == "auto" and isinstance(choose_cuda("auto", torch), str)):

@@ -1,4 +1,4 @@
-"""NCCL's header and library, where PyTorch's wheels, Debian, NVIDIA's images and CUDA's toolkits have them.
+"""Find NCCL's header and library where PyTorch's wheels, Debian, NVIDIA's images and CUDA's toolkits have them.
 
 home                          header      library
 .../site-packages/nvidia/nccl include     lib

@@ -1,7 +1,7 @@
-"""Proves an installed Horovod by real collectives, and writes into it that this was done.
+"""Prove an installed Horovod by real collectives, and mark it as proved.
 
-The mark is in a file of the wheel's, `RECORD_FILE`, so that it goes with it: whatever is installed next, by
-whomever, counts as not proved.
+The mark is written to `RECORD_FILE`, a file of the wheel, and so removed with it: what is installed next counts as
+not proved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.patch_set import RECORD_FILE
 from hvd_trainer.utils.files import replacing
 
-PROOF_TIMEOUT_S = 300
+SELF_TEST_TIMEOUT_S = 300
 MARK = '\nRECORD["proved"] = True\n'
 
 
@@ -31,17 +31,17 @@ def prove(plan: BuildPlan, log: Path) -> None:
     Raises:
         InstallError: a run failed or did not end in time.
     """
-    _prove_run("cpu", 2, log, "--gloo")
+    _run_self_test("cpu", 2, log, "--gloo")
     if plan.mpi and shutil.which("mpirun"):
-        _prove_run("cpu", 2, log, "--mpi")
+        _run_self_test("cpu", 2, log, "--mpi")
     if plan.cuda and plan.torch.gpu_count:
         # NCCL refuses two ranks on one GPU.
-        _prove_run("cuda", min(2, plan.torch.gpu_count), log, "--gloo")
-    _mark()
+        _run_self_test("cuda", min(2, plan.torch.gpu_count), log, "--gloo")
+    _mark_as_proved()
 
 
-def _mark() -> None:
-    importlib.invalidate_caches()  # it has been installed by another process
+def _mark_as_proved() -> None:
+    importlib.invalidate_caches()  # another process has installed it
     spec = importlib.util.find_spec("horovod")
     assert spec is not None, "ranks of this Python have just imported it"
     assert spec.origin is not None
@@ -50,7 +50,7 @@ def _mark() -> None:
         temporary.write_text(record.read_text(encoding="utf-8") + MARK, encoding="utf-8")
 
 
-def _prove_run(device: str, num_processes: int, log: Path, controller: str) -> None:
+def _run_self_test(device: str, num_processes: int, log: Path, controller: str) -> None:
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
     command = [
         str(horovodrun),
@@ -73,13 +73,13 @@ def _prove_run(device: str, num_processes: int, log: Path, controller: str) -> N
             asked,
             command,
             log,
-            # An empty PYTHONOPTIMIZE keeps the proof's assertions.
+            # An empty PYTHONOPTIMIZE keeps the assertions.
             environment | {"OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": ""},
-            timeout_s=PROOF_TIMEOUT_S,
+            timeout_s=SELF_TEST_TIMEOUT_S,
         )
     except InstallError as error:
-        # horovodrun takes such a localhost for another host, and only says that it could not connect by ssh.
-        if not _is_known("localhost"):
+        # horovodrun takes a localhost without an address for another host, and reports only that ssh failed.
+        if not _has_address("localhost"):
             raise InstallError(
                 asked,
                 "the name localhost leads to no address (an empty /etc/hosts?)",
@@ -90,7 +90,7 @@ def _prove_run(device: str, num_processes: int, log: Path, controller: str) -> N
     print(f"proved: {num_processes} ranks, {device} tensors, {controller[2:]} controller", flush=True)
 
 
-def _is_known(host: str) -> bool:
+def _has_address(host: str) -> bool:
     try:
         socket.gethostbyname(host)
     except OSError:

@@ -1,4 +1,4 @@
-"""Proves an installed Horovod with real collectives: run by horovodrun, one process per rank.
+"""Prove an installed Horovod by real collectives, as one rank of horovodrun's.
 
 horovodrun -np 2 python -m hvd_trainer.horovod_build.self_test_job cpu
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_collectives(device_name: str) -> str:
-    """Allreduce, broadcast and one optimizer step on "cpu" or "cuda"; returns what was proved.
+    """Run allreduce, broadcast and one optimizer step on "cpu" or "cuda"; return what was proved.
 
     Raises:
         AssertionError: a collective gave a wrong number, or the build's record is wrong.
@@ -30,14 +30,14 @@ def check_collectives(device_name: str) -> str:
     first = hvd.broadcast(ranks, root_rank=0, name="first")
     assert not first.any(), first
     _check_optimizer(hvd, torch, device)
-    # What horovodrun chooses by is what the library says of itself.
+    # horovodrun chooses its controller by the first pair; the second is what was compiled.
     assert (util.mpi_built(), util.gloo_built()) == (hvd.mpi_built(), hvd.gloo_built())
     hvd.shutdown()
     return f"rank {rank} of {size} on {device}: collectives and one optimizer step are right"
 
 
 def _check_optimizer(hvd: Any, torch: Any, device: Any) -> None:
-    """With loss = rank * weight the averaged gradient, and so the step, is the mean rank."""
+    """Check one step: with loss = rank * weight the averaged gradient, and so the step, is the mean rank."""
     weight = torch.nn.Parameter(torch.zeros(3, device=device))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)])
     (weight * hvd.rank()).sum().backward()

@@ -1,4 +1,4 @@
-"""The compilers of this machine: which C++, CUDA and MPI the Horovod build will use, or why not."""
+"""Find the C++ compiler, CUDA toolkit and MPI for the build of Horovod."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_trainer.utils.text import INSTALL_HOROVOD
 USUAL_CUDA_HOME = "/usr/local/cuda"
 USUAL_NCCL_HOMES = ("/usr", "/usr/local")
 
-# PyTorch's own headers use these; the first g++ that has them all is 9 (C++17) or 11 (C++20).
+# PyTorch's headers use these; the first g++ that has them all is 9 (C++17) or 11 (C++20).
 CXX_TRIALS = {
     17: "#include <filesystem>\nint main() { std::filesystem::path path; return 0; }\n",
     20: "#include <concepts>\n#include <source_location>\n#include <span>\n"
@@ -29,7 +29,7 @@ CXX_TRIALS = {
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """A folder with `bin/nvcc` and `include/cuda_runtime.h`."""
+    """A CUDA toolkit: a folder with bin/nvcc and include/cuda_runtime.h."""
 
     home: Path
     version: str
@@ -39,13 +39,13 @@ class CudaToolkit:
         return self.version.partition(".")[0]
 
     def compute_capabilities(self, wanted: str) -> str:
-        """Those of `wanted` ("75,80,90") that this toolkit's compiler knows."""
+        """Return those of `wanted` ("75,80,90") that this toolkit's compiler knows."""
         known = re.findall(r"compute_(\d+)", _output([str(self.home / "bin/nvcc"), "--list-gpu-arch"]))
         return ",".join(item for item in wanted.split(",") if item in known)
 
 
 def find_cxx(standard: int) -> str:
-    """The C++ compiler ($CXX, else g++), after it has compiled a file that needs `standard`.
+    """Return the C++ compiler ($CXX, else g++), after it has compiled a file that needs `standard`.
 
     Raises:
         InstallError: there is none, it is too old, or `make` or Python's headers are missing.
@@ -94,7 +94,7 @@ def _require_standard(compiler: str, standard: int) -> None:
 
 
 def find_toolkits() -> list[CudaToolkit]:
-    """Every CUDA toolkit in sight, the one that was named by variable first."""
+    """Return every CUDA toolkit that is found, those named by variables first."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     homes += [_home_of_nvcc(), USUAL_CUDA_HOME]
     found: dict[Path, CudaToolkit] = {}
@@ -107,7 +107,7 @@ def find_toolkits() -> list[CudaToolkit]:
 
 
 def _home_of_nvcc() -> str | None:
-    """Where the nvcc on PATH really lives: it may be a link, or a script that calls another."""
+    """Return the toolkit of the nvcc on PATH, which may be a link, or a script that calls another."""
     if shutil.which("nvcc") is None:
         return None
     top = re.search(r"^#\$ TOP=(.+)$", _output(["nvcc", "-dryrun", "-x", "cu", os.devnull]), re.M)
@@ -115,7 +115,7 @@ def _home_of_nvcc() -> str | None:
 
 
 def find_cuda(torch: TorchFacts) -> CudaToolkit:
-    """The toolkit for an NCCL build against this PyTorch.
+    """Return the toolkit for an NCCL build against this PyTorch.
 
     Raises:
         InstallError: PyTorch has no CUDA or no NCCL, or no toolkit of its major version is there.
@@ -172,7 +172,7 @@ def _nccl_homes(torch: TorchFacts) -> list[str | Path]:
 
 
 def find_mpi() -> str:
-    """The MPI's version line, from its C++ compiler wrapper.
+    """Return the MPI's version, which its C++ compiler wrapper prints.
 
     Raises:
         InstallError: `mpicxx` is not on PATH.
@@ -189,7 +189,7 @@ def find_mpi() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """The x86 extensions that Horovod's fp16 code uses, where this processor has them."""
+    """Return the x86 extensions that Horovod's fp16 code uses and this processor has."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

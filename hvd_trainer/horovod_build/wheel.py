@@ -1,12 +1,12 @@
-"""Builds the Horovod wheel in a folder of its own and keeps it under a key.
+"""Build the Horovod wheel in a folder of its own, and keep it under a key.
 
-<wheel dir>/lock                        one build at a time
-<wheel dir>/.build-XXXX/                sources, tools, temporary files; gone afterwards
-<wheel dir>/<key>.log                   everything that the build printed
-<wheel dir>/<key>/horovod-...whl        put there by a rename: whole or not at all
+    <wheel dir>/lock                  one build at a time
+    <wheel dir>/.build-XXXX/          sources, tools, temporary files; removed afterwards
+    <wheel dir>/<key>.log             everything that the build printed
+    <wheel dir>/<key>/horovod-*.whl   put there by a rename: whole or not at all
 
-A wheel is code that will be run. So nobody but its user (and root) may be able to write to all this: what others
-could have put there is refused.
+A wheel is code that will be run, so only its user (and root) may be able to write there: a file or folder to which
+others could have written is refused.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from hvd_trainer.horovod_build.toolchain import find_cxx
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # Sources 60 MB, tools 120 MB, objects with debug information 250 MB (CPU) to 600 MB (NCCL).
-NEEDED_MB = 800
-OURS_ALONE = 0o755
-"""Of folders, whatever the umask: also where the user's group may write to all else."""
+MIN_FREE_MB = 800
+OWNER_WRITES = 0o755
+"""The mode of the folders, whatever the umask is."""
 
 
 def cached_wheel(wheel_dir: Path, key: BuildKey) -> Path | None:
-    """The wheel that an earlier build left under this key.
+    """Return the wheel that an earlier build left under this key, or None.
 
     Raises:
-        InstallError: others may have written it.
+        InstallError: others could have written it.
     """
     folder = wheel_dir / key.name
     wheel = next(iter(folder.glob("horovod-*.whl")), None)
     for path in (folder, wheel) if wheel is not None else ():
-        refuse_others(path, f"rm -r {folder}, and the same command again, which builds it anew")
+        require_private(path, f"rm -r {folder}, and the same command again, which builds it anew")
     return wheel
 
 
-def refuse_others(path: Path, remedy: str, *, above: bool = False) -> None:
-    """What others can write, or own, is not trusted.
+def require_private(path: Path, remedy: str, *, above: bool = False) -> None:
+    """Refuse a file or folder that other users own or can write to.
 
     Args:
-        path: a file or a folder.
+        path: the file or folder.
         remedy: what to type.
-        above: whether it is a folder above ours. In a sticky one, as /tmp is, others cannot replace ours; and
+        above: whether it is a folder above ours. In a sticky one, such as /tmp, others cannot replace ours; and
             its group may write, since many users have a group of their own.
 
     Raises:
-        InstallError: it is not this user's or root's alone.
+        InstallError: others than this user and root own it or can write to it.
     """
     found = path.lstat()
     others = stat.S_IWOTH if above else stat.S_IWOTH | stat.S_IWGRP
@@ -74,17 +74,17 @@ def refuse_others(path: Path, remedy: str, *, above: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def locked(wheel_dir: Path) -> Iterator[bool]:
-    """Holds the wheel dir's lock; yields whether it had to wait for another installer.
+def lock_wheels(wheel_dir: Path) -> Iterator[bool]:
+    """Hold the wheel dir's lock; yield whether another installer had to be waited for.
 
     Raises:
         InstallError: the folder cannot be made or written to, or others may write to it.
     """
     try:
-        wheel_dir.mkdir(OURS_ALONE, parents=True, exist_ok=True)
+        wheel_dir.mkdir(OWNER_WRITES, parents=True, exist_ok=True)
         for folder in (wheel_dir, *wheel_dir.parents):
             remedy = f"chmod go-w {folder} if it is yours, or --wheel-dir FOLDER that only you may write to"
-            refuse_others(folder, remedy, above=folder != wheel_dir)
+            require_private(folder, remedy, above=folder != wheel_dir)
         lock = (wheel_dir / "lock").open("w")
     except OSError as error:
         raise InstallError(
@@ -104,10 +104,11 @@ def locked(wheel_dir: Path) -> Iterator[bool]:
 
 
 def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
-    """Fetches, changes and compiles Horovod; the caller holds the lock.
+    """Fetch, patch and compile Horovod; the caller holds the lock.
 
     Raises:
-        InstallError: no compiler, no space, or a step failed; the message names cause and log.
+        InstallError: no compiler, no space, or a step failed; the message names the cause and the log.
+        PatchError: the source is not the published one.
     """
     cxx = find_cxx(plan.torch.cxx_standard)
     for leftover in wheel_dir.glob(".build-*"):  # of an installer that was killed
@@ -125,8 +126,8 @@ def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
             apply_patches(source, steps.tools, cxx_standard=standard, record=record)
             wheel = steps.compile(source, build_environment(plan, cxx, folder))
             target = wheel_dir / plan.key.name
-            target.mkdir(OURS_ALONE, exist_ok=True)
-            wheel.chmod(wheel.stat().st_mode & OURS_ALONE)
+            target.mkdir(OWNER_WRITES, exist_ok=True)
+            wheel.chmod(wheel.stat().st_mode & OWNER_WRITES)
             return wheel.replace(target / wheel.name)
     except OSError as error:
         raise InstallError(
@@ -139,9 +140,9 @@ def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
 
 def _require_space(wheel_dir: Path) -> None:
     free_mb = shutil.disk_usage(wheel_dir).free // 2**20
-    if free_mb < NEEDED_MB:
+    if free_mb < MIN_FREE_MB:
         raise InstallError(
-            f"The build needs about {NEEDED_MB} MB in {wheel_dir}.",
+            f"The build needs about {MIN_FREE_MB} MB in {wheel_dir}.",
             f"{free_mb} MB are free: the disk is full",
             f"free some space, or {INSTALL_HOROVOD} --wheel-dir FOLDER on another disk",
         )

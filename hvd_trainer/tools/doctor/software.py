@@ -147,7 +147,7 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSe
         return warning("horovod", found, f"{command}    (see Security in README.md)")
     # Whatever it was built for must fit; what else could have been built is no matter.
     asked = installer.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
-    reason = installer.unfit(horovod, torch, asked)
+    reason = installer.find_mismatch(horovod, torch, asked)
     if reason is not None:
         return error("horovod", f"does not fit: {reason}", f"{command}    (until then: --backend ddp)")
     if not Path(sys.executable).with_name("horovodrun").exists():

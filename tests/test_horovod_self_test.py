@@ -1,4 +1,4 @@
-"""What was not proved is not installed, and a proof that fails names its cause."""
+"""Only a self-test that passes makes an installed Horovod count, and one that fails names its cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SSH = "horovodrun: could not connect to some hosts via ssh"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Horovod of ours that pip has just installed: the file with its record."""
+    """A Horovod of ours that pip has just installed; return the file with its record."""
     package = tmp_path / "site/horovod"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -42,7 +42,7 @@ def fail(asked: str, *args: object, **options: object) -> None:
     raise InstallError(asked, SSH, "look at the log")
 
 
-def test_only_a_proof_that_holds_leaves_its_mark(
+def test_only_a_passed_self_test_marks_the_record(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_test, "run_logged", fail)
@@ -69,8 +69,8 @@ def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch:
 
 
 @requires("horovod", "ssh")
-def test_localhost_is_unknown(tmp_path: Path) -> None:
-    """The same for real, with an empty /etc/hosts."""
+def test_an_unknown_localhost_is_named_in_a_real_run(tmp_path: Path) -> None:
+    """With an empty /etc/hosts."""
     (tmp_path / "hosts").touch()
     hide = f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
     hidden = ["unshare", "--mount", "sh", "-c", hide, "sh", sys.executable, "-c"]
@@ -82,7 +82,7 @@ def test_localhost_is_unknown(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from hvd_trainer.horovod_build import self_test\n"
-        f"self_test._prove_run('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
+        f"self_test._run_self_test('cpu', 2, Path({str(tmp_path / 'log')!r}), '--gloo')"
     )
     done = subprocess.run([*hidden, code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert "the name localhost leads to no address" in done.stderr
@@ -90,8 +90,8 @@ def test_localhost_is_unknown(tmp_path: Path) -> None:
 
 
 @requires("horovod")
-def test_one_that_was_not_proved_is_installed_anew(tmp_path: Path) -> None:
-    """As after a proof that failed, or a run that was interrupted; it was taken as "installed already"."""
+def test_an_unproved_horovod_is_installed_anew(tmp_path: Path) -> None:
+    """As after a self-test that failed or was interrupted; once it counted as "installed already"."""
     built, spec = installed_record(), importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.origin is not None
