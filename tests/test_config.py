@@ -57,7 +57,17 @@ def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> Non
     for option in ("--help", "--help-all"):
         text, _ = help_of(MnistOptions, option, capsys)
         sections = re.findall(r"(\w+) options \W", text)
-        assert sections == ["data", "network", "engine", "train", "log", "save", "parallel", "measure"]
+        assert sections == [
+            "data",
+            "network",
+            "optimizer",
+            "engine",
+            "train",
+            "log",
+            "save",
+            "parallel",
+            "measure",
+        ]
         assert "--config FILE" in text
 
 
@@ -79,7 +89,7 @@ def test_parse_reads_values_of_every_kind() -> None:
         MnistOptions,
         ["--lr", "1e-3", "--max-norm=2", "--compile", "--compile-mode=max-autotune", "--data-dir", "x"],
     )
-    assert (options.network.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
+    assert (options.optimizer.lr, options.train.max_norm, options.train.compile) == (1e-3, 2.0, True)
     assert options.train.compile_mode == "max-autotune"
     assert (options.data.data_dir, options.train.global_batch_size) == ("x", None)
 
@@ -88,7 +98,7 @@ def test_command_line_overrides_yaml(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("epochs: 7\nlr: 1e-4\nbatch-size: 32\nquiet: true\nmax_norm: null\ndata_dir: -odd\n")
     options = parse(MnistOptions, ["--config", str(file), "--epochs", "2", "--no-quiet"])
-    assert (options.train.epochs, options.train.batch_size, options.network.lr) == (2, 32, 1e-4)
+    assert (options.train.epochs, options.train.batch_size, options.optimizer.lr) == (2, 32, 1e-4)
     assert (options.log.quiet, options.train.max_norm, options.data.data_dir) == (False, None, "-odd")
 
 

@@ -478,22 +478,23 @@ def test_it_learns_one_text_by_deterministic_operations(model: nn.Sequential) ->
 
 def test_what_is_typed_wins_over_the_preset(tmp_path: Path) -> None:
     assert TextModelOptions().sizes == TextSizes(2, 64, 2, 128, 0.2, 256, 8000)
-    typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).network.filled()
-    reference = PRESETS["reference"]
-    assert (typed.layers, typed.lr) == (3, 0.5)
-    assert (typed.d_model, typed.vocabulary) == (reference.d_model, reference.vocabulary)
+    typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).filled()
+    reference = PRESETS["reference"].sizes
+    assert (typed.network.layers, typed.optimizer.lr) == (3, 0.5)
+    assert typed.network.sizes == replace(reference, layers=3)
     file = tmp_path / "job.yaml"
     file.write_text("preset: reference\nheads: 8\n")
-    both = parse(ImdbOptions, ["--config", str(file), "--heads", "4"]).network.filled()
-    assert (both.heads, both.layers) == (4, 12)
+    both = parse(ImdbOptions, ["--config", str(file), "--heads", "4"]).filled()
+    assert (both.network.heads, both.network.layers, both.optimizer.lr) == (4, 12, 1e-4)
 
 
 def test_presets_are_whole_and_of_their_size() -> None:
     for name, count in (("small", 595_586), ("reference", 364_732_418)):
-        options = TextModelOptions(preset=name).filled()  # type: ignore[arg-type]
-        assert not [value for value in vars(options).values() if value is None]
+        network = TextModelOptions(preset=name)  # type: ignore[arg-type]
+        options = ImdbOptions(network=network).filled()
+        assert not [value for value in (options.network, options.optimizer) if None in vars(value).values()]
         with torch.device("meta"):
-            assert sum(p.numel() for p in transformer(options.sizes).parameters()) == count
+            assert sum(p.numel() for p in transformer(options.network.sizes).parameters()) == count
 
 
 def test_all_mistakes_are_told_at_once() -> None:

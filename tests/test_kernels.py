@@ -18,6 +18,7 @@ from hvd_trainer.config.options import MeasureOptions, ParallelOptions
 from hvd_trainer.config.rules import check
 from hvd_trainer.jobs.models import MODELS
 from hvd_trainer.jobs.optimizers import make_optimizer
+from hvd_trainer.jobs.options import OptimizerOptions
 from hvd_trainer.utils import accelerator
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -205,7 +206,8 @@ def test_updates_are_fused_on_accelerators(
 ) -> None:
     """The model is still on the CPU then."""
     model = nn.Linear(2, 2)
-    made = make_optimizer(model, name, lr=0.1, momentum=0.9, weight_decay=0.0, device=device, options=options)
+    choice = OptimizerOptions(name, lr=0.1)
+    made = make_optimizer(model, choice, device=device, options=options)
     assert [group["fused"] for group in made.param_groups] == [fused]
 
 
@@ -219,8 +221,8 @@ def test_a_checkpoint_of_the_other_kind_of_device_does_not_change_how_updates_ar
 
     def made(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
-        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-        return model, make_optimizer(model, "adam", **settings, device=device, options=TrainerOptions())
+        choice = OptimizerOptions("adam", lr=0.1)
+        return model, make_optimizer(model, choice, device=device, options=TrainerOptions())
 
     model, optimizer = made(saved_on)
     model(inputs).sum().backward()

@@ -17,19 +17,10 @@ def train(options: MnistOptions) -> None:
     with Trainer(options) as trainer:
         images = load_images(options.data, trainer.backend)
         trainer.say(images.note)
-        network = options.network
-        model = MODELS[network.model]()
+        model = MODELS[options.network.model]()
         trainer.fit(
             model,
-            make_optimizer(
-                model,
-                network.optimizer,
-                lr=network.lr,
-                momentum=network.momentum,
-                weight_decay=network.weight_decay,
-                device=trainer.device,
-                options=options,
-            ),
+            make_optimizer(model, options.optimizer, device=trainer.device, options=options),
             nn.functional.cross_entropy,
             images.train,
             images.test,

@@ -9,17 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.jobs.options import OptimizerName
+from hvd_trainer.jobs.options import OptimizerOptions
 from hvd_trainer.utils import accelerator
 
 
 def make_optimizer(
     model: nn.Module,
-    name: OptimizerName,
+    choice: OptimizerOptions,
     *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
     device: torch.device,
     options: TrainerOptions,
 ) -> Optimizer:
@@ -28,24 +25,27 @@ def make_optimizer(
     On an accelerator it is fused: one kernel updates all parameters.
 
     Args:
-        momentum: for sgd only.
-        weight_decay: decay of the weights (adamw: decoupled).
+        choice: with a learning rate.
         device: where the model will be trained; it may still be elsewhere.
         options: of the training.
     """
-    weights = model.parameters()
+    assert choice.lr is not None
     fused = None if accelerator.is_host(device) else True
-    if name == "sgd":
-        # Of slices (`--shard full`) PyTorch has no fused SGD; and if the scaler leaves the first step out, its
-        # momentum would start from memory that nobody has filled.
-        if options.parallel.shard == "full" or (options.train.precision == "fp16" and momentum):
+    if choice.optimizer == "sgd":
+        # PyTorch has no fused SGD of slices (`--shard full`); and if the scaler leaves the first step out, its
+        # momentum starts from uninitialised memory.
+        if options.parallel.shard == "full" or (options.train.precision == "fp16" and choice.momentum):
             fused = None
         optimizer: Optimizer = torch.optim.SGD(
-            weights, lr, momentum=momentum, weight_decay=weight_decay, fused=fused
+            model.parameters(),
+            choice.lr,
+            momentum=choice.momentum,
+            weight_decay=choice.weight_decay,
+            fused=fused,
         )
     else:
-        kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-        optimizer = kind(weights, lr, weight_decay=weight_decay, fused=fused)
+        kind = torch.optim.AdamW if choice.optimizer == "adamw" else torch.optim.Adam
+        optimizer = kind(model.parameters(), choice.lr, weight_decay=choice.weight_decay, fused=fused)
     optimizer.register_load_state_dict_pre_hook(_keep_fused)
     return optimizer
 
