@@ -77,7 +77,7 @@ def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **opt
     with (
         mock.patch.object(accelerator, "can_capture", return_value=True),
         mock.patch.object(accelerator, "capture", capture),
-        mock.patch.object(accelerator, "apart", return_value=nullcontext("that of prepare")),
+        mock.patch.object(accelerator, "side_stream", return_value=nullcontext("that of prepare")),
         Trainer(
             TrainerOptions(
                 engine=EngineOptions(backend=backend),  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.rendezvous import endpoint as tickets
 from hvd_trainer.rendezvous import store_client, store_connection, store_server
-from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, read_endpoint, sign_endpoint, verify_endpoint
+from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, parse_endpoint, sign_endpoint, verify_endpoint
 from hvd_trainer.rendezvous.registry import FileRegistry
 from hvd_trainer.utils.network import LOOPBACK
 
@@ -45,7 +45,7 @@ def ticket() -> Iterator[Endpoint]:
 
 
 def join(ticket: Endpoint, timeout_s: float = 10) -> dist.Store:
-    return store_client.join(ticket, timedelta(seconds=timeout_s))
+    return store_client.connect(ticket, timedelta(seconds=timeout_s))
 
 
 def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Endpoint) -> None:
@@ -134,7 +134,7 @@ def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -
         verify_endpoint(str(ticket), "our secret")
     assert verify_endpoint(str(ticket), None) == ticket
     with pytest.raises(LaunchError, match="should be the ticket to a job's store"):
-        read_endpoint("127.0.0.1:29500")
+        parse_endpoint("127.0.0.1:29500")
 
 
 def test_a_retired_ticket_ends_the_server(ticket: Endpoint) -> None:
@@ -252,26 +252,26 @@ def test_a_traceback_says_nothing_of_the_token(tmp_path: Path) -> None:
 def test_a_secret_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(LaunchError, match="cannot be read"):
-        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
+        tickets.read_secret({tickets.SECRET_FILE: str(file)})
     file.write_text("a" * 32)
     file.chmod(0o644)
     with pytest.raises(LaunchError, match="may be read by others. Type: chmod 600"):
-        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
+        tickets.read_secret({tickets.SECRET_FILE: str(file)})
     file.chmod(0o600)
-    assert tickets.shared_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+    assert tickets.read_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
     if os.geteuid() == 0:
         # Laid down by root for a group, as Kubernetes does for a pod's user.
         file.chmod(0o440)
-        assert tickets.shared_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+        assert tickets.read_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
         os.chown(file, attacks.NOBODY, -1)
         with pytest.raises(LaunchError, match="may be read by others"):
-            tickets.shared_secret({tickets.SECRET_FILE: str(file)})
+            tickets.read_secret({tickets.SECRET_FILE: str(file)})
         os.chown(file, 0, -1)
     file.chmod(0o600)
     file.write_text("short")
     with pytest.raises(LaunchError, match="should hold 16 characters or more, and holds 5"):
-        tickets.shared_secret({tickets.SECRET_FILE: str(file)})
-    assert tickets.shared_secret({}) is None
+        tickets.read_secret({tickets.SECRET_FILE: str(file)})
+    assert tickets.read_secret({}) is None
 
 
 @as_root
@@ -343,7 +343,7 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
         [note] = temporary.glob("hvd_trainer-0/*")
-        token = read_endpoint(json.loads(note.read_text())["ticket"]).token
+        token = parse_endpoint(json.loads(note.read_text())["ticket"]).token
         doors = listening(job)
         assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
         assert any("store_server" in " ".join(process.cmdline()) for _, process in doors.values()), doors

@@ -266,7 +266,7 @@ def test_the_next_world() -> None:
         driver.hosts_changed.set()
         world = driver.next_world()
         assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 3, 0, 1)
-        assert (driver.worlds, driver.hosts_changed.is_set()) == (1, False)
+        assert (driver.past_worlds, driver.hosts_changed.is_set()) == (1, False)
 
 
 def test_no_place_in_the_next_world() -> None:

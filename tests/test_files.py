@@ -17,7 +17,7 @@ from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.export import export_tensors
 from hvd_trainer.jobs.reviews import archive, tokenizer
 from hvd_trainer.rendezvous import registry
-from hvd_trainer.utils.files import replacing
+from hvd_trainer.utils.files import atomic_write
 
 UMASKS = (0o077, 0o022, 0o002)
 
@@ -95,11 +95,11 @@ def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         temporary.write_text("first")
 
     def fail() -> None:
-        with replacing(file) as temporary:
+        with atomic_write(file) as temporary:
             temporary.write_text("second")
             raise OSError(28, "No space left on device")
 

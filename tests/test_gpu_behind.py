@@ -76,7 +76,7 @@ def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
 def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
     """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
     aborted = threading.Event()
-    there = [RankInfo("here", rank, "ddp", (), process=os.getpid()) for rank in range(2)]
+    there = [RankInfo("here", rank, "ddp", (), pid=os.getpid()) for rank in range(2)]
     for elastic_timeout_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
         aborted.clear()
         watch = MonitorServer(
@@ -158,7 +158,7 @@ def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    with accelerator.apart(GPU) as stream:
+    with accelerator.side_stream(GPU) as stream:
         gpu.calls.append(f"prepare on {gpu.current.name}")
     launch = accelerator.capture(lambda: gpu.calls.append("step"), stream)
     launch()

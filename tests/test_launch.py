@@ -10,17 +10,9 @@ import pytest
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import LAUNCHERS
-from hvd_trainer.launch.world import (
-    UNKNOWN,
-    World,
-    detect,
-    expand_counts,
-    lone_process_warning,
-    may_be_first,
-    slurm_job,
-    slurm_step,
-)
-from hvd_trainer.rendezvous.ranks import RankInfo, check_world, fair_cpus, resolve_nodes, sharing_gpu
+from hvd_trainer.launch.slurm import expand_counts, slurm_job, slurm_step_id
+from hvd_trainer.launch.world import UNKNOWN, World, detect, lone_process_warning, may_be_first
+from hvd_trainer.rendezvous.ranks import RankInfo, check_world, cpu_share, ranks_sharing_gpu, resolve_nodes
 
 
 def one_node(size: int) -> list[tuple[int, ...]]:
@@ -164,7 +156,7 @@ def test_nothing_but_a_world_or_a_launch_error_comes_out() -> None:
             assert 0 <= world.local_rank < world.local_size <= world.size
             outcomes.add(world.launcher)
         may_be_first(environ)
-        slurm_step(environ)
+        slurm_step_id(environ)
     assert {"refused"} < outcomes
 
 
@@ -232,19 +224,19 @@ def test_a_lone_process_among_many_tasks_is_warned(case: str, warns: bool) -> No
 
 
 def test_only_a_step_that_srun_started_for_us_is_ours_to_cancel() -> None:
-    assert slurm_step(environments.CASES["sbatch_srun"][0]) == "6.0"
+    assert slurm_step_id(environments.CASES["sbatch_srun"][0]) == "6.0"
     for case in ("python", "sbatch_python", "sbatch_mpirun", "sbatch_srun_torchrun"):
-        assert slurm_step(environments.CASES[case][0]) is None
+        assert slurm_step_id(environments.CASES[case][0]) is None
 
 
 def test_an_array_s_task_is_named_apart_from_its_array() -> None:
     """`scontrol requeue 968508` would end and requeue all tasks of that array, not only the one of that number."""
     with_the_arrays_number = environments.CASES["sbatch_array_srun"][0]
-    assert slurm_job(with_the_arrays_number).number == "968508_2"
+    assert slurm_job(with_the_arrays_number).job_id == "968508_2"
     # The other one has a number of its own. So has a job that the first submits, which inherits the variables.
-    assert slurm_job({**with_the_arrays_number, "SLURM_JOB_ID": "968509"}).number == "968509"
-    assert slurm_job(environments.CASES["sbatch_srun"][0]).number == "6"
-    assert slurm_job({}).number is None
+    assert slurm_job({**with_the_arrays_number, "SLURM_JOB_ID": "968509"}).job_id == "968509"
+    assert slurm_job(environments.CASES["sbatch_srun"][0]).job_id == "6"
+    assert slurm_job({}).job_id is None
 
 
 # What follows once the ranks have met.
@@ -288,13 +280,15 @@ def test_each_rank_gets_its_share_of_the_cpus(cpus: list[range], fair: list[int]
     peers = [peer("a", rank, ids) for rank, ids in enumerate(cpus)]
     other_node = [peer("b", rank, ids) for rank, ids in enumerate(cpus)]
     for rank in range(size):
-        assert fair_cpus(World(rank, size, rank, size), peers) == fair[rank]
-        assert fair_cpus(World(rank, 2 * size, rank, size, 0, 2), peers + other_node) == fair[rank]
+        assert cpu_share(World(rank, size, rank, size), peers) == fair[rank]
+        assert cpu_share(World(rank, 2 * size, rank, size, 0, 2), peers + other_node) == fair[rank]
 
 
 def test_a_gpu_is_shared_only_on_one_host() -> None:
     peers = [peer("a", 0, gpu="u1"), peer("a", 1, gpu="u1"), peer("b", 0, gpu="u1"), peer("b", 1)]
-    sharing = [sharing_gpu(World(rank, 4, p.local_rank, 2, rank // 2, 2), peers) for rank, p in enumerate(peers)]
+    sharing = [
+        ranks_sharing_gpu(World(rank, 4, p.local_rank, 2, rank // 2, 2), peers) for rank, p in enumerate(peers)
+    ]
     assert sharing == [[1], [0], [], []]
 
 

@@ -23,12 +23,12 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
 
-    def address_towards(host: str, port: int) -> str:
-        if host == network.ELSEWHERE:
+    def source_address(host: str, port: int) -> str:
+        if host == network.TEST_NET_ADDRESS:
             raise OSError("Network is unreachable")
         return {"me": "127.0.0.1", "other": "10.2.0.7"}[host]
 
-    monkeypatch.setattr(network, "address_towards", address_towards)
+    monkeypatch.setattr(network, "source_address", source_address)
 
 
 @pytest.mark.usefixtures("cards")
@@ -50,15 +50,15 @@ def test_what_others_are_told(host: str, address: str) -> None:
 
 @pytest.mark.usefixtures("cards")
 def test_an_interface_by_its_name() -> None:
-    assert network.address_of("eth0") == "10.1.0.7"
-    assert network.interface_of("10.2.0.7") == "eth1"
+    assert network.interface_address("eth0") == "10.1.0.7"
+    assert network.interface_name("10.2.0.7") == "eth1"
     for name in ("ib0", "tun0"):
         with pytest.raises(LaunchError, match=rf"--network-interface {name}: .* eth0 \(10.1.0.7\), eth1"):
-            network.address_of(name)
+            network.interface_address(name)
 
 
 def test_this_machines_own() -> None:
-    assert network.address_of("lo") == "127.0.0.1"
+    assert network.interface_address("lo") == "127.0.0.1"
     assert network.outward_address("localhost", 1) == network.LOOPBACK
 
 
@@ -76,7 +76,7 @@ def test_who_waits_for_a_host_that_is_gone_waits_no_longer(family: int, dialled:
     ):
         to_gone.connect((dialled, gone.getsockname()[1]))
         to_gone.settimeout(5)
-        assert network.hang_up_on("127.0.0.2") == 1
+        assert network.shut_down_connections("127.0.0.2") == 1
         assert to_gone.recv(1) == b""
         answer.sendall(b"!")
         assert to_there.recv(1) == b"!"

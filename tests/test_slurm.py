@@ -277,7 +277,7 @@ def test_rank_0_is_looked_for_wherever_it_may_be(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connect, "_SESSIONS", itertools.count())  # other tests of this process have begun some
     meeting = connect.open_store(detect(environ), environ, timeout_s=10)
     assert meeting.host == "127.0.0.1"
-    store_client.join(ticket, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
+    store_client.connect(ticket, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
     assert meeting.store.get("word") == b"heard"
     store_client.release(ticket)
 

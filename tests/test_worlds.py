@@ -37,11 +37,11 @@ STEPS = 10
 
 def horovodrun() -> Any:
     """What an elastic rank sees of it, where it is the only one in each world."""
-    driver = SimpleNamespace(hosts_changed=threading.Event(), worlds=0, listen=lambda: None)
+    driver = SimpleNamespace(hosts_changed=threading.Event(), past_worlds=0, listen=lambda: None)
 
     def next_world() -> World:
         driver.hosts_changed.clear()
-        driver.worlds += 1
+        driver.past_worlds += 1
         return World()
 
     driver.next_world = next_world
@@ -156,4 +156,4 @@ def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(backend, "_start", start)
         assert backend.goes_on_after(RescaleError())
-        assert driver.worlds == 3
+        assert driver.past_worlds == 3

@@ -37,10 +37,10 @@ from hvd_trainer.backends.session import environment
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous import store_client
-from hvd_trainer.rendezvous.endpoint import read_endpoint
+from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.network import interface_of
+from hvd_trainer.utils.network import interface_name
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class HorovodBackend(Backend):
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
         address, port = self._rendezvous()
-        interface = interface_of(self.address)
+        interface = interface_name(self.address)
         if "HOROVOD_GLOO_IFACE" in self.environ and self.options.network_interface is None:
             interface = None  # it has been chosen
         return variables | {
@@ -216,7 +216,7 @@ class HorovodBackend(Backend):
         """
         if self.world.is_first:
             self.store.set("horovod", str(store_client.serve(self.address)))
-        ticket = read_endpoint(self.store.get("horovod").decode())
+        ticket = parse_endpoint(self.store.get("horovod").decode())
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
         return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 

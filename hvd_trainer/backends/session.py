@@ -30,10 +30,12 @@ from hvd_trainer.faults.monitor import Monitor
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
-from hvd_trainer.launch.world import World, cpu_ids, detect, is_elastic, process_start_time, slurm_job
+from hvd_trainer.launch.slurm import slurm_job
+from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils import accelerator, network
+from hvd_trainer.utils.process import cpu_ids, start_time
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -140,7 +142,7 @@ class Session(ABC):
         if self.driver is not None:
             self.driver.listen()
         chosen = self.options.network_interface
-        own = None if chosen is None else network.address_of(chosen)
+        own = None if chosen is None else network.interface_address(chosen)
         if chosen is not None:
             # NCCL looks when it connects two ranks, which may be later; "=" is for exactly this name.
             self._guard.enter_context(environment({"NCCL_SOCKET_IFNAME": f"={chosen}"}))
@@ -154,10 +156,10 @@ class Session(ABC):
         self.devices = choose_devices(self.world, self.options.device, self._wanted)
         self.device = self.devices[0]
         watched = self.world.size > 1
-        memory, page = (stack_dump.register_signal(), self.activity.share()) if watched else (None, None)
-        self._guard.callback(self.activity.stop_sharing, page)
-        self._guard.callback(stack_dump.unregister_signal, memory)
-        me = self._introduction(memory, page, own or network.outward_address(host, 1))
+        stacks_fd, status_fd = (stack_dump.register_signal(), self.activity.share()) if watched else (None, None)
+        self._guard.callback(self.activity.stop_sharing, status_fd)
+        self._guard.callback(stack_dump.unregister_signal, stacks_fd)
+        me = self._introduction(stacks_fd, status_fd, own or network.outward_address(host, 1))
         self.peers = ranks.number_virtual_ranks(ranks.exchange_rank_info(self.store, self.world, me))
         self.job = ranks.job_identity(self.peers, self.slurm_job)
         self.world = ranks.resolve_nodes(self.world, self.peers)
@@ -174,7 +176,7 @@ class Session(ABC):
         threads = self.options.threads
         if threads is None and "OMP_NUM_THREADS" not in self.environ:
             # horovodrun sets nothing, so that each of four ranks would start a thread per core.
-            threads = ranks.fair_cpus(self.world, self.peers)
+            threads = ranks.cpu_share(self.world, self.peers)
         if threads is not None:
             torch.set_num_threads(threads)
         self._start_monitor()
@@ -183,10 +185,10 @@ class Session(ABC):
         """The network card for Gloo: that of the address that this rank goes by, unless the user has named one."""
         if "GLOO_SOCKET_IFNAME" in self.environ and self.options.network_interface is None:
             return {}
-        interface = network.interface_of(self.address)
+        interface = network.interface_name(self.address)
         return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
-    def _introduction(self, memory: int | None, page: int | None, address: str) -> RankInfo:
+    def _introduction(self, stacks_fd: int | None, status_fd: int | None, address: str) -> RankInfo:
         """What this rank tells the others about itself; the arguments as in `Peer`."""
         return RankInfo(
             host=self.world.host or socket.gethostname(),
@@ -195,12 +197,12 @@ class Session(ABC):
             backend=self.name,
             cpus=cpu_ids(),
             gpu=self._gpu(),
-            starter=_starter() if self.world.launcher == "torchrun" else "",
-            process=os.getpid(),
-            started=process_start_time(os.getpid()) if self.world.size > 1 else "",
-            worlds=0 if self.driver is None else self.driver.worlds,
-            memory=memory,
-            page=page,
+            agent=_parent_identity() if self.world.launcher == "torchrun" else "",
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()) if self.world.size > 1 else "",
+            past_worlds=0 if self.driver is None else self.driver.past_worlds,
+            stacks_fd=stacks_fd,
+            status_fd=status_fd,
             address=address,
         )
 
@@ -346,7 +348,7 @@ class Session(ABC):
 
     def _refuse_shared_gpu(self) -> None:
         """Raise LaunchError if NCCL would refuse this rank's GPU because another rank of the host has it, too."""
-        others = ranks.sharing_gpu(self.world, self.peers)
+        others = ranks.ranks_sharing_gpu(self.world, self.peers)
         if others and self.environ.get(SHARES_GPU) != "1":
             raise LaunchError(
                 f"Ranks {', '.join(map(str, sorted([self.world.rank, *others])))} would share one GPU "
@@ -357,10 +359,10 @@ class Session(ABC):
             )
 
 
-def _starter() -> str:
+def _parent_identity() -> str:
     """The parent process, as nothing else is called."""
     parent = os.getppid()
-    return f"{parent} {process_start_time(parent)}"
+    return f"{parent} {start_time(parent)}"
 
 
 @contextmanager

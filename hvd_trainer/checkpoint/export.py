@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hvd_trainer.utils.files import replacing
+from hvd_trainer.utils.files import atomic_write
 
 NAME = "model.safetensors"
 
@@ -39,7 +39,7 @@ def export_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 def _replace(file: Path, write: Callable[[str], None]) -> None:
     from safetensors import SafetensorError
 
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         try:
             write(str(temporary))
         except SafetensorError as error:

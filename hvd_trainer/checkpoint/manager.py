@@ -139,7 +139,7 @@ class CheckpointManager:
         outcome: dict[str, Any] = {}
         if self._backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
-            again = self._log.holds(self._in_this_fit(self._backend.job.earlier))
+            again = self._log.holds(self._in_this_fit(self._backend.job.previous_names))
             if again:
                 self._log.say("restart  this job was started before, and goes on")
             resume = self._options.resume
@@ -175,7 +175,7 @@ class CheckpointManager:
             return
         newest = -1
         if backend.world.local_rank == 0 and not backend.world.is_first:
-            again = self._log.holds(self._in_this_fit(backend.job.earlier))
+            again = self._log.holds(self._in_this_fit(backend.job.previous_names))
             found, _ = (
                 storage.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
             )

@@ -29,7 +29,7 @@ import torch
 
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
-from hvd_trainer.utils.files import UNREADABLE, open_plain, read_plain
+from hvd_trainer.utils.files import UNREADABLE, open_regular, read_regular
 
 FORMAT = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -77,7 +77,7 @@ def save(
         with (temporary / STATE).open("wb") as file:
             torch.save(dict(state), file)
             _sync(file)
-        with open_plain(temporary / STATE) as written:
+        with open_regular(temporary / STATE) as written:
             known = _fingerprint(written)
         manifest = Manifest(FORMAT, number, step, epoch, _finite(figures or {}), **known)
         with (temporary / MANIFEST).open("w") as text:
@@ -108,7 +108,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        content = json.loads(read_plain(file, MAX_MANIFEST_BYTES))
+        content = json.loads(read_regular(file, MAX_MANIFEST_BYTES))
         if not isinstance(content, dict):
             raise TypeError("it holds no object")
         if content.get("format") != FORMAT:
@@ -130,7 +130,7 @@ def load(path: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(path)
     try:
-        with open_plain(path / STATE) as file:
+        with open_regular(path / STATE) as file:
             if (
                 os.fstat(file.fileno()).st_size != manifest.bytes
                 or _fingerprint(file)["sha256"] != manifest.sha256
@@ -322,7 +322,7 @@ def _refuse_bomb(file: BinaryIO, size: int) -> None:
 def _kinds_in(path: Path) -> str:
     """`: 'my_job.Schedule'`: what else a state holds; nothing where that cannot be told."""
     try:
-        with open_plain(path / STATE) as file:
+        with open_regular(path / STATE) as file:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except UNREADABLE:
         return ""

@@ -24,7 +24,7 @@ from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.observe.metrics import Meter, check_state, combined_state
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.utils.files import UNREADABLE
-from hvd_trainer.utils.rng import check_random_state, random_state, seed_all, seed_of, set_random_state
+from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
 
 MAX_LINES = 20
 
@@ -92,7 +92,7 @@ class TrainState:
         # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
         differ = meter is not None and not self._reproducible
         means = self._backend.mean_buffers(self._model) if differ else {}
-        mine: dict[str, Any] = {"random": random_state(self._backend.device)}
+        mine: dict[str, Any] = {"random": rng_state(self._backend.device)}
         if meter is not None:
             mine["metrics"] = meter.state_dict()
             own = dict(self._model.named_buffers())
@@ -186,10 +186,10 @@ class TrainState:
         mine = ranks[world.rank] if same else {}
         notes = []
         if "random" in mine:
-            set_random_state(mine["random"], device)
+            set_rng_state(mine["random"], device)
             restored.append("random")
         elif not self._parts.seeds_itself:
-            seed_all(seed_of(self._data["seed"], self._progress.step, world.rank), device)
+            seed_all(derive_seed(self._data["seed"], self._progress.step, world.rank), device)
             anew.append("random")
         if not same and not self._parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
@@ -244,7 +244,7 @@ class TrainState:
     def _check_rank(self, rank: Mapping[str, Any]) -> None:
         """What a rank has of its own, checked by all, or all but that one would go on."""
         if "random" in rank:
-            check_random_state(rank["random"])
+            check_rng_state(rank["random"])
         if "metrics" in rank:
             check_state(rank["metrics"])
         for name, buffer in rank.get("buffers", {}).items():

@@ -29,9 +29,9 @@ from hvd_trainer.data.shard import (
 )
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.faults import preemption
-from hvd_trainer.rendezvous.ranks import fair_cpus
+from hvd_trainer.rendezvous.ranks import cpu_share
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.rng import apart, seed_all, seed_of
+from hvd_trainer.utils.rng import derive_seed, isolated_rng, seed_all
 
 MAX_WORKERS = 8
 EVALUATION = -1
@@ -162,9 +162,9 @@ class TensorLoader(Loader):
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
         taken = self._raw(batches)
         for place, inputs, targets in self._transfer.moved(taken) if self.is_sent else taken:
-            with apart(device) if draws else nullcontext():
+            with isolated_rng(device) if draws else nullcontext():
                 if draws:
-                    seed_all(seed_of(self.plan.seed, epoch, *place), device)
+                    seed_all(derive_seed(self.plan.seed, epoch, *place), device)
                 batch = self._data.take(inputs, targets)
             yield batch
 
@@ -201,16 +201,16 @@ class _Seeded(Dataset[Any]):
         self._data, self._seed = data, seed
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        with apart(CPU) if get_worker_info() is None else nullcontext():
+        with isolated_rng(CPU) if get_worker_info() is None else nullcontext():
             return self._samples(places)
 
     def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
         if hasattr(self._data, "__getitems__"):
-            seed_all(seed_of(self._seed, *places[0]), CPU)
+            seed_all(derive_seed(self._seed, *places[0]), CPU)
             return list(self._data.__getitems__([index for _, index in places]))
         samples = []
         for epoch, index in places:
-            seed_all(seed_of(self._seed, epoch, index), CPU)
+            seed_all(derive_seed(self._seed, epoch, index), CPU)
             samples.append(self._data[index])
         return samples
 
@@ -253,7 +253,7 @@ def torch_loader(
     """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
     num_workers = plan.num_workers
     if num_workers is None:
-        num_workers = min(MAX_WORKERS, fair_cpus(backend.world, backend.peers) - 1)
+        num_workers = min(MAX_WORKERS, cpu_share(backend.world, backend.peers) - 1)
     return DataLoader(
         data,
         batch_size,

@@ -45,7 +45,7 @@ def everywhere(backend: Backend, prepare: Callable[[], str | None], *, timeout_s
 
 def _calling(backend: Backend) -> dict[int, str]:
     """The ranks that come by here, and their nodes: where ranks come and go, others have been through this."""
-    return {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.worlds}
+    return {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.past_worlds}
 
 
 def _done_by(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:

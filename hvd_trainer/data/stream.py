@@ -19,7 +19,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch import Batch, first_samples, samples_in
 from hvd_trainer.data.loader import CPU, EVALUATION, Loader, LoaderPlan, torch_loader
 from hvd_trainer.errors import DataError, OptionError
-from hvd_trainer.utils.rng import isolated_rng, seed_all, seed_of
+from hvd_trainer.utils.rng import derive_seed, iterate_isolated, seed_all
 
 
 class _Stream(IterableDataset[Any]):
@@ -95,6 +95,6 @@ class StreamLoader(Loader):
         self._stream.consumed = consumed
         if epoch != EVALUATION:
             self._stream.epoch = epoch
-        self._stream.seed = seed = seed_of(self.plan.seed, epoch, self._share.number)
+        self._stream.seed = seed = derive_seed(self.plan.seed, epoch, self._share.number)
         batches = self._moved(self._loader)
-        return batches if self._loader.num_workers else isolated_rng(batches, seed, CPU)
+        return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)

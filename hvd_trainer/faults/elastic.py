@@ -43,7 +43,7 @@ class HorovodElasticDriver:
 
     Attributes:
         hosts_changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
-        worlds: how many this process has been in before this one.
+        past_worlds: how many this process has been in before this one.
 
     Raises:
         LaunchError: horovodrun does not say where it is.
@@ -60,7 +60,7 @@ class HorovodElasticDriver:
             )
         self._host, self._port = environ[ADDRESS], environ[PORT]
         self.hosts_changed = threading.Event()
-        self.worlds = 0
+        self.past_worlds = 0
         self._listens = False
 
     def listen(self) -> None:
@@ -104,7 +104,7 @@ class HorovodElasticDriver:
         if found["rank"] < 0:
             raise DismissedError(0)
         set_world(self._environ, **found)
-        self.worlds += 1
+        self.past_worlds += 1
         return detect(self._environ)
 
     def _ask(self, path: str) -> str:

@@ -26,9 +26,10 @@ from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, Failure, reporter
 from hvd_trainer.faults.root_cause import Heartbeat, RootCause
 from hvd_trainer.faults.shared_status import SharedStatus
-from hvd_trainer.launch.world import World, process_start_time
+from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
-from hvd_trainer.utils.network import LOOPBACK, hang_up_on
+from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
+from hvd_trainer.utils.process import start_time
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ class Monitor(ABC):
             rank: page
             for rank, peer in enumerate(self.peers)
             if self._is_here(rank)
-            and peer.page is not None
-            and (page := SharedStatus.open(peer.process, peer.page)) is not None
+            and peer.status_fd is not None
+            and (page := SharedStatus.open(peer.pid, peer.status_fd)) is not None
         }
         self.connect(store, address)
         self._thread.start()
@@ -237,7 +238,7 @@ class Monitor(ABC):
         self._hangs_up_at = None
         there = self.peers[self.cause.rank].address
         if there not in (LOOPBACK, self.peers[self.world.rank].address):
-            hang_up_on(there)
+            shut_down_connections(there)
 
     def _end(self) -> NoReturn:
         """Ends this process, which has not left by itself; says why, where others go on."""
@@ -315,7 +316,7 @@ class Monitor(ABC):
             rank=rank,
             size=self.world.size,
             host=peer.host,
-            process=peer.process,
+            process=peer.pid,
             step=sign.step,
             phase=sign.phase,
             what=what,
@@ -336,7 +337,7 @@ class Monitor(ABC):
         if peer.host != self.peers[self.world.rank].host:
             return False
         try:
-            return process_start_time(peer.process) == peer.started
+            return start_time(peer.pid) == peer.start_time
         except OSError:
             return False
 
@@ -345,13 +346,13 @@ class Monitor(ABC):
         if rank == self.world.rank:
             return stack_dump.own_stacks()
         peer = self.peers[rank]
-        return "" if peer.memory is None else stack_dump.request_stacks(peer.process, peer.memory)
+        return "" if peer.stacks_fd is None else stack_dump.request_stacks(peer.pid, peer.stacks_fd)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends neighbours that cannot end by themselves."""
         for rank in ranks:
             with suppress(OSError):
-                os.kill(self.peers[rank].process, signal.SIGKILL)
+                os.kill(self.peers[rank].pid, signal.SIGKILL)
 
 
 def _is_debugged() -> bool:

@@ -19,7 +19,7 @@ from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.patch_set import RECORD_FILE
-from hvd_trainer.utils.files import replacing
+from hvd_trainer.utils.files import atomic_write
 
 SELF_TEST_TIMEOUT_S = 300
 MARK = '\nRECORD["proved"] = True\n'
@@ -46,7 +46,7 @@ def _mark_as_proved() -> None:
     assert spec is not None, "ranks of this Python have just imported it"
     assert spec.origin is not None
     record = Path(spec.origin).parent.parent / RECORD_FILE
-    with replacing(record) as temporary:
+    with atomic_write(record) as temporary:
         temporary.write_text(record.read_text(encoding="utf-8") + MARK, encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.per_node import SharedDataError, everywhere, once_per_node
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.options import ImageOptions
-from hvd_trainer.utils.files import open_plain
+from hvd_trainer.utils.files import open_regular
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", 60_000),
@@ -121,7 +121,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
     header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
     expected = len(header) + torch.Size(shape).numel()
     try:
-        with open_plain(path) as file:
+        with open_regular(path) as file:
             # No more than shows that it is too long: a few bytes may unpack to any number.
             raw = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(expected + 1)
     except (OSError, EOFError, zlib.error) as error:

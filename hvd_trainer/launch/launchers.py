@@ -1,18 +1,21 @@
-"""The table of launchers: one row of variable names for each.
+"""The table of launchers: for each, the names of the environment variables that it sets.
 
-The most specific launcher comes first and the scheduler last, because processes that mpirun or torchrun start
-inside a Slurm allocation see Slurm's variables too.
+`find_launcher` takes the first row that matches. The most specific launcher comes first and the scheduler last,
+because processes that mpirun or torchrun start inside a Slurm allocation see Slurm's variables too.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+from hvd_trainer.errors import LaunchError
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher: the names of its variables. An empty name: it does not tell."""
+    """One launcher: the names of its variables. An empty name: it sets no such variable."""
 
     name: str
     rank: str
@@ -22,28 +25,24 @@ class Launcher:
     node_rank: str = ""
     num_nodes: str = ""
     host: str = ""
-    """The node's name; not every version sets it, so it may be missing."""
+    """the node's name; optional, since some versions do not set it"""
     group: str = ""
-    """The number of the launcher's own process on the node: there may be several on one machine, to try it out."""
+    """number of the launcher's own process on the node: one machine may have several, which count as nodes"""
     markers: tuple[str, ...] = ()
-    """What only this launcher sets: any of them shows it, where others set the rank variables too."""
+    """variables that only this launcher sets, where others set the rank variables too: one of them is enough"""
 
     def variables(self) -> tuple[str, ...]:
-        """The names that must all be set."""
+        """Return the names that must all be set."""
         names = (getattr(self, f.name) for f in fields(self) if f.name not in ("name", "host", "group", "markers"))
         return tuple(name for name in names if name)
 
-    def signs(self, environ: Mapping[str, str]) -> list[str]:
-        """The variables that are set and show that this launcher started the process."""
+    def evidence(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the variables in the environment that show that this launcher started the process."""
         return [name for name in self.markers or self.variables() if name in environ]
 
 
 HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
     Launcher(
@@ -55,7 +54,7 @@ LAUNCHERS = (
         host="HOROVOD_HOSTNAME",
     ),
     Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",)),
-    # Batch scripts often set WORLD_SIZE for all tasks; it is no sign of who starts them.
+    # WORLD_SIZE alone is no marker: batch scripts often set it for all tasks, whatever starts them.
     Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK")),
     Launcher(
         "mpirun",
@@ -74,10 +73,35 @@ LAUNCHERS = (
         "SLURM_NODEID",
         "SLURM_STEP_NUM_NODES",
         host="SLURMD_NODENAME",
-        # The others are in every batch script too, where plain python runs as one process.
+        # SLURM_PROCID and the others are set in every batch script too, where plain python runs as one process.
         markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),
     ),
-    # Without srun (which may set PMI_RANK too) a lone PMI_RANK is a rank that does not know its node.
+    # srun may set PMI_RANK too. Without srun, PMI_RANK alone means a rank whose local rank is missing: an error.
     Launcher("mpiexec", *HYDRA_NAMES),
     Launcher("hand", *TORCH_NAMES),
 )
+
+
+def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher whose variables are set, some or all of them; None if none started this process."""
+    return next((launcher for launcher in LAUNCHERS if launcher.evidence(environ)), None)
+
+
+def read_number(environ: Mapping[str, str], name: str) -> int:
+    """Return the whole number in a variable.
+
+    Raises:
+        LaunchError: it contains something else.
+    """
+    # int() would also take "1_0", "+1" and other alphabets' digits, which no launcher writes.
+    if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
+        raise LaunchError(
+            f"{name} should be a whole number, but is {shorten(environ[name])}. Leave it to the launcher, or "
+            f"type: export {name}=NUMBER"
+        )
+    return int(environ[name])
+
+
+def shorten(text: str) -> str:
+    """Return a text as an error shows it: quoted, and at most a line of it."""
+    return repr(text if len(text) <= 60 else text[:60] + "...")

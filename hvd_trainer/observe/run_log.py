@@ -19,7 +19,7 @@ import yaml
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
-from hvd_trainer.utils.files import no_place_to_write, open_plain, read_plain, replacing
+from hvd_trainer.utils.files import atomic_write, find_unsafe_path, open_regular, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunLog:
     def __init__(self, backend: Backend, folder: str | None, *, quiet: bool = False) -> None:
         first = backend.world.is_first
         # Where ranks come and go, horovodrun ends a frozen rank 0 while the others meet in their next world.
-        self._patience_s = HAND_OVER_S if any(peer.worlds for peer in backend.peers) else 0.0
+        self._patience_s = HAND_OVER_S if any(peer.past_worlds for peer in backend.peers) else 0.0
         self.prints = first and not quiet
         self.place = Path(folder).expanduser() if folder else None
         """Where the folder is, or would be, on this rank's node."""
@@ -71,7 +71,7 @@ class RunLog:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return no_place_to_write(self.folder, WRITTEN) or self._claim(self.folder / LOCK)
+            return find_unsafe_path(self.folder, WRITTEN) or self._claim(self.folder / LOCK)
         except OSError as error:
             return str(error)
 
@@ -104,7 +104,7 @@ class RunLog:
         if self.place is None:
             return False
         try:
-            known = read_plain(self.place / JOB, MOST_NAMES_BYTES).decode()
+            known = read_regular(self.place / JOB, MOST_NAMES_BYTES).decode()
         except (OSError, ValueError):
             return False
         return not set(names).isdisjoint(known.splitlines())
@@ -211,7 +211,7 @@ def _drop_later(file: Path, step: int, epoch: int, finished: bool = False) -> bo
     if not file.exists():
         return False
     end = None
-    with replacing(file) as temporary, open_plain(file) as lines, temporary.open("wb") as kept:
+    with atomic_write(file) as temporary, open_regular(file) as lines, temporary.open("wb") as kept:
         # One that is longer than ours are comes in pieces, so that none fills the memory.
         while line := lines.readline(MAX_LINE_BYTES):
             if _is_before(line, step, epoch):

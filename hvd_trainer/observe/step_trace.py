@@ -25,7 +25,7 @@ from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.checksums import checksum, host_copies, sample_checksums, stride, subsample
-from hvd_trainer.utils.files import replacing
+from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.tensors import parameters_of
 
 FOLDER = "trace"
@@ -147,7 +147,7 @@ class StepTrace(Observer):
             for kind, its in kinds.items()
             for name, tensor in its.items()
         }
-        with replacing(self._folder / f"{event}-{step}.safetensors") as temporary:
+        with atomic_write(self._folder / f"{event}-{step}.safetensors") as temporary:
             save_file(values, temporary)
         # Closed after each line, so that a run that fails leaves whole lines.
         with self._folder.with_suffix(".jsonl").open("a") as lines:

@@ -35,7 +35,7 @@ class CapturedStep(TrainStep):
 
     Args:
         parts: as of any step.
-        stream: the stream on which the parts were prepared and the graph is captured (`accelerator.apart`):
+        stream: the stream on which the parts were prepared and the graph is captured (`accelerator.side_stream`):
             nothing captured may wait for the default stream.
         is_uniform: whether in each step all ranks' batches have one shape. Otherwise the ranks compare shapes
             before each step, because an exchange in a graph cannot meet one outside.

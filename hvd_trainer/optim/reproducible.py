@@ -38,7 +38,7 @@ from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.rng import seed_all, seed_of
+from hvd_trainer.utils.rng import derive_seed, seed_all
 from hvd_trainer.utils.tensors import parameters_of
 
 
@@ -70,7 +70,7 @@ class ReproducibleStep(TrainStep):
         start = [buffer.clone() for buffer in self._buffers]
         sums = TreeSum()
         for number in range(mine):
-            seed_all(seed_of(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
+            seed_all(derive_seed(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
             for buffer, value in zip(self._buffers, start, strict=True):
                 buffer.copy_(value)
             for batch in batches[number * passes : (number + 1) * passes]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_trainer.optim.step import mixed_precision
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.rng import apart
+from hvd_trainer.utils.rng import isolated_rng
 
 WARM_UP, ROUNDS = 2, 7
 ENOUGH_S = 1.0
@@ -33,7 +33,7 @@ def time_blocks(
         precision: as in training.
     """
     value, times = inputs, []
-    with apart(device), torch.enable_grad():
+    with isolated_rng(device), torch.enable_grad():
         for block in blocks:
             here = copy.deepcopy(block).to(device).train()
             taken: list[float] = []

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.step import mixed_precision
-from hvd_trainer.utils.rng import seed_all, seed_of
+from hvd_trainer.utils.rng import derive_seed, seed_all
 
 
 class MicroBatchRNG(NamedTuple):
@@ -72,7 +72,7 @@ class StageModule(nn.Module):
 
         def compute(value: Any) -> Any:
             if draws is not None:
-                seed_all(seed_of(*draws, number), self._device)
+                seed_all(derive_seed(*draws, number), self._device)
             return block(value)
 
         if self._recompute and torch.is_grad_enabled():

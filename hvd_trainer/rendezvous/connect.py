@@ -38,14 +38,14 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch.slurm import SlurmStep, read_step
-from hvd_trainer.launch.world import World, is_elastic, slurm_job
+from hvd_trainer.launch.slurm import SlurmStep, read_step, slurm_job
+from hvd_trainer.launch.world import World, is_elastic
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import (
     Endpoint,
     create_token,
-    read_endpoint,
-    shared_secret,
+    parse_endpoint,
+    read_secret,
     sign_endpoint,
     verify_endpoint,
 )
@@ -58,7 +58,13 @@ from hvd_trainer.rendezvous.registry import (
     private_file,
 )
 from hvd_trainer.rendezvous.slurm_discovery import StepDiscovery
-from hvd_trainer.utils.network import ELSEWHERE, LOOPBACK, address_at, leads_only_here, outward_address
+from hvd_trainer.utils.network import (
+    LOOPBACK,
+    TEST_NET_ADDRESS,
+    outward_address,
+    resolve_own_address,
+    resolves_to_loopback,
+)
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
 MAX_ENDPOINT_BYTES = 512
@@ -144,7 +150,7 @@ def _find_store(
     address: str | None,
     timeout: timedelta,
 ) -> Rendezvous:
-    secret = shared_secret(environ)
+    secret = read_secret(environ)
     by_hand = init_method is not None or world.launcher == "hand"
     if by_hand or (
         world.launcher in ("mpirun", "mpiexec", "srun") and {"MASTER_ADDR", "MASTER_PORT"} <= {*environ}
@@ -159,12 +165,12 @@ def _find_store(
         there = _meet_by_hand(world, host, port, timeout)
         return _meet_at(StoreRegistry(there, host, port, session), world, secret, address, timeout)
     if world.launcher == "run":
-        return _join(read_endpoint(_needed(environ, RUN_STORE, world)), world, timeout)
+        return _join(parse_endpoint(_needed(environ, RUN_STORE, world)), world, timeout)
     board = _board(world, environ, session, timeout)
     if board is not None:
         return _meet_at(board, world, secret, LOOPBACK if world.num_nodes == 1 else address, timeout)
     if world.launcher == "srun":
-        return _meet_at_door(world, read_step(environ), slurm_job(environ).restarts, secret, timeout)
+        return _meet_at_door(world, read_step(environ), slurm_job(environ).restart_count, secret, timeout)
     return _mpi_store(world, address, timeout)
 
 
@@ -207,7 +213,7 @@ def _port(text: str) -> int:
 
 def _join(ticket: Endpoint, world: World, timeout: timedelta) -> Rendezvous:
     try:
-        return Rendezvous(store_client.join(ticket, timeout), ticket.host)
+        return Rendezvous(store_client.connect(ticket, timeout), ticket.host)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"{world} could not reach rank 0 at {ticket.place}: {first_line(error)}. See what rank 0 printed: it "
@@ -244,7 +250,7 @@ def _meet_by_hand(world: World, host: str, port: int, timeout: timedelta) -> dis
         if world.is_first:
             _serve(world, here, port, OPEN)
         try:
-            store = store_client.join(Endpoint(here, port, OPEN), timeout)
+            store = store_client.connect(Endpoint(here, port, OPEN), timeout)
         except (dist.DistError, RuntimeError) as error:
             raise LaunchError(
                 f"{world} could not meet the others at {where}: {first_line(error)}. If no rank 0 listens there, "
@@ -262,8 +268,8 @@ def _heard_at(world: World, host: str) -> str:
     or is translated on the way, it is that of the interface that leads outward: a name is seldom that of another
     network, over which ranks may exchange (--network-interface).
     """
-    found = address_at(host)
-    if found is None and (world.is_first or leads_only_here(host)):
+    found = resolve_own_address(host)
+    if found is None and (world.is_first or resolves_to_loopback(host)):
         found = outward_address(host, 1)
     return found or host
 
@@ -410,7 +416,7 @@ def _mpi_store(world: World, address: str | None, timeout: timedelta) -> Rendezv
             f"{world.launcher} started ranks on several nodes and does not tell them where rank 0 is. Type: pip "
             f"install mpi4py, or pass the address: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
         ) from None
-    served = _serve(world, address or outward_address(ELSEWHERE, 1), 0) if world.is_first else None
+    served = _serve(world, address or outward_address(TEST_NET_ADDRESS, 1), 0) if world.is_first else None
     said = bytearray(str(served or "").encode().ljust(MAX_ENDPOINT_BYTES))
     MPI.COMM_WORLD.Bcast(said, root=0)  # of bytes: its `bcast` is of pickles
-    return _join(read_endpoint(said.decode().rstrip()), world, timeout)
+    return _join(parse_endpoint(said.decode().rstrip()), world, timeout)

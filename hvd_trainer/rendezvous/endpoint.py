@@ -40,7 +40,7 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
-def read_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """The ticket that `str` has written.
 
     Raises:
@@ -85,7 +85,7 @@ def verify_endpoint(text: str, secret: str | None) -> Endpoint | None:
     return Endpoint(host, int(port), _signed(secret, "token", nonce))
 
 
-def shared_secret(environ: Mapping[str, str]) -> str | None:
+def read_secret(environ: Mapping[str, str]) -> str | None:
     """What is in the file that the environment names, if it names one.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What the ranks tell each other once they share a store, and what follows from it.
+"""What the ranks know of each other once they share a store, and what follows from it.
 
-No launcher tells all of it: the number of the node, who shares a GPU, and how many CPUs each rank really has.
+No launcher sets all of it: the number of the node, who shares a GPU, and how many CPUs each rank really has.
 """
 
 from __future__ import annotations
@@ -11,58 +11,60 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch.world import UNKNOWN, SlurmJob, World
+from hvd_trainer.launch.slurm import SlurmJob
+from hvd_trainer.launch.world import UNKNOWN, World
 from hvd_trainer.utils.network import LOOPBACK
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others about itself."""
+    """A rank, as all other ranks know it."""
 
     host: str
-    """The machine."""
+    """the machine's name"""
     local_rank: int
     backend: str
     cpus: tuple[int, ...]
+    """the CPUs it may run on"""
     gpu: str | None = None
-    """The PCI slot of the GPU it will use."""
+    """the PCI slot of the GPU it will use"""
     group: str = ""
-    """As in `World`."""
-    starter: str = ""
-    """The process that started it, where that may do so again."""
-    process: int = 0
-    started: str = ""
-    """When that process was: machines and containers may share names, and numbers of processes too."""
-    worlds: int = 0
-    """How many it has been in before, where ranks come and go."""
-    memory: int | None = None
-    """Its file descriptor of the stacks that it writes when it is asked for them by a signal."""
-    page: int | None = None
-    """And that of the page with its step and phase."""
+    """as in `World`"""
+    agent: str = ""
+    """the torchrun agent that started it and may do so again"""
+    pid: int = 0
+    start_time: str = ""
+    """of the process: machines and containers may share names, and process numbers are reused"""
+    past_worlds: int = 0
+    """how many worlds it has been in before, in elastic mode"""
+    stacks_fd: int | None = None
+    """its file descriptor of the memory to which it writes its stacks at a signal"""
+    status_fd: int | None = None
+    """its file descriptor of the memory with its step and phase"""
     address: str = LOOPBACK
-    """At which other machines reach its own."""
+    """at which other machines reach its machine"""
 
     @property
     def node(self) -> str:
-        """What local ranks are counted in."""
+        """The node that its local rank counts in: a machine, or one of several launcher groups on it."""
         return f"{self.host}.{self.group}" if self.group else self.host
 
 
 def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[RankInfo]:
-    """Every rank tells who it is and learns who the others are: one entry per rank, in rank order.
+    """Return all ranks in rank order, given this one's own entry. A collective.
 
     Raises:
-        LaunchError: a rank did not come in time, or two ranks were started with different backends.
+        LaunchError: a rank did not take part in time, or two ranks were started with different backends.
     """
     store.set(f"peer/{world.rank}", json.dumps(asdict(me)))
     try:
-        # Rank 0 collects, so that n ranks cost 3n messages and not n x n.
+        # Rank 0 collects the entries, so that n ranks cost 3n messages and not n x n.
         if world.is_first:
             keys = [f"peer/{rank}" for rank in range(world.size)]
             everyone = [json.loads(store.get(key)) for key in keys]
             store.set("peers", json.dumps(everyone))
         everyone = json.loads(store.get("peers"))
-        # Rank 0 often holds the store: it may not go, not even with an error, before the others have read.
+        # Rank 0 often serves the store: it must not end, not even by an error, before the others have read.
         if world.is_first:
             store.wait([f"read/{rank}" for rank in range(1, world.size)])
         else:
@@ -71,7 +73,7 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
         raise LaunchError(
             f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
             f"See what the others printed, or raise --startup-timeout-s if they start slowly."
-        ) from None  # whose own text has the store's keys, which begin with the token
+        ) from None  # the cause's text has the store's keys, which begin with the token
     peers = [RankInfo(**{**entry, "cpus": tuple(entry["cpus"])}) for entry in everyone]
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:
@@ -81,9 +83,9 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
 
 
 def number_virtual_ranks(peers: list[RankInfo]) -> list[RankInfo]:
-    """Return the peers with local ranks counted by rank on nodes where each says 0 and has a GPU of its own.
+    """Return the ranks with local ranks counted by rank on nodes where each has local rank 0 and its own GPU.
 
-    So `torchrun --virtual-local-rank` starts them, which shows each process one GPU, as number 0.
+    `torchrun --virtual-local-rank` starts them so, and shows each process one GPU, as number 0.
     """
     numbered = list(peers)
     for node in {peer.node for peer in peers}:
@@ -97,26 +99,27 @@ def number_virtual_ranks(peers: list[RankInfo]) -> list[RankInfo]:
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """By what a job is known that its launcher may start several times."""
+    """Names by which a job is recognized if its launcher starts it again."""
 
     names: frozenset[str]
-    """of this start: one of them, and it is the same job"""
-    earlier: frozenset[str]
-    """of those that an earlier start of this job may have had"""
+    """of this start; two starts with a name in common are the same job"""
+    previous_names: frozenset[str]
+    """those that an earlier start of this job may have had"""
 
 
 def job_identity(peers: list[RankInfo], slurm: SlurmJob) -> JobIdentity:
-    """torchrun starts ranks again from its own processes, of which some may have gone and others come since.
+    """Return the names of a job: torchrun's agents, of which each may start its ranks again, and Slurm's job step.
 
-    Slurm gives a requeued job its number again; but one that was not requeued may train several times.
+    Slurm gives a requeued job the same number; a job that was not requeued has no earlier start, but may train
+    several times.
     """
-    starters = frozenset(f"{peer.host} {peer.starter}" for peer in peers if peer.starter)
-    queued = frozenset([f"slurm {slurm.number}.{slurm.step}"] if slurm.number else [])
-    return JobIdentity(starters | queued, starters | queued if slurm.restarts else starters)
+    agents = frozenset(f"{peer.host} {peer.agent}" for peer in peers if peer.agent)
+    steps = frozenset([f"slurm {slurm.job_id}.{slurm.step_id}"] if slurm.job_id else [])
+    return JobIdentity(agents | steps, agents | steps if slurm.restart_count else agents)
 
 
 def resolve_nodes(world: World, peers: list[RankInfo]) -> World:
-    """Complete the world by its local rank and the number of its node, counted in the order of their first rank.
+    """Return the world with its local rank, node rank and number of nodes; nodes are numbered by their first rank.
 
     Raises:
         LaunchError: two ranks on one node have the same local rank.
@@ -138,8 +141,8 @@ def resolve_nodes(world: World, peers: list[RankInfo]) -> World:
     return replace(world, node_rank=node_rank, num_nodes=len(nodes))
 
 
-def fair_cpus(world: World, peers: list[RankInfo]) -> int:
-    """How many CPUs are this rank's own share: each CPU is divided among the ranks that may run on it.
+def cpu_share(world: World, peers: list[RankInfo]) -> int:
+    """Return this rank's share of the CPUs, at least 1: each CPU is divided among the ranks that may run on it.
 
     Four unbound ranks on 16 CPUs get 4 each; four ranks that the launcher bound to 8 CPUs each get 8.
     """
@@ -149,7 +152,7 @@ def fair_cpus(world: World, peers: list[RankInfo]) -> int:
     return max(1, int(share + 1e-6))
 
 
-def sharing_gpu(world: World, peers: list[RankInfo]) -> list[int]:
+def ranks_sharing_gpu(world: World, peers: list[RankInfo]) -> list[int]:
     """Return the other ranks that would use this rank's GPU, or another slice of it (MIG)."""
     mine = peers[world.rank]
     return [
@@ -160,10 +163,10 @@ def sharing_gpu(world: World, peers: list[RankInfo]) -> list[int]:
 
 
 def check_world(world: World, engine: str, rank: int, size: int) -> None:
-    """The guard: what the engine says must be what the launcher said.
+    """Check that the engine started with the launcher's rank and size.
 
     Raises:
-        LaunchError: it is not, so that the ranks would train apart without anybody noticing.
+        LaunchError: it did not: the ranks would train separate models without an error.
     """
     if (rank, size) != (world.rank, world.size):
         raise LaunchError(

@@ -23,9 +23,10 @@ import psutil
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch.world import World, process_start_time
-from hvd_trainer.utils.files import read_plain
+from hvd_trainer.launch.world import World
+from hvd_trainer.utils.files import read_regular
 from hvd_trainer.utils.network import LOOPBACK, outward_address
+from hvd_trainer.utils.process import start_time
 
 CONNECT_S = 5.0
 MAX_ENTRY_BYTES = 1 << 12
@@ -94,7 +95,7 @@ class FileRegistry:
         return LOOPBACK
 
     def post(self, ticket: str) -> None:
-        note = {"ticket": ticket, "pid": os.getpid(), "started": process_start_time(os.getpid())}
+        note = {"ticket": ticket, "pid": os.getpid(), "started": start_time(os.getpid())}
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._refuse_others()
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -106,14 +107,14 @@ class FileRegistry:
     def _remove(self) -> None:
         """Takes the note away, if it is still that of this process."""
         with suppress(OSError, ValueError):
-            if json.loads(read_plain(self._path, MAX_ENTRY_BYTES))["pid"] == os.getpid():
+            if json.loads(read_regular(self._path, MAX_ENTRY_BYTES))["pid"] == os.getpid():
                 self._path.unlink()
 
     def read(self) -> str | None:
         with suppress(FileNotFoundError):  # the note, or its process
             self._refuse_others()
-            note = json.loads(read_plain(self._path, MAX_ENTRY_BYTES))
-            if process_start_time(note["pid"]) == note["started"]:
+            note = json.loads(read_regular(self._path, MAX_ENTRY_BYTES))
+            if start_time(note["pid"]) == note["started"]:
                 return str(note["ticket"])
         return None
 

@@ -96,7 +96,7 @@ def _start(address: str, port: int) -> _ServerProcess:
         return _ServerProcess(process, listener.getsockname()[1])
 
 
-def join(ticket: Endpoint, timeout: timedelta) -> dist.Store:
+def connect(ticket: Endpoint, timeout: timedelta) -> dist.Store:
     """The store, for a rank with a ticket to it; it waits for the server to come.
 
     Raises:

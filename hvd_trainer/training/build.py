@@ -191,7 +191,7 @@ def _build_step(
     if train.channels_last:
         inputs.model.to(memory_format=torch.channels_last)
     layout.compile(inputs.model)
-    with accelerator.apart(device) if train.capture_step else nullcontext() as stream:
+    with accelerator.side_stream(device) if train.capture_step else nullcontext() as stream:
         model, optimizer = layout.prepare(
             inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
         )

@@ -16,7 +16,8 @@ from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.grace import wait_for_launcher
-from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first, slurm_step
+from hvd_trainer.launch.slurm import slurm_step_id
+from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def _end(code: int) -> NoReturn:
     sys.stderr.flush()
     if code == 0:
         sys.exit(0)
-    step = slurm_step(os.environ)
+    step = slurm_step_id(os.environ)
     if step is not None and code != PREEMPTED:
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(["scancel", "--signal=KILL", step], timeout=10, check=False, stderr=subprocess.DEVNULL)

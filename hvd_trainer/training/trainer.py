@@ -80,7 +80,7 @@ class Trainer:
         )
         check_stages(parallel.stages, self.world.size)
         self._stop_condition = StopCondition.parse(self.options.train.until)
-        self._requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.number)
+        self._requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.job_id)
 
     def _columns(self) -> backends.Columns | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""

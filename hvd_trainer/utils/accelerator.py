@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
-"""The accelerators that ranks train on, with the library by which torch.distributed exchanges their tensors. On
-ROCm, `nccl` is RCCL."""
+"""The accelerators that ranks train on, and the torch.distributed backend for their tensors. On ROCm, `nccl` is
+RCCL."""
 
 
 def kind() -> str | None:
@@ -51,7 +51,7 @@ def names() -> list[str]:
 
 
 def is_host(device: torch.device) -> bool:
-    """Return True if operations on the device are done when their call returns."""
+    """Return True if operations on the device are finished when their call returns."""
     return device.type == "cpu"
 
 
@@ -85,13 +85,13 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def set_current(device: torch.device) -> None:
-    """Make the device the one that this thread's work goes to; nothing on the CPU."""
+    """Make the device the current one of this thread; nothing on the CPU."""
     if not is_host(device):
         _module(device).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked for."""
+    """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
         _module(device).synchronize(device)
 
@@ -121,13 +121,14 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[Any]:
-    """Send this thread's work to a stream of its own, inside the context, which is given; what comes after waits.
+def side_stream(device: torch.device) -> Iterator[Any]:
+    """Send this thread's work to a new stream inside the context, which yields it; later work waits for it.
 
-    Where an engine hooks into gradients, they are added up on the stream that was there then. To capture that, the
-    graph must be captured on the same stream; until then PyTorch would warn that the passes are on another one.
+    Gradients are accumulated on the stream that was current when an engine registered its hooks on them. A graph
+    with the accumulation in it must be captured on the same stream; forward and backward passes before that are on
+    another one, of which PyTorch would warn.
     """
-    # Older versions of PyTorch do not warn.
+    # Older versions of PyTorch have neither the warning nor this function.
     getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)(False)
     stream = new_stream(device)
     stream.wait_stream(current_stream(device))
@@ -140,17 +141,22 @@ def apart(device: torch.device) -> Iterator[Any]:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Return True if what a device is asked for can be captured as a graph, and launched at once from then on."""
+    """Return True if a device's work can be captured as a graph, whose launch is one call."""
     return device.type == "cuda"
 
 
 def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
-    """Capture what a function asks the current device for, without doing it; return what launches all of it.
+    """Capture the work that a function queues on the current device as a graph, without executing it.
 
-    It is captured on the given stream, and launched on that which is current then.
+    Addresses of tensors are part of the graph: its inputs must stay in place, and each launch overwrites its
+    results. Other threads, such as a loader's, may use the device during the capture.
 
-    The addresses of tensors are part of it: what it reads must stay where it is, and what it has made is
-    overwritten by each launch. Other threads, such as a loader's, may use the device meanwhile.
+    Args:
+        run: the function.
+        stream: the stream to capture on.
+
+    Returns:
+        A function that launches the graph on the stream that is current then.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -160,21 +166,21 @@ def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
 
 
 def has_cudnn(device: torch.device) -> bool:
-    """Return True if convolutions are cuDNN's, or its like's on AMD's GPUs."""
+    """Return True if convolutions are computed by cuDNN, or MIOpen on AMD's GPUs."""
     return device.type == "cuda" and bool(torch.backends.cudnn.is_available())
 
 
 @contextmanager
 def fast_kernels(*, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
-    """Set for the whole process, inside the context, how kernels are chosen; nothing where both are False.
+    """Set how kernels are chosen, for the whole process, inside the context; nothing if both are False.
 
     Args:
         tf32: multiply float32 matrices with 10 bits of mantissa. (Convolutions do so by default.)
-        cudnn_benchmark: try cuDNN's ways to compute a convolution, once for each shape, and keep the quickest.
+        cudnn_benchmark: time cuDNN's algorithms for a convolution, once for each shape, and use the fastest.
     """
     benchmark = torch.backends.cudnn.benchmark
     with warnings.catch_warnings():
-        # The newer `matmul.fp32_precision` makes torch.compile fail where it still reads this one.
+        # Not the newer `matmul.fp32_precision`: once it is set, torch.compile fails where it reads this one.
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
         precision = torch.get_float32_matmul_precision() if tf32 else None
         if tf32:
@@ -192,31 +198,30 @@ def fast_kernels(*, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor in page-locked host memory, between which and an accelerator copies hold nobody up.
+    """Return an uninitialized tensor in page-locked host memory, which an accelerator copies asynchronously.
 
-    PyTorch rounds its bytes up to a power of two. What is freed it keeps, and hands out again once the copies from
-    it are done.
+    PyTorch rounds its size up to a power of two, and caches freed memory for reuse after pending copies from it.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory of an accelerator nobody has taken."""
+    """Return how much memory of an accelerator is free."""
     return int(_module(device).mem_get_info(device)[0])
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return how much memory this process's tensors take on an accelerator."""
+    """Return how much memory this process's tensors occupy on an accelerator."""
     return int(_module(device).memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to measure `peak_bytes` anew."""
+    """Restart the measurement of `peak_bytes`."""
     _module(device).reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most that this process's tensors have taken on an accelerator since `reset_peak`."""
+    """Return the most memory that this process's tensors occupied on an accelerator since `reset_peak`."""
     return int(_module(device).max_memory_allocated(device))
 
 
@@ -224,20 +229,20 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
-    """Return the state of an accelerator's generator of random numbers."""
+    """Return the state of an accelerator's random number generator."""
     state: torch.Tensor = _module(device).get_rng_state(device)
     return state
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore a state that `rng_state` returned."""
     _module(device).set_rng_state(state, device)
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Seed the generator of this accelerator, and of no other one."""
+    """Seed the generator of this accelerator only."""
     module = _module(device)
-    module.init()  # its generators are made with its first context
+    module.init()  # creates its generators, with its first context
     index = module.current_device() if device.index is None else device.index
     module.default_generators[index].manual_seed(number)
 

@@ -1,7 +1,7 @@
-"""Files that may come from elsewhere, read within limits; and files written whole or not at all.
+"""Files from untrusted sources, read within limits; and files that are replaced atomically.
 
-What is written follows the user's umask. So `tempfile` is no help, which gives its files to their owner alone: a
-rename would keep that.
+Written files follow the user's umask. `tempfile` is not used for them: its files are readable by their owner only,
+and a rename would keep that.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import BinaryIO
 
 
 @contextmanager
-def open_plain(file: Path) -> Iterator[BinaryIO]:
-    """Opens a file to read that lies on a disk. A pipe would be waited for, and a device never ends.
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read. Reading a pipe would block, and a device may never end.
 
     Raises:
-        OSError: it is not there, or is something else.
+        OSError: it does not exist, or is something else.
     """
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
@@ -37,52 +37,56 @@ UNREADABLE = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError),
     pickle.UnpicklingError,
 )
-"""What PyTorch's reader raises over a file that is none of its own."""
+"""What reading raises if a file is not of the expected format."""
 
 
-def read_plain(file: Path, most_bytes: int) -> bytes:
-    """All of a file, which may not be longer than so many bytes.
+def read_regular(file: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of limited length.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is longer.
     """
-    with open_plain(file) as opened:
-        content = opened.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"it is far too long: more than {most_bytes:,} bytes")
+    with open_regular(file) as opened:
+        content = opened.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is far too long: more than {max_bytes:,} bytes")
     return content
 
 
-def no_place_to_write(folder: Path, names: Iterable[str]) -> str | None:
-    """What of these, or in them, is no plain file and no folder; None if there is nothing.
+def find_unsafe_path(folder: Path, names: Iterable[str]) -> str | None:
+    """Return an error about the first link or special file among these paths, or below them; else None.
 
-    A folder that was unpacked from somebody's archive may hold links, and what is written through them destroys
-    files of this user anywhere.
+    A folder from an untrusted archive may have links in it: writing through them would destroy other files of this
+    user.
+
+    Args:
+        folder: to write to.
+        names: of the files and folders in it that will be written.
     """
-    places = [folder / name for name in names]
-    inside = (path for place in places if place.is_dir() and not place.is_symlink() for path in place.rglob("*"))
-    for path in (*places, *inside):
+    paths = [folder / name for name in names]
+    inside = (path for top in paths if top.is_dir() and not top.is_symlink() for path in top.rglob("*"))
+    for path in (*paths, *inside):
         if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
             return f"{path} is a link, or no file. Remove it, or name another folder"
     return None
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """A new, empty file, which takes the place of `file` when the block has ended well; else it is gone.
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield a new, empty file, which replaces `file` at the end of the context; after an exception it is deleted.
 
-    It is exclusively made beside `file`: where others may write, too, no link of theirs is followed.
+    It is created exclusively, beside `file`: in a folder where others may write, no link of theirs is followed.
 
     Raises:
-        OSError: it cannot be made, or cannot take the place.
+        OSError: it cannot be created, or cannot replace `file`.
     """
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     with temporary.open("xb") as made:
         mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
     try:
         yield temporary
-        # safetensors puts a file for its owner alone in the place of the one that it is to write.
+        # safetensors replaces the file that it writes by one that only its owner may read.
         temporary.chmod(mode)
         temporary.replace(file)
     finally:

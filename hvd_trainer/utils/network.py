@@ -12,61 +12,60 @@ import psutil
 from hvd_trainer.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-QUEUE = 4096
-"""Ranks that may come at the same moment; Linux takes as many as it is set to."""
-ELSEWHERE = "203.0.113.1"
-"""An address that no host has (RFC 5737): the way there is the one to most other hosts."""
+BACKLOG = 4096
+"""Connections of ranks that may arrive at the same moment; Linux limits it by net.core.somaxconn."""
+TEST_NET_ADDRESS = "203.0.113.1"
+"""An address that no host has (RFC 5737, TEST-NET-3): the route to it is the one to most other hosts."""
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the route to `host` (nothing is sent)."""
+def source_address(host: str, port: int) -> str:
+    """Return this machine's own address on the route to `host`. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def is_loopback(host: str) -> bool:
-    """Whether that is meant to be this machine only: "localhost", or an address, of which 127.0.0.0/8 are such."""
+    """Return True for "localhost" and loopback addresses, such as 127.0.0.0/8."""
     with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def outward_address(host: str, port: int) -> str:
-    """This machine's address for the others, which have come to meet at `host`: that on the route there.
+    """Return the address of this machine that ranks that connect to `host` can reach: that on the route to it.
 
-    Where `host` is this machine, under a name that is not meant to be this machine's only but leads there (Debian
-    gives a machine's own name 127.0.1.1): that on the route to elsewhere, else the first that others could reach.
+    If that is a loopback address although `host` does not ask for one (Debian resolves a machine's own name to
+    127.0.1.1): the address on the route to other hosts, else the first one that is no loopback address.
     """
     if is_loopback(host):
         return LOOPBACK
-    for there in (host, ELSEWHERE):
+    for there in (host, TEST_NET_ADDRESS):
         with suppress(OSError):  # no such name, or no route
-            if not is_loopback(address := address_towards(there, port)):
+            if not is_loopback(address := source_address(there, port)):
                 return address
     return next((one for _, one in sorted(_addresses()) if not is_loopback(one)), LOOPBACK)
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listener at an address of this machine, or at all of them if that is empty.
+    """Return a socket that listens at an address of this machine, or at all of them if that is empty.
 
     Raises:
         OSError: the port is in use, or the address is not of this machine.
     """
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=QUEUE, dualstack_ipv6=both)
+    return socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
-def address_at(host: str) -> str | None:
-    """The one address of this machine by which all others come who have been told to come to `host`.
+def resolve_own_address(host: str) -> str | None:
+    """Return the address of this machine by which all ranks connect that are given the name `host`.
 
-    None where that cannot be said: the name is not this machine's (there may be a translation of addresses before
-    it), has several addresses, or leads to nothing but this machine here (Debian's own name) and elsewhere here.
+    None if that is not certain: the name is not this machine's (it may be behind address translation), has several
+    addresses, or resolves to a loopback address here (Debian) and to another one elsewhere.
     """
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
+    found = _resolve(host)
+    if not found:
         return None
     if is_loopback(host):
         return LOOPBACK if LOOPBACK in found else min(found)
@@ -75,17 +74,22 @@ def address_at(host: str) -> str | None:
     return first if not others and first in own and not is_loopback(first) else None
 
 
-def leads_only_here(host: str) -> bool:
-    """Whether a name is this machine's, and leads to nothing that others could reach (Debian's 127.0.1.1)."""
+def resolves_to_loopback(host: str) -> bool:
+    """Return True if a name other than localhost has only loopback addresses: Debian's 127.0.1.1 for a machine."""
+    found = _resolve(host)
+    return bool(found) and not is_loopback(host) and all(map(is_loopback, found))
+
+
+def _resolve(host: str) -> set[str]:
+    """Return the addresses of a host; none if its name does not resolve."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
-        return False
-    return not is_loopback(host) and all(map(is_loopback, found))
+        return set()
 
 
-def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface.
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface.
 
     Raises:
         LaunchError: there is no such interface, or it has no address.
@@ -100,7 +104,7 @@ def address_of(interface: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Interfaces and their IPv4 addresses; one may have several."""
+    """Return all pairs of an interface and an IPv4 address of it."""
     return [
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
@@ -109,23 +113,23 @@ def _addresses() -> list[tuple[str, str]]:
     ]
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has this address, as the engines want it (`lo`, `eth0`)."""
+def interface_name(address: str) -> str | None:
+    """Return the name of the network interface with an address, such as `eth0`; None if no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return str(name)
     return None
 
 
-def hang_up_on(address: str) -> int:
-    """Ends this process's TCP connections with an address, whoever holds them, and returns how many.
+def shut_down_connections(address: str) -> int:
+    """Shut down all TCP connections of this process to an address, also those of libraries, and return how many.
 
-    A machine that is gone says no goodbye, and who waits for it over a connection waits until a time limit.
+    A host that is gone sends no FIN: a read from it would block until a time limit.
     """
-    ended = 0
+    count = 0
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.ip.removeprefix("::ffff:") == address:
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as line:
-                line.shutdown(socket.SHUT_RDWR)
-                ended += 1
-    return ended
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count

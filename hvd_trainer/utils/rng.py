@@ -1,8 +1,8 @@
-"""Random numbers: the state that a run goes on from, and those of data, which are kept apart from it.
+"""Random number generators: their state, for checkpoints, and isolated numbers for data.
 
-What a transform draws depends on the seed, the epoch and the sample, and on nothing that changes from run to run:
-how many ranks and workers there are, what was fetched ahead, where a run was interrupted. And it leaves the state
-that dropout draws from as it was, or fetching a batch sooner would change the training.
+What a transform draws depends on the seed, the epoch and the sample only: not on the number of ranks and workers,
+on prefetching, or on where a run was interrupted. Nor does it change the state that dropout draws from, or the
+time at which a batch is fetched would change the training.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hvd_trainer.utils import accelerator
 T = TypeVar("T")
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of PyTorch on the CPU and on this rank's GPU, of Python's random and of NumPy.
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of PyTorch's generators on the CPU and this rank's device, of `random`, and of NumPy.
 
-    Tensors and plain values, as a checkpoint holds them.
+    NumPy's is left out if NumPy is not imported. Tensors and plain values only, for a checkpoint.
     """
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
@@ -36,8 +36,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Goes on where `random_state` was taken."""
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore a state that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     if "numpy" in state:
@@ -48,11 +48,11 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         accelerator.set_rng_state(state[device.type], device)
 
 
-def check_random_state(state: Mapping[str, Any]) -> None:
-    """Tries a state from elsewhere, on generators of its own.
+def check_rng_state(state: Mapping[str, Any]) -> None:
+    """Check a state from a file by loading it into separate generators.
 
     Raises:
-        TypeError, ValueError, LookupError, RuntimeError: it is none.
+        TypeError, ValueError, LookupError, RuntimeError: it is not valid.
     """
     torch.Generator().set_state(state["cpu"])
     random.Random().setstate(state["python"])
@@ -62,14 +62,14 @@ def check_random_state(state: Mapping[str, Any]) -> None:
         numpy.random.RandomState().set_state(state["numpy"])
 
 
-def seed_of(*numbers: int) -> int:
-    """A seed of 63 bits: the same for the same numbers, unrelated for others."""
+def derive_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits: the hash of the numbers, so that seeds of other numbers are unrelated."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds all that `random_state` holds; some 10 us, since GPUs that this rank does not use are left out."""
+    """Seed all generators of `rng_state`: about 10 us, since GPUs that this rank does not use are left out."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -79,28 +79,28 @@ def seed_all(seed: int, device: torch.device) -> None:
         accelerator.seed(seed, device)
 
 
-def isolated_rng(items: Iterable[T], seed: int, device: torch.device) -> Iterator[T]:
-    """The items, with random numbers of their own while each is made, beginning with this seed."""
+def iterate_isolated(items: Iterable[T], seed: int, device: torch.device) -> Iterator[T]:
+    """Yield the items; while each is computed, random numbers are a sequence of their own, from this seed."""
     iterator, state = iter(items), None
     while True:
-        with apart(device):
+        with isolated_rng(device):
             if state is None:
                 seed_all(seed, device)
             else:
-                set_random_state(state, device)
+                set_rng_state(state, device)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
-            state = random_state(device)
+            state = rng_state(device)
         yield item
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """What is drawn inside changes nothing outside."""
-    before = random_state(device)
+def isolated_rng(device: torch.device) -> Iterator[None]:
+    """Restore the state of all generators at the end of the context."""
+    before = rng_state(device)
     try:
         yield
     finally:
-        set_random_state(before, device)
+        set_rng_state(before, device)

@@ -9,6 +9,6 @@ from torch.optim import Optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All parameters that the optimizer updates, in its order."""
+    """Yield all parameters that the optimizer updates, in its order."""
     for group in optimizer.param_groups:
         yield from group["params"]

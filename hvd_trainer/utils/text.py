@@ -7,8 +7,7 @@ COMMAND = "python -m hvd_trainer"
 INSTALL_HOROVOD = f"{COMMAND} install-horovod"
 
 
-def plural(count: float, word: str, words: str | None = None) -> str:
-    """`1 rank`, `2 ranks`."""
-    return (
-        f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {word if count == 1 else words or word + 's'}"
-    )
+def plural(count: float, singular: str, plural: str | None = None) -> str:
+    """Return a count with its noun: `1 rank`, `2 ranks`; the plural adds an s if none is given."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {singular if count == 1 else plural or singular + 's'}"

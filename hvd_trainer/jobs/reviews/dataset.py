@@ -98,7 +98,7 @@ def load_texts(
     if trouble:
         raise SharedDataError(trouble[0])
     # Where ranks come and go, those that were here before do not take part.
-    nodes = dict.fromkeys(peer.node for peer in backend.peers if not peer.worlds)
+    nodes = dict.fromkeys(peer.node for peer in backend.peers if not peer.past_worlds)
     kept = {name: json.loads(backend.store.get(f"{call}.{name}")) for name in nodes}
     if len({entry["tokens"] for entry in kept.values()}) > 1:
         raise SharedDataError(

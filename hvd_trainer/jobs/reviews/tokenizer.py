@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.reviews.archive import LABELS, MARKUP, SPLITS, Reviews
-from hvd_trainer.utils.files import open_plain, replacing
+from hvd_trainer.utils.files import atomic_write, open_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,7 +147,7 @@ def save(tokens: Tokens, file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Nodes that share the folder may write at the same time.
-        with replacing(file) as temporary, temporary.open("wb") as opened:
+        with atomic_write(file) as temporary, temporary.open("wb") as opened:
             np.savez(opened, **arrays)
             opened.flush()
             os.fsync(opened.fileno())
@@ -168,7 +168,7 @@ def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
         DataError: it is not there, damaged, or no such cache.
     """
     try:
-        with open_plain(file) as opened:
+        with open_regular(file) as opened:
             tokens = _read(opened)
         for split in SPLITS:
             _check(tokens.ids[split], tokens.labels[split], vocabulary, sequence_length)

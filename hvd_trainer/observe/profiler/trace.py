@@ -17,7 +17,7 @@ from typing import Any
 
 from hvd_trainer.backends.base import Span
 from hvd_trainer.observe.profiler.operators import OPERATOR
-from hvd_trainer.utils.files import replacing
+from hvd_trainer.utils.files import atomic_write
 
 Event = dict[str, Any]
 PIDS, GPUS = 100, 10
@@ -135,7 +135,7 @@ def read_events(content: bytes) -> bytes:
 def write_events(file: Path, facts: Mapping[str, Any], parts: Iterable[bytes]) -> None:
     """Write a whole trace, or nothing."""
     facts = {"displayTimeUnit": "ms", **facts}
-    with replacing(file) as temporary, gzip.open(temporary, "wb", COMPRESSION) as stream:
+    with atomic_write(file) as temporary, gzip.open(temporary, "wb", COMPRESSION) as stream:
         stream.write(json.dumps(facts)[:-1].encode() + b', "traceEvents": [\n')
         for number, part in enumerate(parts):
             stream.write(b",\n" if number else b"")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.launch.world import cpu_ids
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
 from hvd_trainer.tools.doctor.torch_facts import Seen
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
 from hvd_trainer.tools.runner.runs import Run, log_dir, run_once
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS = 2

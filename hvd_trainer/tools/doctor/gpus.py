@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 from hvd_trainer.horovod_build.toolchain import find_toolkits
-from hvd_trainer.launch.slurm import SEES_GPUS, visible_gpus
+from hvd_trainer.launch.slurm import GPU_VARIABLES, visible_gpus
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, size, warning
 from hvd_trainer.tools.doctor.torch_facts import Gpu, TorchSeen
@@ -113,7 +113,7 @@ def maker(torch: TorchSeen) -> str:
 
 def _hiding(environ: Mapping[str, str]) -> str:
     """`CUDA_VISIBLE_DEVICES=0`; nothing where no GPU is hidden."""
-    return next((f"{name}={environ[name]}" for name in SEES_GPUS if name in environ), "")
+    return next((f"{name}={environ[name]}" for name in GPU_VARIABLES if name in environ), "")
 
 
 def judge_gpu(number: int, gpu: Gpu, torch: TorchSeen, driver: Driver) -> Finding:

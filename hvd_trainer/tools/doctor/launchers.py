@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.launch.slurm import SlurmStep, detect_slurm
-from hvd_trainer.launch.world import detect, launcher_in, slurm_job
+from hvd_trainer.launch.launchers import find_launcher
+from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, slurm_job
+from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
 
@@ -28,7 +29,7 @@ def check_variables(situation: Context) -> list[Finding]:
 
 def judge_variables(environ: Mapping[str, str]) -> Finding:
     """Of the environment."""
-    launcher = launcher_in(environ)
+    launcher = find_launcher(environ)
     if launcher is None:
         return ok("launcher", "no rank variables are left over in this shell")
     names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
@@ -73,7 +74,7 @@ def mpi_version(text: str) -> str:
 
 def check_slurm(situation: Context) -> list[Finding]:
     """srun, and whether the cluster's controller answers; inside a job, whether it starts a task."""
-    programs, job = situation.programs, slurm_job(situation.environ).number
+    programs, job = situation.programs, slurm_job(situation.environ).job_id
     srun = programs.find("srun")
     if srun is None:
         if job is not None:

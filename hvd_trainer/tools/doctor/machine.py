@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_trainer.launch.world import cpu_ids
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, size, warning
+from hvd_trainer.utils.process import cpu_ids
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 2**30

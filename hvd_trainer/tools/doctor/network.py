@@ -13,7 +13,7 @@ import psutil
 
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
-from hvd_trainer.utils.network import ELSEWHERE, LOOPBACK, address_towards, interface_of
+from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, source_address
 
 LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 """Variables that name interfaces, in full."""
@@ -101,10 +101,10 @@ def check_route(situation: Context) -> list[Finding]:
     chosen = [f"{name}={situation.environ[name]}" for name in (*LISTS, PATTERNS) if situation.environ.get(name)]
     own = f"; {', '.join(chosen)} in this shell comes first" if chosen else ""
     if not situation.several_hosts:
-        text = f"on this host alone both engines use {interface_of(LOOPBACK)}"
+        text = f"on this host alone both engines use {interface_name(LOOPBACK)}"
         with suppress(OSError):
-            address = address_towards(ELSEWHERE, 1)
-            text += f"; other hosts would be reached by {interface_of(address)} ({address})"
+            address = source_address(TEST_NET_ADDRESS, 1)
+            text += f"; other hosts would be reached by {interface_name(address)} ({address})"
         return [ok("network", text + own)]
     ways = _ways(situation)
     cut_off = [host for host, way in ways.items() if way is None]
@@ -128,8 +128,8 @@ def _ways(situation: Context) -> dict[str, str | None]:
             continue
         ways[host.name] = None
         with suppress(OSError):
-            mine = address_towards(address, 1)
-            ways[host.name] = interface_of(mine) or mine
+            mine = source_address(address, 1)
+            ways[host.name] = interface_name(mine) or mine
     return ways
 
 

@@ -28,7 +28,7 @@ import psutil
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.launch.launchers import LAUNCHERS
-from hvd_trainer.utils.files import no_place_to_write, open_plain
+from hvd_trainer.utils.files import find_unsafe_path, open_regular
 
 MARK = "HVD_TRAINER_RUN"
 """Every process of a run has it in its environment, with the tool's folder: launchers put ranks into sessions of
@@ -94,7 +94,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         # What is in other folders goes with them, when the next run begins.
         files = [path.name for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
-        if strange := no_place_to_write(folder, [*files, "failed"]):
+        if strange := find_unsafe_path(folder, [*files, "failed"]):
             raise OptionError(f"--out {folder} cannot be written to: {strange}")
         lock = (folder / ".lock").open("w")
     except OSError as error:
@@ -128,7 +128,7 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
     """
     runs = []
     try:
-        with suppress(FileNotFoundError), open_plain(folder / RUNS) as lines:
+        with suppress(FileNotFoundError), open_regular(folder / RUNS) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 with suppress(ValueError, TypeError, RecursionError):
                     run = Run(**json.loads(line))

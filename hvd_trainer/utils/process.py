@@ -1,0 +1,23 @@
+"""Facts about processes of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def start_time(pid: int) -> str:
+    """Return when a process was started, in clock ticks since boot; with it, a reused process number is noticed.
+
+    Raises:
+        OSError: there is no such process, or it is not visible.
+    """
+    # The time of day would change with the machine's clock.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def cpu_ids() -> tuple[int, ...]:
+    """Return the CPUs that this process may run on: a launcher may have bound it to some."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
