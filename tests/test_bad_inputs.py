@@ -1,4 +1,4 @@
-"""What a user can get wrong: each is said clearly and once, all ranks end with a bad exit code, nobody hangs."""
+"""Wrong set-ups end all ranks with a bad exit code and one clear message, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hvd_trainer.launch.world import UNKNOWN, World
 from hvd_trainer.rendezvous import connect
 
 MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
-SOON_S = 60
+MAX_ERROR_S = 60
 """Far above what an error takes, far below the 300 s that ranks wait for each other."""
 
 
 @pytest.fixture
 def script(tmp_path: Path):
-    """The job, after some lines of the user's own."""
+    """Return how to write a script that runs the job after some lines of the user's own."""
 
     def write(before: str) -> list[str]:
         file = tmp_path / "script.py"
@@ -37,8 +37,8 @@ def script(tmp_path: Path):
     return write
 
 
-def refused(launcher: str, argv: list[str], *words: str, times: int = 1, **more) -> Result:
-    result = launch(launcher, 1 if launcher == "python" else 2, argv, timeout_s=SOON_S, check=False, **more)
+def expect_refusal(launcher: str, argv: list[str], *words: str, times: int = 1, **more) -> Result:
+    result = launch(launcher, 1 if launcher == "python" else 2, argv, timeout_s=MAX_ERROR_S, check=False, **more)
     # mpirun gives its ranks a terminal, on which the option parser prints in colours.
     # torchrun repeats the error at its own end.
     said = (result.stdout + result.stderr).split("Root Cause")[0]
@@ -51,7 +51,7 @@ def refused(launcher: str, argv: list[str], *words: str, times: int = 1, **more)
     return result
 
 
-FORGET = {
+UNSET = {
     "horovodrun": "HOROVOD_SIZE",
     "torchrun": "LOCAL_WORLD_SIZE",
     "mpirun": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -59,29 +59,31 @@ FORGET = {
 }
 
 
-# Each launcher ends its ranks in its own way, which this one tries on all four, and each of the others on some.
+# Each launcher ends its ranks in its own way: this test runs under all four, and each other one under some.
 @each_launcher(*MULTI)
-def test_a_half_set_launcher(launcher: str, script) -> None:
-    argv = script(f"del os.environ['{FORGET[launcher]}']")
-    refused(launcher, argv, f"looks started by {launcher}, but {FORGET[launcher]} is not. Set what is missing")
+def test_half_set_launcher_is_named(launcher: str, script) -> None:
+    argv = script(f"del os.environ['{UNSET[launcher]}']")
+    expect_refusal(
+        launcher, argv, f"looks started by {launcher}, but {UNSET[launcher]} is not. Set what is missing"
+    )
 
 
 @requires("mpirun")
-def test_one_rank_alone_is_half_set(script) -> None:
+def test_half_set_variables_of_one_rank_end_all(script) -> None:
     """The others wait for it, and must not wait for 300 s."""
-    lost = FORGET["mpirun"]
+    lost = UNSET["mpirun"]
     argv = script(f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1': del os.environ['{lost}']")
-    refused("mpirun", argv, f"but {lost} is not")
+    expect_refusal("mpirun", argv, f"but {lost} is not")
 
 
 @each_launcher("torchrun", "mpirun")
-def test_an_unknown_backend(launcher: str) -> None:
-    refused(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
+def test_unknown_backend_is_refused(launcher: str) -> None:
+    expect_refusal(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
 
 
 @requires("srun")
-def test_one_rank_alone_is_given_a_wrong_option(script) -> None:
-    refused("srun", script("if os.environ['SLURM_PROCID'] == '1': sys.argv.append('--epochz')"), "--epochz")
+def test_wrong_option_of_one_rank_ends_all(script) -> None:
+    expect_refusal("srun", script("if os.environ['SLURM_PROCID'] == '1': sys.argv.append('--epochz')"), "--epochz")
 
 
 BLOCKER = """
@@ -97,9 +99,9 @@ if "hvd_trainer.mnist" in sys.orig_argv and "horovodrun" not in " ".join(sys.ori
 
 
 @each_launcher("horovodrun", "python")
-def test_horovod_is_not_installed(launcher: str, tmp_path: Path) -> None:
+def test_missing_horovod_is_named(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    refused(
+    expect_refusal(
         launcher,
         digits_job.argv(None),
         "needs Horovod, which could not be imported (No module named 'horovod')",
@@ -109,11 +111,11 @@ def test_horovod_is_not_installed(launcher: str, tmp_path: Path) -> None:
 
 
 @requires("horovod")
-def test_horovod_is_installed_without_its_extension(tmp_path: Path) -> None:
+def test_horovod_without_its_extension_is_named(tmp_path: Path) -> None:
     import horovod
 
     shutil.copytree(Path(horovod.__file__).parent, tmp_path / "horovod", ignore=shutil.ignore_patterns("*.so"))
-    result = refused(
+    result = expect_refusal(
         "torchrun",
         digits_job.argv(None),
         "built without PyTorch or for another version",
@@ -124,44 +126,46 @@ def test_horovod_is_installed_without_its_extension(tmp_path: Path) -> None:
 
 
 @each_launcher("srun")
-def test_single_under_a_launcher_of_two(launcher: str) -> None:
-    refused(
+def test_single_refuses_a_launcher_of_two(launcher: str) -> None:
+    expect_refusal(
         launcher, digits_job.argv("single"), f"{launcher} started 2 processes, but --backend single trains in one"
     )
 
 
 @requires("horovod")
 @each_launcher("horovodrun", "srun")
-def test_horovod_was_started_before_with_another_world(launcher: str, script) -> None:
+def test_horovod_initialised_before_is_refused(launcher: str, script) -> None:
     argv = script("import horovod.torch as hvd; hvd.init()")
     if launcher == "horovodrun":
-        refused(launcher, argv, "Horovod is already initialised in this process", "take that call out")
+        expect_refusal(launcher, argv, "Horovod is already initialised in this process", "take that call out")
     else:
-        refused(
+        expect_refusal(
             launcher, argv, f"{launcher} started rank 0 of 2, but Horovod, already initialised, says rank 0 of 1"
         )
 
 
 @pytest.mark.long
-def test_torch_distributed_was_started_before_with_another_world(script) -> None:
+def test_torch_distributed_initialised_before_is_refused(script) -> None:
     begin = "import torch.distributed as d; d.init_process_group('gloo'"
     start_alone = f"{begin}, store=d.HashStore(), rank=0, world_size=1)"
     argv = [*script(start_alone), "--backend", "ddp"]
-    refused(
+    expect_refusal(
         "torchrun",
         argv,
         "torchrun started rank 0 of 2, but torch.distributed, already initialised, says rank 0 of 1",
     )
     argv = [*script(f"{begin})"), "--backend", "ddp"]
-    refused("torchrun", argv, "torch.distributed is already initialised in this process", "take that call out")
+    expect_refusal(
+        "torchrun", argv, "torch.distributed is already initialised in this process", "take that call out"
+    )
 
 
 @requires("horovod")
 @each_launcher("torchrun", "mpirun")
-def test_ranks_with_different_backends(launcher: str, script) -> None:
+def test_ranks_with_different_backends_are_refused(launcher: str, script) -> None:
     choose = "sys.argv += ['--backend', ['ddp', 'horovod'][detect(os.environ).rank]]"
     argv = script(f"from hvd_trainer.launch.world import detect\n{choose}")
-    refused(launcher, argv, "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod")
+    expect_refusal(launcher, argv, "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod")
 
 
 @pytest.fixture
@@ -171,10 +175,10 @@ def taken_port() -> Iterator[str]:
 
 
 @each_launcher("mpirun", "srun")
-def test_a_port_in_use(launcher: str, taken_port: str) -> None:
+def test_port_in_use_is_named(launcher: str, taken_port: str) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken_port}
     options = ["-x", "MASTER_ADDR", "-x", "MASTER_PORT"] if launcher == "mpirun" else []
-    refused(
+    expect_refusal(
         launcher,
         digits_job.argv("ddp"),
         f"rank 0 of 2 cannot listen at 127.0.0.1:{taken_port}: ",
@@ -184,17 +188,17 @@ def test_a_port_in_use(launcher: str, taken_port: str) -> None:
     )
 
 
-def test_no_port_at_all() -> None:
+def test_missing_port_is_named() -> None:
     env = digits_job.by_hand(0, 2)
-    refused(
+    expect_refusal(
         "python", digits_job.argv("ddp"), "MASTER_ADDR and MASTER_PORT not set", "--init-method tcp://", env=env
     )
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}
-    refused("python", digits_job.argv("ddp"), "A port is a number from 1 to 65535, not 'http'", env=env)
+    expect_refusal("python", digits_job.argv("ddp"), "A port is a number from 1 to 65535, not 'http'", env=env)
 
 
 @pytest.mark.parametrize("method", ["tcp://node1", "tcp://node1:", "tcp://[::1]"])
-def test_an_init_method_without_a_port(method: str) -> None:
+def test_init_method_without_a_port_is_refused(method: str) -> None:
     """PyTorch's own error spoke of urllib's parts."""
     world = World(1, 2, 1, 2, launcher="hand")
     with pytest.raises(LaunchError, match=r"names no port\. Type: --init-method tcp://[^ ]*[1\]]:29500$"):
@@ -205,21 +209,21 @@ def test_an_init_method_without_a_port(method: str) -> None:
     ("rank", "words"),
     [(0, "and not all came"), pytest.param(1, "which never said where it is", marks=pytest.mark.long)],
 )
-def test_a_rank_that_never_comes(rank: int, words: str) -> None:
+def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
     """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
     env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
     argv = digits_job.argv("ddp", extra=["--startup-timeout-s", "2"])
-    result = refused("python", argv, words, env=env)
+    result = expect_refusal("python", argv, words, env=env)
     assert result.seconds < 25
 
 
-def test_a_rank_that_ends_before_it_met_the_others(script) -> None:
+def test_rank_that_ends_before_rendezvous_ends_the_wait(script) -> None:
     """It ends well, so that no launcher ends the others: mpirun and torchrun take it for done."""
     argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--startup-timeout-s", "2"]
-    refused("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
+    expect_refusal("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
 
 
-def test_two_ranks_with_one_local_rank(tmp_path: Path) -> None:
+def test_equal_local_ranks_are_refused(tmp_path: Path) -> None:
     port = digits_job.free_port()
     with ExitStack() as stack:
         jobs = [
@@ -240,16 +244,16 @@ def test_two_ranks_with_one_local_rank(tmp_path: Path) -> None:
             for rank in (0, 1)
         ]
         for job in jobs:
-            assert job.wait(SOON_S).returncode == 2
+            assert job.wait(MAX_ERROR_S).returncode == 2
             assert "Ranks 0 and 1 both say that they are local rank 0" in job.stderr
 
 
 @pytest.mark.long
-def test_a_file_left_from_an_earlier_job(tmp_path: Path) -> None:
+def test_init_file_of_an_earlier_job_is_named(tmp_path: Path) -> None:
     """A killed job leaves it behind, and its addresses are not true any more."""
     file = tmp_path / "meeting"
     options = ["--init-method", f"file://{file}", "--startup-timeout-s", "2"]
-    refused("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))
+    expect_refusal("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))
     assert file.exists()
     with ExitStack() as stack:
         jobs = [
@@ -259,11 +263,11 @@ def test_a_file_left_from_an_earlier_job(tmp_path: Path) -> None:
             for rank in (0, 1)
         ]
         for job in jobs:
-            assert job.wait(SOON_S).returncode == 2
+            assert job.wait(MAX_ERROR_S).returncode == 2
         assert any(f"rm {file}" in job.stderr for job in jobs), [job.stderr for job in jobs]
 
 
-# The decisions that this machine cannot act out.
+# Several nodes, which this machine is not.
 
 FAR = World(0, 4, 0, 2, UNKNOWN, UNKNOWN, "mpirun")
 
@@ -288,13 +292,13 @@ def test_mpirun_on_several_nodes_takes_an_address() -> None:
         ("run", {}, "HVD_TRAINER_STORE"),
     ],
 )
-def test_a_launcher_that_does_not_say_where_to_meet(launcher: str, environ: dict[str, str], name: str) -> None:
+def test_launcher_without_an_address_is_refused(launcher: str, environ: dict[str, str], name: str) -> None:
     world = World(0, 2, 0, 2, launcher=launcher)
     with pytest.raises(LaunchError, match=f"{launcher} should set {name} and has not"):
         connect.open_store(world, environ, timeout_s=1)
 
 
-def test_the_variables_of_a_horovodrun_that_has_ended() -> None:
+def test_variables_of_an_ended_horovodrun_are_refused() -> None:
     environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": digits_job.free_port()}
     with pytest.raises(LaunchError, match=r"does not answer .* start the job anew"):
         connect.open_store(World(1, 2, 1, 2, launcher="horovodrun"), environ, timeout_s=1)

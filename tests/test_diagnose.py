@@ -179,7 +179,7 @@ def test_options_of_the_job_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--np", "1", "--rounds", "0", "--seconds", "0"], "--np must be 2 or more.*; --rounds must.*; --seconds"),
+        (["--np", "1", "--rounds", "0", "--seconds", "0"], "--np must be 2 or more.*; --seconds must.*; --rounds"),
         ([], "Name the job behind --"),
     ],
 )
