@@ -100,7 +100,7 @@ def _type_in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if get_origin(hint) is tuple:
-        return f"any of {_type_in_words(arguments[0])}" if get_args(arguments[0]) else f"list of {arguments[0].__name__}"
+        return f"{'any' if get_args(arguments[0]) else 'list'} of {_type_in_words(arguments[0])}"
     if arguments:
         return ", ".join(map(_type_in_words, arguments))
     return "switch" if hint is bool else str(hint.__name__)

@@ -54,7 +54,7 @@ class StopCondition:
         if self.figure and self.figure not in known:
             raise OptionError(f"--until {self}: this job has no {self.figure}, but {', '.join(sorted(known))}")
 
-    def told(self, figures: Mapping[str, float]) -> str | None:
+    def outcome_line(self, figures: Mapping[str, float]) -> str | None:
         """Return the line of the summary that says whether it was reached; None without a figure."""
         if not self.figure:
             return None

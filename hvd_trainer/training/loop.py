@@ -203,7 +203,7 @@ class TrainingLoop:
             end = {key: value for key, value in last.items() if key != "seconds"}
             saving = run.manager.figures()
             run.log.record("end", self._position() | end | saving | memory | run.first_step.figures())
-        outcome = run.stop_condition.told(run.progress.figures | last)
+        outcome = run.stop_condition.outcome_line(run.progress.figures | last)
         if outcome is not None:
             run.say(outcome)
         run.say(summary_line(last, time.perf_counter() - started, run.log.folder))
