@@ -49,7 +49,16 @@ def test_all_that_a_run_writes_follows_the_umask(umask: int, tmp_path: Path) -> 
     launch("python", 1, ["-m", "hvd_trainer", "export", str(out / "log"), str(out / "weights.safetensors")])
     names = {path.name for path in out.rglob("*")}
     assert names >= {
-        *("metrics.jsonl", "config.yaml", "run.json", "model.safetensors", "state.pt", "manifest.json", ".lock"),
+        *(
+            "metrics.jsonl",
+            "config.yaml",
+            "run.json",
+            "model.safetensors",
+            "state.safetensors",
+            "state.json",
+            "manifest.json",
+            ".lock",
+        ),
         *("rank-0.npz", "rank-0.jsonl", "start-0.safetensors", "trace.json.gz", "breakdown.txt"),
         "weights.safetensors",
     }
@@ -85,7 +94,7 @@ def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pyt
     assert not file.is_symlink()
     assert not path.is_symlink()
     assert storage.load(path) == {"a": 1}
-    assert not (tmp_path / storage.STATE).exists()
+    assert not (tmp_path / storage.TENSORS).exists()
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     (shared / f".{file.name}.guessed").symlink_to(mine)
     with pytest.raises(FileExistsError):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
-import random
 import stat
 import tarfile
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
@@ -19,10 +15,12 @@ from typing import Any
 
 import digits_job
 import fake_imdb
+import msgspec
 import numpy as np
 import pytest
 import torch
 from launchers import QUICKEST, launch
+from safetensors.torch import save_file
 from test_checkpoint import fit
 
 from hvd_trainer import parse
@@ -37,117 +35,75 @@ from hvd_trainer.jobs.reviews import tokenizer
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
 from hvd_trainer.tools.runner.runs import Run, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
+from hvd_trainer.utils.serialization import flatten, to_json
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
 
 # Checkpoints. Whoever makes one can give it the checksums that it needs.
 
 
-def sealed(path: Path, content: bytes | dict[str, Any]) -> Path:
-    """A checkpoint with this state, or these bytes in its place."""
+def sealed(path: Path, state: Any, **content: bytes) -> Path:
+    """Write a checkpoint with this state, or with other bytes as its `tensors` or `tree`."""
     path.mkdir(parents=True, exist_ok=True)
-    file = path / checkpoint.STATE
-    torch.save(content, file) if isinstance(content, dict) else file.write_bytes(content)
-    with file.open("rb") as written:
-        known = checkpoint._fingerprint(written)
-    manifest = asdict(checkpoint.Manifest(checkpoint.FORMAT, 0, 1, 0, {}, **known))
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"self": checkpoint._digest_of(manifest)}))
+    tree, tensors = flatten(state)
+    files = {"tensors": path / checkpoint.TENSORS, "tree": path / checkpoint.TREE}
+    save_file(tensors, files["tensors"])
+    files["tree"].write_bytes(to_json(tree))
+    for name, replaced in content.items():
+        files[name].write_bytes(replaced)
+    known = {name: checkpoint._synced(file) for name, file in files.items()}
+    manifest = checkpoint.Manifest(format=checkpoint.FORMAT, number=0, step=1, epoch=0, figures={}, **known)
+    resealed(path, msgspec.to_builtins(manifest))
     return path
 
 
-def archive(state: Any, *, packed: bool = False, program: bytes | None = None) -> bytes:
-    """What `torch.save` writes, repacked, or with other opcodes for its unpickler."""
-    saved, made = io.BytesIO(), io.BytesIO()
-    torch.save(state, saved)
-    kind = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(made, "w", kind, compresslevel=1) as target:
-        for entry in source.infolist():
-            is_program = program is not None and entry.filename.endswith("data.pkl")
-            target.writestr(entry.filename, program if is_program else source.read(entry))  # type: ignore[arg-type]
-    return made.getvalue()
+def resealed(path: Path, manifest: dict[str, Any]) -> None:
+    """Write a manifest with the checksum that it needs."""
+    own = checkpoint._digest_of(manifest)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"self": own}))
 
 
-def opcodes(body: bytes) -> bytes:
-    return archive({"a": torch.zeros(2)}, program=b"\x80\x02" + body + b".")
+def claiming(**changes: Any) -> bytes:
+    """Return safetensors whose header says something else of their 12 bytes."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12], **changes}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(12)
 
 
-def laughs() -> bytes:
-    """Ten lists of ten times the list before: a few hundred bytes for 10^11 numbers."""
-    body = b"X\x01\x00\x00\x000]q\x00" + b"K\x01a" * 10
-    for number in range(1, 11):
-        name = b"X\x01\x00\x00\x00" + bytes([ord("0") + number])
-        body += name + b"]q" + bytes([number]) + (b"h" + bytes([number - 1]) + b"a") * 10
-    return b"}(" + body + b"u"
-
-
-def of_shape(size: int, stride: int) -> Any:
-    """A tensor that claims a size, in a storage of one number."""
-
-    class Claims:
-        def __reduce__(self) -> Any:
-            storage = torch.zeros(1).storage()
-            return torch._utils._rebuild_tensor_v2, (storage, 0, (size,), (stride,), False, OrderedDict())
-
-    return {"model": {"w": Claims()}}
-
-
-def older_form() -> bytes:
-    saved = io.BytesIO()
-    torch.save({"a": torch.zeros(2)}, saved, _use_new_zipfile_serialization=False)
-    return saved.getvalue()
-
-
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(lambda: archive({"a": torch.zeros(2**24)}, packed=True), "unpacks to more", id="bomb"),
-        pytest.param(lambda: archive([1, 2]), "no state by names", id="list"),
-        pytest.param(lambda: archive({1: 2}), "no state by names", id="numbered"),
-        pytest.param(older_form, "no archive of PyTorch's", id="older form"),
-        pytest.param(lambda: b"", "no archive of PyTorch's", id="empty"),
-        pytest.param(lambda: b"PK\3\4" + bytes(100), "not a zip", id="no archive"),
-        pytest.param(lambda: opcodes(b"h\x05"), "KeyError: 5", id="memo"),
-        pytest.param(lambda: opcodes(b"a"), "IndexError", id="stack"),
-        pytest.param(lambda: opcodes(b"}X\x01\x00\x00\x00a" + b"]" * 9999 + b"a" * 9998 + b"s"), "", id="deep"),
-        pytest.param(lambda: opcodes(b"}q\x00X\x01\x00\x00\x00ah\x00s"), "unfolds to more|Recursion", id="cycle"),
-        pytest.param(lambda: opcodes(laughs()), "unfolds to more", id="laughs"),
-        pytest.param(lambda: of_shape(10**12, 1), "", id="shape"),
-        pytest.param(lambda: of_shape(10**12, 0), "unfolds to more", id="one number"),
-        pytest.param(lambda: {"a": torch.zeros(10**6, 10**6, device="meta")}, "without contents", id="meta"),
-        pytest.param(lambda: {"a": bytearray(10**4)}, None, id="bytes"),
+        pytest.param({"tensors": claiming(shape=[10**12])}, "Safetensor", id="shape"),
+        pytest.param({"tensors": claiming(data_offsets=[0, 10**12])}, "Safetensor", id="offsets"),
+        pytest.param({"tensors": claiming(dtype="O")}, "Safetensor", id="type"),
+        pytest.param({"tensors": b""}, "Safetensor", id="empty"),
+        pytest.param({"tensors": (2**63).to_bytes(8, "little")}, "Safetensor", id="header"),
+        pytest.param({"tensors": b"PK\3\4" + bytes(100)}, "Safetensor", id="archive"),
+        pytest.param({"tree": b""}, "Expecting value", id="no tree"),
+        pytest.param({"tree": b"{" * 100_000}, "Expecting property name", id="torn tree"),
+        pytest.param({"tree": b'{"a":' * 100_000}, "RecursionError", id="deep"),
+        pytest.param({"tree": b"\xff" * 9}, "codec can't decode", id="no text"),
+        pytest.param({"tree": b'{"a":' + b"9" * 5000 + b"}"}, "Exceeds the limit", id="digits"),
+        pytest.param({"tree": b"[1,2]"}, "refers to the tensor 'a'", id="list"),
+        pytest.param({"tree": b'[{"$tensor":"a"}]'}, "no state by names", id="no names"),
+        pytest.param({"tree": b'{"$dict":[[1,{"$tensor":"a"}]]}'}, "no state by names", id="numbered"),
+        pytest.param({"tree": b'{"x":{"$tensor":"b"}}'}, "KeyError: 'b'", id="no such tensor"),
+        pytest.param({"tree": b'{"x":[{"$tensor":"a"},{"$tensor":"a"}]}'}, "KeyError: 'a'", id="twice"),
+        pytest.param({"tree": b'{"x":{"$system":{"$tensor":"a"}}}'}, "KeyError: '.system'", id="code"),
     ],
 )
-def test_a_state_that_is_none(tmp_path: Path, content: Callable[[], Any], words: str | None) -> None:
-    """Nothing in it is run, and it takes no more memory than it has bytes: else it was not for this program."""
-    path = sealed(tmp_path / "step-000000001", content())
-    if words is None:
-        assert len(checkpoint.load(path)["a"]) == 10**4
-        return
-    with pytest.raises(CheckpointError, match=f"step-000000001 is not a whole checkpoint: .*({words})"):
+def test_a_state_that_is_none(tmp_path: Path, content: dict[str, bytes], words: str) -> None:
+    """No content of it can run, and it takes no more memory than its files: see test_serialization.py."""
+    path = sealed(tmp_path / "step-000000001", {"a": torch.zeros(3)}, **content)
+    with pytest.raises(CheckpointError, match=f"step-000000001 is not a whole checkpoint: its state: .*{words}"):
         checkpoint.load(path)
 
 
-@pytest.mark.filterwarnings("ignore:.*pickle protocol.*:UserWarning")
-def test_no_opcodes_do_harm(tmp_path: Path) -> None:
-    """Changed at random: PyTorch's unpickler raises errors of all kinds, which once were tracebacks."""
-    draws = random.Random(1)
-    with zipfile.ZipFile(io.BytesIO(archive({"a": torch.zeros(3), "b": [1, (2.5, "x")]}))) as source:
-        name = next(name for name in source.namelist() if name.endswith("data.pkl"))
-        program = source.read(name)
-    refused = 0
-    for _ in range(300):
-        changed = bytearray(program)
-        for _ in range(draws.randint(1, 3)):
-            changed[draws.randrange(len(changed))] = draws.randrange(256)
-        try:
-            checkpoint.load(sealed(tmp_path / "c", archive({"a": torch.zeros(3)}, program=bytes(changed))))
-        except CheckpointError:
-            refused += 1
-    assert refused > 100
+def test_an_empty_state(tmp_path: Path) -> None:
+    assert checkpoint.load(sealed(tmp_path / "c", {})) == {}
 
 
-@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.STATE])
+@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.TENSORS, checkpoint.TREE])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.timeout(30)
 def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
@@ -165,15 +121,27 @@ def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "change", [{"number": 2**60}, {"step": float("inf")}, {"figures": {"test_loss": float("nan")}}]
+    ("change", "words"),
+    [
+        ({"number": 2**60}, "Expected `int` <= 9007199254740991"),
+        ({"number": 10**30}, "Expected `int` <= 9007199254740991"),
+        ({"step": float("inf")}, "JSON is malformed"),
+        ({"figures": {"test_loss": float("nan")}}, "JSON is malformed"),
+        ({"figures": {"test_loss": "low"}}, "Expected `float`"),
+        ({"tree": {"bytes": -1, "sha256": ""}}, "Expected `int` >= 0"),
+        ({"tensors": {"bytes": 1}}, "required field `sha256`"),
+        ({"more": 1}, "unknown field `more`"),
+    ],
 )
-def test_a_manifest_of_endless_numbers(tmp_path: Path, change: dict[str, Any]) -> None:
-    """The next one's number would have been one more, in a name too long for a folder."""
+def test_a_manifest_of_other_kinds(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    """Of an endless number, the next one's would have been one more, in a name too long for a folder."""
     path = sealed(tmp_path / "step-000000001", {"a": 1})
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | change
     del manifest["self"]
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"self": checkpoint._digest_of(manifest)}))
-    with pytest.raises(CheckpointError, match="are not all numbers"):
+    resealed(path, manifest)
+    with pytest.raises(
+        CheckpointError, match=f"step-000000001 is not a whole checkpoint: manifest.json: .*{words}"
+    ):
         checkpoint.load(path)
 
 

@@ -100,7 +100,7 @@ def test_the_host_copies_as_it_did() -> None:
 def test_tensors_are_placed_one_after_the_other(
     sizes: list[int], least: int, block: int, places: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "FEW_BYTES", 256)
+    monkeypatch.setattr(saver_module, "MAX_SINGLE_BLOCK_BYTES", 256)
     assert placed(sizes, least) == (block, places)
 
 
@@ -112,12 +112,12 @@ def test_of_many_tensors_little_memory_is_left_over() -> None:
 
 
 def test_only_the_state_is_written(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
-    """Of slices of one tensor PyTorch writes all of it, or refuses them if they are of several types."""
+    """And not the block of memory that the copies of its tensors are slices of."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     submit(saver, 1)
     saver.wait()
     assert equal(storage.load(tmp_path / "step-000000001"), state(1))
-    assert (tmp_path / "step-000000001" / "state.pt").stat().st_size < 10_000
+    assert (tmp_path / "step-000000001" / "state.safetensors").stat().st_size < 10_000
 
 
 def test_a_save_does_not_change_the_one_that_is_being_written(

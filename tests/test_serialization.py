@@ -154,7 +154,7 @@ def test_other_values_are_named(value: Any, words: str) -> None:
 def test_a_value_that_contains_itself() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(RecursionError):
+    with pytest.raises(TypeError, match="nested too deeply, or contains itself"):
         flatten(value)
 
 

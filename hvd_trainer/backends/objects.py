@@ -22,7 +22,7 @@ def encode_object(value: Any) -> bytes:
     """
     try:
         return pack({"value": value})
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         return pack({"error": ascii(first_line(error))})
 
 

@@ -6,7 +6,6 @@ writer              |      | write, sync, rename, remove old ones |
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +18,11 @@ from torch import Tensor
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.serialization import unflatten
 
 ALIGNED_BYTES = 64
-"""Each tensor begins at a multiple of this, which is one of every type's size."""
-FEW_BYTES = 2**26
+"""Each tensor begins at a multiple of this, which is a multiple of the size of every type."""
+MAX_SINGLE_BLOCK_BYTES = 2**26
 """Up to so many bytes in all, tensors are in one block of page-locked memory."""
 
 
@@ -50,7 +50,6 @@ class AsyncWriter:
         self._memory = PinnedMemory()
         self._last = time.monotonic()
         self.stalled_s, self.saves = 0.0, 0
-        self._tried = False
 
     def __enter__(self) -> AsyncWriter:
         self._last = time.monotonic()
@@ -88,10 +87,10 @@ class AsyncWriter:
         Args:
             began: time at which training stopped for this save, by `time.perf_counter`.
             state: from `TrainState.collect`.
-            step, epoch, figures: as in `checkpoint.Manifest`.
+            step, epoch, figures: as in `storage.Manifest`.
 
         Raises:
-            CheckpointError: the previous save could not be written.
+            CheckpointError: the previous save could not be written, or the state holds what a checkpoint cannot.
         """
         self.wait()  # the new copy takes the memory of the previous one
         if self._folder is not None and state is not None:
@@ -113,25 +112,21 @@ class AsyncWriter:
 
     def _write(self, state: Mapping[str, Any], step: int, epoch: int, figures: Mapping[str, float]) -> None:
         assert self._folder is not None
-        path = storage.save(self._folder, state, step=step, epoch=epoch, figures=figures)
-        if not self._tried:
-            # An object that cannot be read back shall be known now, and not when the run must go on from it.
-            storage.load(path)
-            self._tried = True
+        storage.save(self._folder, state, step=step, epoch=epoch, figures=figures)
         storage.prune(self._folder, keep=self._options.keep, best=self._options.keep_best)
 
 
 class PinnedMemory:
-    """Page-locked memory for copies of an accelerator's tensors, kept from one save to the next.
+    """Page-locked memory for copies of an accelerator's tensors, reused by the next save.
 
-    A few large blocks, of a power of two bytes each, to which PyTorch would round each tensor up.
+    It is a few large blocks of a power of two bytes each: PyTorch would round each tensor up to a power of two.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return an empty tensor of the same form for each; those of the call before are overwritten."""
+        """Return a contiguous tensor of each one's type and shape, in place of those of the call before."""
         before = len(self._blocks[0]) if self._blocks else 0
         size, places = placed([tensor.nbytes for tensor in tensors], before)
         if size > before:
@@ -141,14 +136,8 @@ class PinnedMemory:
         return [self._room(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
 
     def _room(self, tensor: Tensor, block: int, offset: int) -> Tensor:
-        like = torch.empty_like(tensor, device="meta")
-        if not tensor.numel():
-            return torch.empty_like(like, device="cpu")
-        # With a storage of its own: of a slice, `torch.save` would write the whole block.
-        flat = torch.frombuffer(
-            self._blocks[block].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=offset
-        )
-        return flat.as_strided(like.shape, like.stride())
+        content = self._blocks[block][offset : offset + tensor.nbytes]
+        return content.view(tensor.dtype).view(tensor.shape)
 
 
 def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, int]]]:
@@ -159,11 +148,11 @@ def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, i
         least: bytes that a block has at least.
 
     Returns:
-        The bytes of each block: enough for the largest tensor, a sixteenth of all, and all if they are few. And
-        for each tensor the number of its block, and where in that it begins.
+        The bytes of each block: enough for the largest tensor, for a sixteenth of all, and for all if they are
+        few. And for each tensor the number of its block and its offset there.
     """
     sizes = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), FEW_BYTES), 1)
+    needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), MAX_SINGLE_BLOCK_BYTES), 1)
     block_size = max(least, 1 << (needed - 1).bit_length())
     places, block, used = [], 0, 0
     for size in sizes:
@@ -175,41 +164,25 @@ def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, i
 
 
 def on_host(value: Any, memory: PinnedMemory | None = None) -> Any:
-    """Return a copy of nested dictionaries, lists and tuples with every tensor copied to host memory.
+    """Return a copy of nested plain values with every tensor copied to host memory.
 
     Copies from an accelerator are started all together and waited for once. They come after the work that it has
     been given: training goes on only when they are done, since its next forward pass changes buffers.
 
     Args:
-        value: what to copy.
+        value: as for `utils.serialization.flatten`.
         memory: for what comes from an accelerator, in place of what was copied there before; None: new memory.
+
+    Raises:
+        CheckpointError: it holds what a checkpoint cannot.
     """
-    sent: list[tuple[Tensor, Tensor]] = []
-    copied = _copied(value, sent)
+    tree, tensors = storage.flatten_state(value)
+    sent = {name: tensor for name, tensor in tensors.items() if not accelerator.is_host(tensor.device)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in sent}
     if sent:
-        tensors = [tensor for tensor, _ in sent]
-        for (tensor, empty), room in zip(sent, (memory or PinnedMemory()).like(tensors), strict=True):
-            empty.data = room.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors}:
+        rooms = (memory or PinnedMemory()).like(list(sent.values()))
+        for (name, tensor), room in zip(sent.items(), rooms, strict=True):
+            copies[name] = room.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in sent.values()}:
             accelerator.synchronize(device)
-    return copied
-
-
-def _copied(value: Any, sent: list[tuple[Tensor, Tensor]]) -> Any:
-    """Copy what is on the host; note each tensor of an accelerator with the empty one that stands for it."""
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-        if accelerator.is_host(tensor.device):
-            return tensor.clone()
-        sent.append((tensor, torch.empty(0, dtype=tensor.dtype)))
-        return sent[-1][1]
-    if isinstance(value, dict):
-        # Of its own kind: some schedulers keep a Counter.
-        copied = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = _copied(item, sent)
-        return copied
-    if isinstance(value, list | tuple):
-        items = [_copied(item, sent) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return unflatten(tree, copies)

@@ -1,8 +1,9 @@
 """Checkpoints on the disk: whole or not there, whatever stops the process while it writes one.
 
 checkpoints/.step-000000235.4711/   written here, each file synced to the disk
-    state.pt                        what to go on from
-    manifest.json                   last: what this is, and the size and SHA-256 of state.pt
+    state.safetensors               the tensors of what to go on from
+    state.json                      all else, and where each tensor belongs in it: see utils/serialization.py
+    manifest.json                   last: what this is, and the size and SHA-256 of the other two
 checkpoints/step-000000235/         renamed to this; no valid manifest, no checkpoint
 
 The marker that is written last is torchsnapshot's protocol. A checkpoint is known by its manifest alone: its
@@ -12,77 +13,96 @@ number counts the saves of a run, so that the newest is the one saved last, what
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
-import pickle
 import secrets
 import shutil
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
-import torch
+import msgspec
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, serialize_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from hvd_trainer.config.stop_condition import is_better_lower
 from hvd_trainer.errors import CheckpointError, first_line
-from hvd_trainer.utils.files import UNREADABLE, open_regular, read_regular
+from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular, read_regular
+from hvd_trainer.utils.serialization import flatten, tensor_specs, to_json, unflatten
 
-FORMAT = 2
-STATE, MANIFEST = "state.pt", "manifest.json"
+FORMAT = 3
+TENSORS, TREE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 MAX_MANIFEST_BYTES = 1_000_000
-MAX_COUNT = 2**53
-"""Of steps and all else that is counted."""
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+"""Of steps and all else that is counted; JSON's numbers are exact up to there."""
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
+class FileChecksum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The size and the SHA-256 of a file."""
+
+    bytes: Count
+    sha256: str
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The description of a checkpoint, which `manifest.json` holds with a checksum of its own."""
 
     format: int
-    number: int
+    number: Count
     """how many were saved before it, in this folder"""
-    step: int
+    step: Count
     """optimizer steps so far"""
-    epoch: int
+    epoch: Count
     """epochs finished"""
-    figures: Mapping[str, float]
+    figures: dict[str, float]
     """the record of the epoch that had just ended, such as test_loss; empty inside an epoch"""
-    bytes: int
-    sha256: str
-    """of state.pt"""
+    tensors: FileChecksum
+    """of state.safetensors"""
+    tree: FileChecksum
+    """of state.json"""
 
 
 def save(
     folder: Path, state: Mapping[str, Any], *, step: int, epoch: int, figures: Mapping[str, float] | None = None
 ) -> Path:
-    """Writes one checkpoint.
+    """Write one checkpoint.
 
     Args:
         folder: the run's `checkpoints` folder.
-        state: tensors, numbers, strings, lists and dictionaries.
+        state: as for `utils.serialization.flatten`, its tensors on the host. They are written from where they are.
         step, epoch, figures: as in `Manifest`.
 
+    Returns:
+        The checkpoint's folder.
+
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written to; older checkpoints stay.
+        CheckpointError: the disk is full, the folder cannot be written to, or the state holds what a checkpoint
+            cannot; older checkpoints stay.
     """
     name = f"step-{step:09d}"
     temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
+    tree, tensors = flatten_state(state)
     try:
         number = 1 + max((manifest.number for manifest, _ in whole(folder)[0]), default=-1)
         temporary.mkdir(parents=True)
-        with (temporary / STATE).open("wb") as file:
-            torch.save(dict(state), file)
-            _sync(file)
-        with open_regular(temporary / STATE) as written:
-            known = _fingerprint(written)
-        manifest = Manifest(FORMAT, number, step, epoch, _finite(figures or {}), **known)
-        with (temporary / MANIFEST).open("w") as text:
-            json.dump(asdict(manifest) | {"self": _digest_of(asdict(manifest))}, text)
-            _sync(text)
+        with atomic_write(temporary / TENSORS) as file:
+            serialize_file(tensor_specs(tensors), file)
+        (temporary / TREE).write_bytes(to_json(tree))
+        manifest = Manifest(
+            format=FORMAT,
+            number=number,
+            step=step,
+            epoch=epoch,
+            figures=_finite(figures or {}),
+            tensors=_synced(temporary / TENSORS),
+            tree=_synced(temporary / TREE),
+        )
+        content = msgspec.to_builtins(manifest)
+        (temporary / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest_of(content)}))
+        _synced(temporary / MANIFEST)
         _sync_folder(temporary)
         # A run that was taken back to an earlier step comes by the same step again.
         final = folder / name
@@ -90,71 +110,76 @@ def save(
             final = folder / f"{name}.{number}"
         temporary.rename(final)
         _sync_folder(folder)
-    except (OSError, RuntimeError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # PyTorch speaks of positions in its file, and the system's reason stands behind that.
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"No checkpoint could be written to {folder / name}: {reason}. Older ones are intact."
+            f"No checkpoint could be written to {folder / name}: {error}. Older ones are intact."
         ) from error
     return final
 
 
+def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split a state into its tree and its tensors, as `utils.serialization.flatten`.
+
+    Raises:
+        CheckpointError: it holds what a checkpoint cannot; the message names its path and its type.
+    """
+    try:
+        return flatten(state)
+    except TypeError as error:
+        raise CheckpointError(
+            f"The state of this run cannot be saved: {first_line(error)}. A checkpoint holds numbers, texts, "
+            f"tensors, and lists, tuples and dicts of them; let the `state_dict` that this is of return no others."
+        ) from error
+
+
 def read_manifest(path: Path) -> Manifest:
-    """Reads what a checkpoint says of itself, and believes it only if it is whole.
+    """Read the description of a checkpoint, and accept it only if it is whole.
 
     Raises:
         CheckpointError: there is none, or it is torn, changed or of another format.
     """
     file = path / MANIFEST
     try:
-        content = json.loads(read_regular(file, MAX_MANIFEST_BYTES))
+        content = msgspec.json.decode(read_regular(file, MAX_MANIFEST_BYTES))
         if not isinstance(content, dict):
             raise TypeError("it holds no object")
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {content.get('format')!r}, but this version reads {FORMAT}.")
         if content.pop("self", None) != _digest_of(content):
             raise ValueError("it was changed")
-        return _checked(content)
+        return msgspec.convert(content, Manifest)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {MANIFEST}: {error}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads one checkpoint, without running any code that it may hold, into no more memory than it has bytes.
+    """Read one checkpoint; no content of it can run code, or take more memory than the files have bytes.
 
     Raises:
         CheckpointError: it is missing, torn, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
-        with open_regular(path / STATE) as file:
-            if (
-                os.fstat(file.fileno()).st_size != manifest.bytes
-                or _fingerprint(file)["sha256"] != manifest.sha256
-            ):
-                raise CheckpointError(f"{path} is damaged: {STATE} is not what its manifest says.")
-            _refuse_bomb(file, manifest.bytes)
-            state: Any = torch.load(file, map_location="cpu", weights_only=True)
+        for name, expected in ((TENSORS, manifest.tensors), (TREE, manifest.tree)):
+            with open_regular(path / name) as file:
+                if os.fstat(file.fileno()).st_size != expected.bytes or _checksum(file) != expected:
+                    raise CheckpointError(f"{path} is damaged: {name} is not what its manifest says.")
+        # Not mapped into memory: an optimizer goes on with these tensors, and the file may be removed.
+        tensors = load_file(path / TENSORS, backend="pread")
+        state = unflatten(json.loads(read_regular(path / TREE, manifest.tree.bytes)), tensors)
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise TypeError("it holds no state by names")
-        _refuse_unfolding(state, manifest.bytes)
-    except pickle.UnpicklingError as error:
-        # PyTorch's own words advise to load it all the same, with the code that is in it.
-        raise CheckpointError(
-            f"{path} is not a whole checkpoint: {STATE} holds more than tensors and plain values"
-            f"{_kinds_in(path)}. Nothing in it was run; do not load it by other means unless you know who made it"
-        ) from error
-    except UNREADABLE as error:
+    except (*UNREADABLE, SafetensorError) as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{path} is not a whole checkpoint: {STATE}: {kind}{first_line(error)}") from error
+        raise CheckpointError(f"{path} is not a whole checkpoint: its state: {kind}{first_line(error)}") from error
     return state
 
 
 def whole(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
-    """The checkpoints of a folder with a valid manifest, newest first; and what is wrong with the others."""
+    """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
     found, refused = [], []
     for path in _subfolders(folder):
         try:
@@ -165,7 +190,7 @@ def whole(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointErr
 
 
 def prune(folder: Path, *, keep: int, best: str | None) -> None:
-    """Removes checkpoints but for the newest `keep` and the best.
+    """Remove all checkpoints but the newest `keep` and the best.
 
     Args:
         folder: the run's `checkpoints` folder; no other process may be writing to it.
@@ -189,7 +214,7 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what interrupted saves and removals have left.
+    """Remove what interrupted saves and removals have left.
 
     Raises:
         CheckpointError: something cannot be removed.
@@ -205,14 +230,14 @@ def sweep(folder: Path) -> None:
 
 
 def best_of(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
-    """The checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
+    """Return the checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
     sign = 1 if is_better_lower(figure) else -1
     rated = [(sign * m.figures[figure], m.number, path) for m, path in found if figure in m.figures]
     return min(rated)[2] if rated else None
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What a run goes on from."""
+    """The state that a run goes on from, and where it was found."""
 
     state: dict[str, Any] | None = None
     """None: from nothing"""
@@ -223,7 +248,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
-    """Loads the newest valid checkpoint that `--resume` allows.
+    """Load the newest valid checkpoint that `--resume` allows.
 
     Args:
         log_folder: the run's log folder.
@@ -239,7 +264,7 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
         raise CheckpointError(
             f"{place} is not a checkpoint: there is no such folder. Name a checkpoint or a log folder"
         )
-    if resume != "auto" and ((place / MANIFEST).exists() or (place / STATE).exists()):
+    if resume != "auto" and ((place / MANIFEST).exists() or (place / TENSORS).exists()):
         return LoadedCheckpoint(load(place), _is_in(place, log_folder), [f"from {place}"])
     folder = place / "checkpoints"
     if resume != "auto" and not folder.is_dir():
@@ -268,27 +293,8 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _checked(content: dict[str, Any]) -> Manifest:
-    """The manifest, if every entry is there and is what it should be."""
-    if set(content) != {entry.name for entry in fields(Manifest)}:
-        raise ValueError(f"it has the entries {', '.join(map(str, content))}")
-    counts = [content[name] for name in ("format", "number", "step", "epoch", "bytes")]
-    figures = content["figures"]
-    if not all(type(count) is int and 0 <= count < MAX_COUNT for count in counts):
-        raise ValueError("its counts are not all numbers from 0 on")
-    if not isinstance(figures, dict) or not all(_is_figure(value) for value in figures.values()):
-        raise ValueError("its figures are not all numbers")
-    if not isinstance(content["sha256"], str):
-        raise ValueError("its checksum is none")
-    return Manifest(**content)
-
-
-def _is_figure(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
-
-
 def _finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Plain JSON has no NaN; a figure that is none cannot be the best anyway."""
+    """Leave out NaN and infinities, for which JSON has no number: no checkpoint is the best by them."""
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -296,75 +302,18 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(file: BinaryIO) -> dict[str, Any]:
+def _synced(path: Path) -> FileChecksum:
+    """Have a file written to the disk; return what can be read of it."""
+    with open_regular(path) as file:
+        os.fsync(file.fileno())
+        return _checksum(file)
+
+
+def _checksum(file: BinaryIO) -> FileChecksum:
     digest = hashlib.sha256()
     while block := file.read(2**20):
         digest.update(block)
-    return {"sha256": digest.hexdigest(), "bytes": file.tell()}
-
-
-def _refuse_bomb(file: BinaryIO, size: int) -> None:
-    """`torch.save` packs nothing: an archive with more in it than its size is not to be unpacked.
-
-    Raises:
-        ValueError, zipfile.BadZipFile: it is one, or is none of PyTorch's archives.
-    """
-    file.seek(0)
-    # Of a file that begins otherwise PyTorch believes that it is of an older form, which has other rules.
-    if file.read(4) != b"PK\3\4":
-        raise ValueError("it is no archive of PyTorch's")
-    with zipfile.ZipFile(file) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > size:
-            raise ValueError("it unpacks to more than its own size")
-    file.seek(0)
-
-
-def _kinds_in(path: Path) -> str:
-    """`: 'my_job.Schedule'`: what else a state holds; nothing where that cannot be told."""
-    try:
-        with open_regular(path / STATE) as file:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except UNREADABLE:
-        return ""
-    return f": {', '.join(map(ascii, names)):.200}" if names else ""
-
-
-def _refuse_unfolding(state: Mapping[str, Any], most: int) -> None:
-    """Goes through a state as whoever uses it would, and counts its bytes and objects: what is in it twice, twice.
-
-    A few bytes can name one list again and again, or a tensor of a huge shape that has one number.
-
-    Raises:
-        RecursionError: it is too deep, or contains itself.
-        ValueError: there are more than `most`, or a tensor has no contents.
-    """
-    left = most
-
-    def visit(value: Any) -> None:
-        nonlocal left
-        left -= 1
-        inside: Iterable[Any] = ()
-        if isinstance(value, torch.Tensor):
-            if value.is_meta:
-                raise ValueError("it has a tensor without contents")
-            left -= value.numel() * value.element_size()
-        elif isinstance(value, bytes | bytearray):
-            left -= len(value)
-        elif isinstance(value, Mapping):
-            inside = itertools.chain.from_iterable(value.items())
-        elif isinstance(value, list | tuple | set):
-            inside = value
-        if left < 0:
-            raise ValueError("it unfolds to more than its own size")
-        for item in inside:
-            visit(item)
-
-    visit(state)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    return FileChecksum(bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def _sync_folder(folder: Path) -> None:

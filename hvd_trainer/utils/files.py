@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import secrets
 import stat
-import struct
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +30,10 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
 
 
 UNREADABLE = (
-    *(OSError, EOFError, MemoryError, RecursionError, zipfile.BadZipFile, struct.error),
-    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError),
-    pickle.UnpicklingError,
+    *(OSError, MemoryError, RecursionError, RuntimeError, ValueError, TypeError, LookupError),
+    *(AttributeError, AssertionError, OverflowError),
 )
-"""What reading raises if a file is not of the expected format."""
+"""What code raises if it is given content of another form than it was written for, such as a damaged file."""
 
 
 def read_regular(file: Path, max_bytes: int) -> bytes:

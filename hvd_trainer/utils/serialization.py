@@ -64,11 +64,14 @@ def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
         not copied.
 
     Raises:
-        TypeError: something in it is of another type; the message names its path and its type.
-        RecursionError: it is nested too deeply, or contains itself.
+        TypeError: something in it is of another type, and the message names its path and its type; or it is nested
+            too deeply.
     """
     tensors: dict[str, Tensor] = {}
-    return _flatten(value, "", tensors), tensors
+    try:
+        return _flatten(value, "", tensors), tensors
+    except RecursionError as error:
+        raise TypeError("it is nested too deeply, or contains itself") from error
 
 
 def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -108,8 +111,7 @@ def pack(value: Any) -> bytes:
     """Return a value as bytes: the length of the tree's JSON (8 bytes), the JSON, and safetensors if it has any.
 
     Raises:
-        TypeError, RecursionError: as `flatten`.
-        ValueError: as `to_json`.
+        TypeError, ValueError: as `flatten` and `to_json`.
     """
     tree, tensors = flatten(value)
     text = to_json(tree)
