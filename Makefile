@@ -36,7 +36,7 @@ help:
 	@echo "make gpu-test  prove on this machine's GPUs what can be proved; writes a report"
 	@echo "             options: GPU_ARGS=\"--out folder --data-dir mnist --stages facts,nccl\""
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy and the order of imports"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
 	@echo "make setup   only .venv, the package and Horovod"
 	@echo "make clean   remove .venv and the caches in this folder (built Horovod wheels stay)"
@@ -64,13 +64,14 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # With Horovod, whose findings have answers.
 audit: $(STAMPS)/horovod $(STAMPS)/dev
 	$(BIN)/python .ci/audit.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:

@@ -1,6 +1,6 @@
 """The rules of structure that reviews forget: read from the source, nothing is run but imports.
 
-A module that is new fails here until it has a place in `LAYERS`.
+The order of the packages is a contract in setup.cfg, which `make lint` checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ import hvd_trainer
 from hvd_trainer.launch.launchers import LAUNCHERS
 
 PACKAGE = REPOSITORY / "hvd_trainer"
-
-# A package or module imports only what stands before it in the list; modules of a package may import each other.
-LAYERS = (
-    *("errors", "utils", "config", "launch", "rendezvous", "faults", "backends", "data", "observe", "checkpoint"),
-    *("optim", "parallel", "training", "jobs", "horovod_build", "tools", "mnist", "imdb", "cli", "__main__"),
-)
-LAYER_OF = {name: number for number, name in enumerate(LAYERS)}
 
 # What the launchers' rows call a rank, a size and so on; and names of the same kind that no row uses.
 RANK_VARIABLES = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
@@ -78,42 +70,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def own_imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module of this package) of what is imported."""
-    for line, name in imports(path):
-        top, _, rest = name.partition(".")
-        if top == "hvd_trainer":
-            yield line, rest if rest in modules() else rest.rpartition(".")[0]
-
-
 def strings(path: Path) -> Iterator[ast.Constant]:
     return (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-
-
-def test_every_module_has_a_layer() -> None:
-    tops = {name.partition(".")[0] for name in modules()} - {""}
-    assert tops == set(LAYER_OF), "give it its place in LAYERS"
-
-
-def test_lower_layers_never_import_higher_ones() -> None:
-    wrong = []
-    for name, path in modules().items():
-        if not name:
-            continue  # the package itself only forwards names
-        top = name.partition(".")[0]
-        for line, used in own_imports(path):
-            used_top = used.partition(".")[0]
-            if used_top != top and LAYER_OF.get(used_top, len(LAYERS)) >= LAYER_OF[top]:
-                wrong.append(f"{path.relative_to(REPOSITORY)}:{line} imports hvd_trainer.{used}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_no_import_goes_round_in_a_circle() -> None:
-    graph = {name: {used for _, used in own_imports(path)} - {name} for name, path in modules().items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
 
 
 def test_rank_variables_are_read_in_launch_and_slurm_only() -> None:
