@@ -1,4 +1,4 @@
-"""How a job starts and ends as a process: options in, one clear error or a clean exit out."""
+"""Run a job as a process: parse its options, and end with one error message and an exit code."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 USER_ERROR, INTERRUPTED = 2, 130
 PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: try again later."""
-SPEAKING_S = 1.0
-"""What rank 0 is given to print a line before another rank's end makes the launcher end it."""
+"""Exit code of a job that was stopped and has saved: EX_TEMPFAIL of sysexits.h."""
+MESSAGE_GRACE_S = 1.0
+"""Time for rank 0 to print a line, before the end of another rank makes the launcher end it."""
 
 
 def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | None = None) -> NoReturn:
-    """Parses the command line, runs the job, and ends the process.
+    """Parse the command line, run the job, and end the process.
 
-    An error that all ranks have in common is said once, by rank 0. What the package logs is printed, unless the
+    Rank 0 alone reports an error that all ranks have in common. What the package logs is printed, unless the
     program has set up handlers of its own for the logger `hvd_trainer` or for all loggers.
 
     Exit codes: 0 done; 2 a mistake in options or set-up (one line says it); 1 a crash (with its traceback), or
-    another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. A
-    launcher may make another number of it.
+    another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. Some
+    launchers exit with another code.
     """
     reporter.prints_tracebacks = True
     install_handler()
@@ -47,14 +47,14 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
         warning = lone_process_warning(world, os.environ)
         if warning:
             logger.warning("warning: %s", warning)
-        job(_parse(options, args, _speaks()))
+        job(_parse(options, args, _is_first()))
     except PreemptedError as error:
-        # What stopped the job may send more signals; it ends in any case.
+        # The sender may repeat the signal, and the job ends anyway.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if _speaks() and str(error):
+        if _is_first() and str(error):
             logger.warning("%s", error)
         else:
-            wait_for_launcher(SPEAKING_S)
+            wait_for_launcher(MESSAGE_GRACE_S)
         _end(PREEMPTED)
     except PeerError as error:
         if not reporter.has_reported:
@@ -62,15 +62,15 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
         _end(CRASH_EXIT_CODE)
     except UserError as error:
         if not reporter.has_reported:
-            if not _speaks():
+            if not _is_first():
                 if isinstance(error, OptionError) and is_elastic(os.environ):
-                    _end(USER_ERROR)  # horovodrun ends nobody then, so that rank 0 has the time to say it
+                    _end(USER_ERROR)  # horovodrun then ends no other rank, so rank 0 has the time to report it
                 wait_for_launcher()
-            # Rank 0 speaks for all.
-            _log_error(None if _speaks() else _world(), str(error))
+            # An error of all ranks needs no rank number.
+            _log_error(None if _is_first() else _world(), str(error))
         _end(USER_ERROR)
     except KeyboardInterrupt:
-        if _speaks():
+        if _is_first():
             _log_error(None, "interrupted")
         _end(INTERRUPTED)
     except SystemExit as leaving:
@@ -82,8 +82,8 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     _end(0)
 
 
-def _speaks() -> bool:
-    """Whether this is rank 0, as of now: where ranks come and go, another process may become it."""
+def _is_first() -> bool:
+    """Return whether this is rank 0 now: in elastic mode another process may become it."""
     return may_be_first(os.environ)
 
 
@@ -94,14 +94,14 @@ def _log_error(world: World | None, text: str) -> None:
 
 
 def _world() -> World | None:
-    """This process's place among all, as of now; None if its launcher's variables are not whole."""
+    """Return this process's rank now; None if its launcher's variables are incomplete."""
     with suppress(LaunchError):
         return detect(os.environ)
     return None
 
 
 def _parse(options: type[T], args: Sequence[str] | None, first: bool) -> T:
-    """The options; what is wrong with them is printed by rank 0, or by a rank that alone was given others."""
+    """Return the options; rank 0 prints their mistakes, or a rank whose command line differs from rank 0's."""
     try:
         return parse(options, args, outputs=first)
     except SystemExit as leaving:
@@ -112,10 +112,10 @@ def _parse(options: type[T], args: Sequence[str] | None, first: bool) -> T:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process; after a failure at once, and under srun with all the others.
+    """End the process; after a failure without destructors, and under srun together with all other ranks.
 
-    A rank that failed must not wait in destructors for ranks that wait for it. srun alone lets the others run
-    on when one ends (unless told --kill-on-bad-exit), so the step is cancelled, but where all end by themselves.
+    The destructors of a failed rank might wait for ranks that wait for it. srun without --kill-on-bad-exit lets
+    the other ranks run on, so the Slurm step is cancelled, unless all ranks end by themselves.
     """
     sys.stdout.flush()
     sys.stderr.flush()

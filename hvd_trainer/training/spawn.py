@@ -1,4 +1,4 @@
-"""`run`: start ranks on this machine from a Python session or a notebook, with no launcher at all."""
+"""Start ranks on this machine from a Python session or a notebook, without a launcher."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` in `num_processes` new processes, as the ranks of one job on this machine.
+    """Call `function(*args, **kwargs)` in `num_processes` new processes, as the ranks of one job on this machine.
 
     The function may be defined in the notebook. A `Trainer` inside finds the other ranks as under any launcher.
 
     Returns:
-        What each rank returned, in rank order.
+        The result of each rank, in rank order.
 
     Raises:
         LaunchError: fewer than one process was asked for, or a rank failed; the others are ended, and the
@@ -45,10 +45,10 @@ def run(
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    with _store() as ticket, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
+    with _serve_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
-            _rank,
-            args=(num_processes, str(ticket), call, folder),
+            _run_rank,
+            args=(num_processes, str(endpoint), call, folder),
             nprocs=num_processes,
             join=False,
             start_method="spawn",
@@ -62,22 +62,22 @@ def run(
             code = f"by {error.signal_name}" if error.signal_name else f"with code {error.exit_code}"
             raise LaunchError(f"rank {error.error_index} of {num_processes} ended {code}.") from None
         except BaseException:
-            _end_all(processes.processes)
+            _terminate(processes.processes)
             raise
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
 
 @contextmanager
-def _store() -> Iterator[Endpoint]:
-    ticket = store_client.serve(LOOPBACK)
+def _serve_store() -> Iterator[Endpoint]:
+    endpoint = store_client.serve(LOOPBACK)
     try:
-        yield ticket
+        yield endpoint
     finally:
-        store_client.release(ticket)
+        store_client.release(endpoint)
 
 
-def _end_all(processes: Sequence[BaseProcess]) -> None:
-    """Ends what is left of the ranks when the session was interrupted."""
+def _terminate(processes: Sequence[BaseProcess]) -> None:
+    """End the ranks that still run when the session is interrupted."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -87,8 +87,8 @@ def _end_all(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def _rank(rank: int, size: int, ticket: str, call: bytes, folder: str) -> None:
-    """What each new process does: take its place in the environment, call, and leave the result in a file."""
+def _run_rank(rank: int, size: int, endpoint: str, call: bytes, folder: str) -> None:
+    """Set the rank variables of this new process, call the function, and write its result to a file."""
     # A notebook that itself runs under some launcher must not make its children part of that job.
     for launcher in LAUNCHERS:
         for name in launcher.variables():
@@ -96,13 +96,13 @@ def _rank(rank: int, size: int, ticket: str, call: bytes, folder: str) -> None:
     row = LAUNCHERS[0]
     numbers = {row.rank: rank, row.size: size, row.local_rank: rank, row.local_size: size}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ[connect.RUN_STORE] = ticket
+    os.environ[connect.RUN_STORE] = endpoint
     function, args, kwargs = pickle.loads(call)
     install_handler()
     try:
         result = function(*args, **kwargs)
     except PeerError:
-        # The parent reports the first that fails, and that should be the cause.
+        # The parent reports the rank that fails first: wait, so that it is the one with the cause.
         wait_for_launcher()
         raise
     finally:
