@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import child_environment
@@ -78,6 +79,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that none is left alone at the end."""
     long = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: long.get(item.path.stem, len(long)))
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Return what was logged since the last call."""
+    caplog.set_level(logging.INFO, logger="hvd_trainer")
+
+    def read() -> str:
+        text = "\n".join([*caplog.messages, ""])
+        caplog.clear()
+        return text
+
+    return read
 
 
 @pytest.fixture(autouse=True)

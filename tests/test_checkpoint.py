@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -243,19 +242,6 @@ def fit(folder: Path, *, width: int = 3, optimizer: Any = torch.optim.Adam, num:
         model = Net(width)
         data = TensorData(torch.ones(num, 2), torch.zeros(num).long())
         trainer.fit(model, optimizer(model.parameters(), lr=0.1), nn.functional.cross_entropy, data, data)
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Return what was logged since the last call."""
-    caplog.set_level(logging.INFO, logger="hvd_trainer")
-
-    def read() -> str:
-        text = "\n".join([*caplog.messages, ""])
-        caplog.clear()
-        return text
-
-    return read
 
 
 def test_when_it_saves_and_what_stays(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_what_a_cpu_has_not_is_refused(options: dict[str, Any], words: str) -> N
     ],
 )
 def test_an_accelerator_that_is_not_used_is_named(
-    device: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: Any, words: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
     """Training went to the CPU without a word."""
     monkeypatch.setattr(accelerator, "unsupported", lambda: "mps")
@@ -137,7 +138,7 @@ def test_an_accelerator_that_is_not_used_is_named(
     data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
     with Trainer(wanted) as trainer:
         trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, data)
-    assert words in capsys.readouterr().out
+    assert words in logged()
 
 
 def test_a_graph_needs_a_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
