@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.backends import EngineOptions, process_group
-from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends import EngineOptions, create, process_group
 from hvd_trainer.backends.devices import choose_devices
-from hvd_trainer.backends.horovod import HorovodBackend
-from hvd_trainer.backends.single import SingleBackend
+from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous import ranks
@@ -124,38 +123,44 @@ def test_seeding_one_gpu_leaves_the_others_alone(driver: Driver) -> None:
 # Who shares a GPU.
 
 
-def backend_on_gpus(rank: int, gpus: list[str], **options: str) -> DDPBackend:
+def session_on_gpus(rank: int, gpus: list[str]) -> Session:
     size = len(gpus)
-    backend = DDPBackend(EngineOptions(backend="ddp", **options), {})  # type: ignore[arg-type]
-    backend.world = World(rank, size, rank, size, launcher="torchrun")
-    backend.peers = [RankInfo("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
-    backend.device = torch.device("cuda", rank % 2)
-    return backend
+    session = Session(EngineOptions(backend="ddp"), {})
+    session.world = World(rank, size, rank, size, launcher="torchrun")
+    session.peers = [RankInfo("node1", local_rank, "ddp", (0,), gpu) for local_rank, gpu in enumerate(gpus)]
+    session.devices = [torch.device("cuda", rank % 2)]
+    return session
 
 
 def test_more_ranks_than_gpus_under_nccl(driver: Driver) -> None:
-    backend = backend_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
-    assert backend.uses_nccl
+    session = session_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
     with pytest.raises(LaunchError, match=r"Ranks 0, 2 would share one GPU \(cuda:0 on node1\)") as caught:
-        backend._refuse_shared_gpu()
+        session.prepare_nccl()
     assert "2 GPUs are visible here: start that many ranks per node, or" in str(caught.value)
     assert "--device cpu" in str(caught.value)
-    backend_on_gpus(1, ["gpu-a", "gpu-b", "gpu-a"])._refuse_shared_gpu()
-    assert not backend_on_gpus(0, ["gpu-a", "gpu-a"], transport="gloo").uses_nccl
+    with closing(session_on_gpus(1, ["gpu-a", "gpu-b", "gpu-a"])) as session:
+        session.prepare_nccl()
+
+
+def test_nccl_is_used_on_gpus_unless_another_transport_is_asked_for(driver: Driver) -> None:
+    for transport, uses_nccl in (("auto", True), ("nccl", True), ("gloo", False)):
+        backend = create(EngineOptions(backend="ddp", transport=transport), {})  # type: ignore[arg-type]
+        backend.session.devices = [GPU]
+        assert backend.uses_nccl is uses_nccl
 
 
 def test_nccl_may_be_told_to_share_a_gpu(driver: Driver) -> None:
-    backend = backend_on_gpus(0, ["gpu-a", "gpu-a"])
-    backend.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    backend._refuse_shared_gpu()
+    with closing(session_on_gpus(0, ["gpu-a", "gpu-a"])) as session:
+        session.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        session.prepare_nccl()
 
 
 def test_a_gpu_is_known_by_its_slot_and_by_the_host_that_nccl_is_told(driver: Driver) -> None:
     """Two slices of a GPU (MIG) have a UUID each, and NCCL refuses them by the slot."""
-    backend = backend_on_gpus(1, ["gpu-a", "gpu-b"])
-    assert backend._gpu() == "0000:3c:00"
-    backend.environ["NCCL_HOSTID"] = "n1"
-    assert backend._gpu() == "n1 0000:3c:00"
+    session = session_on_gpus(1, ["gpu-a", "gpu-b"])
+    assert session._gpu_slot() == "0000:3c:00"
+    session.environ["NCCL_HOSTID"] = "n1"
+    assert session._gpu_slot() == "n1 0000:3c:00"
 
 
 def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
@@ -174,7 +179,7 @@ def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
 
 
 def test_nccl_without_a_gpu() -> None:
-    backend = DDPBackend(EngineOptions(backend="ddp", transport="nccl"), {})
+    backend: Any = create(EngineOptions(backend="ddp", transport="nccl"), {})
     with pytest.raises(BackendError, match="--transport nccl needs a GPU per rank, and this rank has none"):
         backend._check_transport()
 
@@ -200,15 +205,15 @@ def test_cpu_tensors_are_exchanged_by_gloo(
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    member: Any = SimpleNamespace(
+    session: Any = SimpleNamespace(
         device=torch.device(device, None if device == "cpu" else 0),
         world=World(),
         store=dist.HashStore(),
         options=EngineOptions(),
     )
-    process_group.start(member, transport)
+    process_group.start(session, transport)
     assert asked["backend"] == groups
-    assert asked["device_id"] == (member.device if eager else None)
+    assert asked["device_id"] == (session.device if eager else None)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +235,8 @@ def test_a_horovod_without_gpus_is_refused_on_one(
 ) -> None:
     """Its background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
     install(monkeypatch, Driver(device))
-    backend = HorovodBackend(EngineOptions(), {})
-    backend.device = torch.device(device)
+    backend: Any = create(EngineOptions(), {})
+    backend.session.devices = [torch.device(device)]
     backend._hvd = SimpleNamespace(cuda_built=lambda: "cuda" in built, rocm_built=lambda: "rocm" in built)
     if not said:
         backend._refuse_cpu_build()
@@ -241,24 +246,24 @@ def test_a_horovod_without_gpus_is_refused_on_one(
 
 
 def test_horovod_completes_asynchronously_on_gpus_only() -> None:
-    backend = HorovodBackend(EngineOptions(), {})
+    backend: Any = create(EngineOptions(), {})
     backend._hvd = SimpleNamespace(nccl_built=lambda: True)
     assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in backend._tuning()
-    backend.device = GPU
+    backend.session.devices = [GPU]
     assert backend._tuning()["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
 
 
 def test_horovod_aborts_nccl_where_ranks_go_on_without_one() -> None:
-    backend = HorovodBackend(EngineOptions(), {})
-    backend._hvd, backend.device = SimpleNamespace(nccl_built=lambda: True), GPU
+    backend: Any = create(EngineOptions(), {})
+    backend._hvd, backend.session.devices = SimpleNamespace(nccl_built=lambda: True), [GPU]
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
-    backend.driver = SimpleNamespace()
+    backend.session.driver = SimpleNamespace()
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
 
 
 def test_tensors_on_a_gpu_are_not_kept_after_their_exchange() -> None:
     """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
-    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
     backend._hold(on_host, on_device)
     assert [tensor.device.type for tensor in backend._held[-1]] == ["cpu"]

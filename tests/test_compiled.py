@@ -11,9 +11,8 @@ import torch
 from launchers import requires, run_ranks
 from torch import nn
 
-from hvd_trainer.backends import EngineOptions
+from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.compiled import compile_in_buckets
-from hvd_trainer.backends.horovod import HorovodBackend
 from hvd_trainer.launch.world import World
 
 pytestmark = requires("horovod")
@@ -45,8 +44,8 @@ def test_a_model_is_cut_where_there_is_an_exchange_to_hide(
     """Where there is none, one function is quicker; and with --reproducible it is the same on any ranks."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(nn.Module, "compile", lambda model, **how: asked.update(how))
-    backend = HorovodBackend(EngineOptions(backend="horovod"), environ={})
-    backend.world = World(rank=0, size=size, local_rank=0, local_size=size, launcher="torchrun")
+    backend = create(EngineOptions(backend="horovod"), environ={})
+    backend.session.world = World(rank=0, size=size, local_rank=0, local_size=size, launcher="torchrun")
     backend.compile(nn.Linear(2, 2), "reduce-overhead", exchange=exchange)
     assert callable(asked.get("backend")) == cut
     assert asked.get("mode") == (None if cut else "reduce-overhead")

@@ -380,6 +380,8 @@ def test_a_slow_or_broken_download_ends(tmp_path: Path, monkeypatch: pytest.Monk
 def test_ranks_that_come_later_do_not_wait_for_those_that_train() -> None:
     """In elastic mode the others have read their data long before; MNIST met them in an exchange of theirs."""
     peers = [RankInfo("node", 0, "ddp", (0,), past_worlds=1), RankInfo("node", 1, "ddp", (0,))]
-    backend = SimpleNamespace(world=World(1, 2, 1, 2), peers=peers, store=dist.HashStore())
+    backend = SimpleNamespace(
+        world=World(1, 2, 1, 2), session=SimpleNamespace(peers=peers, store=dist.HashStore())
+    )
     assert everywhere(backend, lambda: "no such file", timeout_s=1) == ["no such file"]  # type: ignore[arg-type]
     assert once_per_node(backend, lambda: None, timeout_s=1) == []  # type: ignore[arg-type]

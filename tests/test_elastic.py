@@ -25,7 +25,7 @@ from launchers import QUICKEST, REPOSITORY, Job, launch, requires, start
 from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
-from hvd_trainer.backends import horovod
+from hvd_trainer.backends import create, horovod
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import BackendError, LaunchError, OptionError
@@ -209,7 +209,9 @@ def test_a_mistake_that_all_ranks_make_is_said_once(mistake: list[str], tmp_path
 def test_one_fit_in_a_job() -> None:
     """A rank that comes during the second training of the others is in its first."""
     others = (1, 240)
-    backend: Any = SimpleNamespace(driver=object(), all_gather_object=lambda mine: [others, mine])
+    backend: Any = SimpleNamespace(
+        session=SimpleNamespace(driver=object()), all_gather_object=lambda mine: [others, mine]
+    )
     parts: dict[str, Any] = dict.fromkeys(("state", "progress", "before_save"))
     log: Any = SimpleNamespace(folder=None)
     manager = CheckpointManager(
@@ -222,8 +224,7 @@ def test_one_fit_in_a_job() -> None:
 def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks that were left by others, some waited for Gloo's time limit."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: 5)
-    engine = horovod.HorovodBackend(EngineOptions(), dict(RANK))
-    engine._hvd = horovod._import_horovod()
+    engine: Any = create(EngineOptions(), dict(RANK))
     with pytest.raises(BackendError, match="python -m hvd_trainer install-horovod"):
         engine._start()
 

@@ -14,9 +14,7 @@ import torch
 from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer.backends import EngineOptions, exchange_monitor
-from hvd_trainer.backends.ddp import DDPBackend
-from hvd_trainer.backends.single import SingleBackend
+from hvd_trainer.backends import EngineOptions, create, exchange_monitor
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 from hvd_trainer.faults.monitor_server import MonitorServer
@@ -35,8 +33,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
-    backend = DDPBackend(EngineOptions(backend="ddp"), {})
-    backend.device = GPU
+    backend = create(EngineOptions(backend="ddp"), {})
+    backend.session.devices = [GPU]
     backend._exchanges = exchange_monitor.ExchangeMonitor(GPU)
     activity = backend.activity
     model = nn.Linear(1, 1)
@@ -53,7 +51,7 @@ def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: 
 
 
 def test_reading_a_number_from_the_device_is_waiting() -> None:
-    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend = create(EngineOptions(backend="single"), {})
     heard: list[str] = []
     backend.activity.listeners.append(heard.append)
     assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
@@ -120,17 +118,17 @@ def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch
 
 
 def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:
-    backend = SingleBackend(EngineOptions(backend="single"), {})
-    backend.device = GPU
+    backend = create(EngineOptions(backend="single"), {})
+    backend.session.devices = [GPU]
     backend.barrier()
     assert gpu.calls == ["synchronize cuda:1"]
 
 
 def test_what_was_read_counts_if_one_more_exchange_succeeds(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
-    backend = SingleBackend(EngineOptions(backend="single"), {})
+    backend = create(EngineOptions(backend="single"), {})
     backend.confirm_exchanges()
-    backend.device = GPU
+    backend.session.devices = [GPU]
 
     def lost(*_: Any) -> None:
         raise RuntimeError("Horovod has been shut down")

@@ -143,7 +143,9 @@ def test_a_save_does_not_change_the_one_that_is_being_written(
 def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
     """`save_stall_s` began when the host was done with a step, and the accelerator was steps behind."""
     backend = SimpleNamespace(
-        driver=None, device=torch.device("meta"), activity=SimpleNamespace(enter=lambda phase: None)
+        session=SimpleNamespace(driver=None),
+        device=torch.device("meta"),
+        activity=SimpleNamespace(enter=lambda phase: None),
     )
     began: list[float] = []
     mine: Any = SimpleNamespace(

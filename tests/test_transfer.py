@@ -44,7 +44,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def backend(device: torch.device = DEVICE) -> Any:
-    return SimpleNamespace(world=World(0, 1, 0, 1, 0, 1, "python"), device=device, peers=[])
+    return SimpleNamespace(
+        world=World(0, 1, 0, 1, 0, 1, "python"), device=device, session=SimpleNamespace(peers=[])
+    )
 
 
 def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: StandIn) -> None:

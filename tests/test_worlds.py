@@ -59,7 +59,7 @@ class Trouble(Callback):
 
 
 def hosts_change(run: RunView) -> None:
-    driver: Any = run.backend.driver
+    driver: Any = run.backend.session.driver
     driver.hosts_changed.set()
 
 
@@ -80,7 +80,7 @@ def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunVi
     inputs = torch.randn(4 * STEPS, 6, generator=generator)
     data = TensorData(inputs, (inputs.sum(1) > 0).long())
     with Trainer(options) as trainer:
-        trainer.backend.driver = horovodrun()
+        trainer.backend.session.driver = horovodrun()
         model = nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trouble, loss = Trouble(**at), nn.functional.cross_entropy
@@ -147,7 +147,7 @@ def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch
 def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its time limit Horovod raises TimeoutError, which is no RuntimeError, and ended the rank."""
     with backends.create(EngineOptions(backend="single")) as backend:
-        backend.driver = driver = horovodrun()
+        backend.session.driver = driver = horovodrun()
         trouble: list[Exception] = [TimeoutError("the others did not take part"), LaunchError("not all came")]
 
         def start() -> None:
@@ -155,5 +155,5 @@ def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyP
                 raise trouble.pop()
 
         monkeypatch.setattr(backend, "_start", start)
-        assert backend.goes_on_after(RescaleError())
+        assert backend.rejoin(RescaleError())
         assert driver.past_worlds == 3

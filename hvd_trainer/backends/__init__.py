@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 
 from hvd_trainer.backends.base import Backend, Columns, ReduceOp, StepResult
 from hvd_trainer.backends.devices import Devices
+from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import OptionError
 
@@ -28,18 +29,21 @@ def create(
     *,
     timeline: bool = False,
 ) -> Backend:
-    """Makes the engine that `options.backend` names, not yet started.
+    """Make the engine that `options.backend` names, not yet started.
 
     Args:
         environ: `os.environ` if None.
-        columns, devices, timeline: as for `Backend`.
+        columns, timeline: as for `Backend`.
+        devices: as for `Session`.
 
     Raises:
         OptionError: there is no such engine, or an option is not for it.
+        LaunchError: as for `Session`.
     """
     options = options or EngineOptions()
     if options.backend not in BACKENDS:
         raise OptionError(f"There is no backend {options.backend!r}. Choose one of: {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
-    return kind(options, environ, columns, devices, timeline)
+    kind.check_options(options)
+    return kind(Session(options, environ, devices), columns=columns, timeline=timeline)

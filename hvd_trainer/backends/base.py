@@ -10,30 +10,40 @@ parallelism is another thing and not in this folder.
 
 from __future__ import annotations
 
+import itertools
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.objects import decode_object, encode_object
 from hvd_trainer.backends.session import Session
+from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
+from hvd_trainer.errors import LaunchError, PreemptedError, UserError, first_line
+from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.elastic import RescaleError
+from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from typing_extensions import Self
 
+LOST_RANK_ERRORS = (UserError, RuntimeError, OSError)
+"""Raised where ranks meet or part and one is missing: by us, by the engines, at their time limits."""
+MAX_FAILED_WORLDS = 3
+"""How many worlds in a row may fail to come about before a rank gives up."""
 GATHERED_WHOLE_BYTES = 2**20
 """Up to so many bytes in all, one exchange of whole tensors is quicker than two of slices."""
 
@@ -70,49 +80,191 @@ class Span(NamedTuple):
     """the same, if it is a moment"""
 
 
-class Backend(Session):
+class Backend(ABC):
     """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
 
     Args:
-        options: how gradients are exchanged.
-        environ: `os.environ` if None.
+        session: this rank's membership in the job, not yet connected; its options are the engine's.
         columns: where a model is cut into stages, which ranks have the same one; None: all have the whole model.
-        devices: how many this rank computes on, or which.
         timeline: whether `timeline` will be asked for.
 
     Attributes:
         name: `horovod`, `ddp`, `single` or `data-parallel`.
         version: the engine and its version, for the banner.
-        column: the ranks that have the same parameters as this one, itself among them; once started.
-
-    Raises:
-        OptionError: an option is not for this engine.
-        BackendError: the engine is not installed.
-        LaunchError: the ranks could not meet, or the engine's world is not the launcher's.
+        columns: the ranks that have the same parameters, for each part of the model; once started.
+        column: the one with this rank.
     """
 
-    def __init__(
-        self,
-        options: EngineOptions | None = None,
-        environ: MutableMapping[str, str] | None = None,
-        columns: Columns | None = None,
-        devices: Devices = 1,
-        timeline: bool = False,
-    ) -> None:
-        super().__init__(options, environ, devices)
+    name: ClassVar[str]
+    only_for_others: ClassVar[Mapping[str, str]] = {}
+    """Options that this engine cannot honour, each with the reason and what to do instead."""
+
+    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
+        self.session = session
         self._records = timeline
         self._held: deque[list[Tensor]] = deque(maxlen=4)
-        self._make_columns, self.columns = columns, [[*range(self.world.size)]]
+        self._make_columns, self.columns = columns, [[*range(session.world.size)]]
         self._names: dict[Tensor, str] = {}
         self._exchanges: ExchangeMonitor | None = None
 
-    def _meet(self) -> None:
-        super()._meet()
-        if self.world.size > 1 and not accelerator.is_host(self.device):
-            self._exchanges = ExchangeMonitor(self.device)
-        self.columns = [[*range(self.world.size)]]
+    @classmethod
+    def check_options(cls, options: EngineOptions) -> None:
+        """Refuse what this engine cannot do: all mistakes at once.
+
+        Raises:
+            OptionError: an option that differs from its default has no meaning on this engine.
+        """
+        mistakes = []
+        for field in fields(EngineOptions):
+            value = getattr(options, field.name)
+            for key in (field.name, f"{field.name}={value}"):
+                if value != field.default and key in cls.only_for_others:
+                    on_or_off = isinstance(value, bool)
+                    typed = switch(field.name, value) if on_or_off else f"{flag(field.name)} {value}"
+                    mistakes.append(f"{typed} with --backend {cls.name}: {cls.only_for_others[key]}")
+        refuse([*mistakes, *range_errors(options)])
+
+    @property
+    def options(self) -> EngineOptions:
+        """How gradients are exchanged."""
+        return self.session.options
+
+    @property
+    def world(self) -> World:
+        """This process among all; with nodes once started."""
+        return self.session.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes: the first of its devices."""
+        return self.session.device
+
+    @property
+    def activity(self) -> Activity:
+        """Step and phase of this rank, for failure reports."""
+        return self.session.activity
+
+    # Starting and ending.
+
+    def __enter__(self) -> Self:
+        """Meet the other ranks and start the engine.
+
+        Raises:
+            BackendError: the engine is not installed, or cannot work here.
+            LaunchError: the ranks could not meet, or the engine's world is not the launcher's.
+        """
+        self._load()
+        try:
+            self._connect()
+            self._start()
+        except dist.DistError as error:
+            # PyTorch's own text names keys of the store, which begin with the token.
+            lost = LaunchError(f"{self.world} lost the others while they were meeting: {first_line(error)}")
+            self._fail(lost)
+            raise lost from None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self
+
+    def _connect(self) -> None:
+        session = self.session
+        session.connect()
+        if self.uses_nccl:
+            session.prepare_nccl()
+        watches = session.world.size > 1 and not accelerator.is_host(session.device)
+        self._exchanges = ExchangeMonitor(session.device) if watches else None
+        self.columns = [[*range(session.world.size)]]
         if self._make_columns is not None:
-            self.columns = self._make_columns([peer.node for peer in self.peers])
+            self.columns = self._make_columns([peer.node for peer in session.peers])
+        session.begin_monitoring(self.abort_exchanges)
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None or isinstance(error, PreemptedError):
+            self._leave(failed=error is not None)
+        else:
+            self._fail(error)
+
+    def _leave(self, failed: bool = False) -> None:
+        """End as all ranks do."""
+        try:
+            self.session.finish()
+            self._stop(failed)
+        except BaseException as stopping:
+            self._fail(stopping)
+            raise
+        self.session.close()
+
+    def _abandon(self, error: BaseException) -> None:
+        """End after an error, without the other ranks."""
+        self.session.fail(error)
+        self._stop(failed=True)
+        self.session.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """End after an error; raise another one in its place if it only follows from another rank's."""
+        self._abandon(error)
+        self.session.raise_root_cause(error)
+
+    def rejoin(self, error: Exception) -> bool:
+        """End after an error and start again in the next world, if ranks come and go and this one can go on.
+
+        Args:
+            error: by which training has ended: `RescaleError`, or that of a broken exchange.
+
+        Returns:
+            Whether the engine has started again; if not, the error stands.
+
+        Raises:
+            DismissedError: there is no place for this rank in the next world.
+            LaunchError: there is no next world.
+        """
+        if self.session.driver is None:
+            return False
+        if isinstance(error, RescaleError):
+            # All ranks keep the state of the step after which they leave: one that fails now is not missed.
+            with suppress(*LOST_RANK_ERRORS):
+                self._leave()
+        else:
+            in_exchange = self.activity.in_exchange and not isinstance(error, UserError)
+            self._abandon(error)
+            if not (in_exchange and self.session.failed_elsewhere):
+                return False
+        for attempt in itertools.count(1):
+            self.session.next_world()
+            try:
+                self.__enter__()
+            except LOST_RANK_ERRORS:
+                # Another rank may have failed on its way to the meeting.
+                if attempt == MAX_FAILED_WORLDS:
+                    raise
+            else:
+                break
+        return True
+
+    def _load(self) -> None:  # noqa: B027  an engine may have nothing to import
+        """Import the engine, before the ranks meet.
+
+        Raises:
+            BackendError: it is not installed.
+        """
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the engine among the ranks that have met."""
+
+    @abstractmethod
+    def _stop(self, failed: bool) -> None:
+        """End the engine; called again, or before it has started, it does nothing.
+
+        Args:
+            failed: do not wait for the other ranks.
+        """
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this engine would move GPU tensors by NCCL or Intel's XCCL, which want one rank per GPU."""
+        return False
 
     @property
     def column(self) -> list[int]:
@@ -203,7 +355,7 @@ class Backend(Session):
             groups: the ranks of each; all ranks must give the same.
         """
         return process_group.make(
-            self, groups, accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
+            self.session, groups, accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
         )
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -291,6 +443,10 @@ class Backend(Session):
             self.barrier()
 
     def abort_exchanges(self) -> None:
+        """Have the device give up what it exchanges with a rank that is gone; called by another thread.
+
+        On CPUs nothing: there the connection that breaks ends the exchange.
+        """
         if self.uses_nccl:
             self.activity.abort()
             process_group.abort()

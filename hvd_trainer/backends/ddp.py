@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReduceOp
+from hvd_trainer.backends.base import Backend, Columns, ReduceOp
 from hvd_trainer.backends.ddp_reducer import GroupReducer
 from hvd_trainer.backends.model_sync import check_unused, synchronize
+from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
@@ -45,6 +46,13 @@ class DDPBackend(Backend):
         ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
     )
 
+    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
+        super().__init__(session, columns=columns, timeline=timeline)
+        self._ddp: DistributedDataParallel | None = None
+        self._hook: RemovableHandle | None = None
+        self._exchange: GroupReducer | None = None
+        self._column_group: dist.ProcessGroup | None = None
+
     @property
     def version(self) -> str:
         return f"PyTorch {torch.__version__} DDP on {self.transport}"
@@ -59,16 +67,11 @@ class DDPBackend(Backend):
     def uses_nccl(self) -> bool:
         return self.transport != "gloo"
 
-    _ddp: DistributedDataParallel | None = None
-    _hook: RemovableHandle | None = None
-    _exchange: GroupReducer | None = None
-    _column_group: dist.ProcessGroup | None = None
-
     def _start(self) -> None:
         self._check_transport()
-        process_group.start(self, self.transport)
+        process_group.start(self.session, self.transport)
         if len(self.columns) > 1:
-            self._column_group = process_group.make(self, self.columns)
+            self._column_group = process_group.make(self.session, self.columns)
 
     def _check_transport(self) -> None:
         fits = accelerator.collectives(self.device)

@@ -6,6 +6,7 @@ state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper w
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import tempfile
@@ -14,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReduceOp, Span, StepResult, TotalNorm
+from hvd_trainer.backends.base import Backend, Columns, ReduceOp, Span, StepResult, TotalNorm
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_reducer import (
     SPIN_S,
@@ -33,18 +34,16 @@ from hvd_trainer.backends.horovod_reducer import (
 )
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
 from hvd_trainer.backends.model_sync import check_unused, synchronize
-from hvd_trainer.backends.session import environment
+from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.environment import set_variables
 from hvd_trainer.utils.network import interface_name
 from hvd_trainer.utils.text import INSTALL_HOROVOD
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
 WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
@@ -68,6 +67,25 @@ class HorovodBackend(Backend):
         "compression=powersgd": DDP_ONLY,
     }
 
+    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
+        super().__init__(session, columns=columns, timeline=timeline)
+        self._exchange: Reducer | None = None
+        self._set: Any = None
+        self._ending = threading.Lock()
+
+    @functools.cached_property
+    def _hvd(self) -> ModuleType:
+        return _import_horovod()
+
+    @functools.cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter(
+            self._hvd,
+            self.options.startup_timeout_s,
+            spin_s=0.0 if accelerator.is_host(self.device) else SPIN_S,
+            check=lambda: self.activity.check(),
+        )
+
     @property
     def version(self) -> str:
         import horovod
@@ -75,13 +93,6 @@ class HorovodBackend(Backend):
         return (
             f"Horovod {horovod.__version__} on {'NCCL' if self.uses_nccl else 'Gloo'}, PyTorch {torch.__version__}"
         )
-
-    def __enter__(self) -> Self:
-        self._hvd = _import_horovod()
-        self._exchange: Reducer | None = None
-        self._set: Any = None
-        self._ending = threading.Lock()
-        return super().__enter__()
 
     @property
     def uses_nccl(self) -> bool:
@@ -91,24 +102,21 @@ class HorovodBackend(Backend):
     def exchanges_in_graph(self) -> bool:
         return False
 
-    # Starting and stopping.
+    # Starting and ending.
+
+    def _load(self) -> None:
+        _import_horovod()
 
     def _start(self) -> None:
         hvd = self._hvd
         self._refuse_cpu_build()
-        self._waiter = Waiter(
-            hvd,
-            self.options.startup_timeout_s,
-            spin_s=0.0 if accelerator.is_host(self.device) else SPIN_S,
-            check=self.activity.check,
-        )
         if hvd.is_initialized():
             check_world(self.world, "Horovod, already initialised,", hvd.rank(), hvd.size())
             raise BackendError(
                 "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
                 "out."
             )
-        if self.driver is not None and _patch_set() < LEAVES:
+        if self.session.driver is not None and _patch_set() < LEAVES:
             raise BackendError(
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
                 f"all hosts: {INSTALL_HOROVOD}"
@@ -117,7 +125,7 @@ class HorovodBackend(Backend):
             self._start_on_mpi()
         else:
             sets = [hvd.ProcessSet(ranks) for ranks in self.columns] if len(self.columns) > 1 else []
-            with environment(self._variables()):
+            with set_variables(self._variables()):
                 hvd.init(process_sets=sets)
             self._set = next((its for its in sets if self.world.rank in its.ranks), hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
@@ -129,7 +137,7 @@ class HorovodBackend(Backend):
                 f"mpirun (here: {self.world.launcher}). Type: {INSTALL_HOROVOD} --mpi; "
                 f"mpirun -np {self.world.size} python -m hvd_trainer.mnist --adasum"
             )
-        with environment({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
+        with set_variables({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
             self._hvd.init()
 
     def _refuse_cpu_build(self) -> None:
@@ -149,20 +157,20 @@ class HorovodBackend(Backend):
 
     def _variables(self) -> dict[str, str]:
         """What Horovod reads at its start, for this world, whichever launcher made it."""
-        world, peers = self.world, self.peers
+        world, peers = self.world, self.session.peers
         variables = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s))),
             # In its elastic mode it would ask for its place by itself, and ask our server, which does not know it.
             "HOROVOD_ELASTIC": "0",
         }
         variables |= self._tuning()
-        if world.size == 1 and self.driver is None:
+        if world.size == 1 and self.session.driver is None:
             return variables  # but a rank that is the last of many has their numbers in its environment
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
         address, port = self._rendezvous()
-        interface = interface_name(self.address)
-        if "HOROVOD_GLOO_IFACE" in self.environ and self.options.network_interface is None:
+        interface = interface_name(self.session.address)
+        if "HOROVOD_GLOO_IFACE" in self.session.environ and self.options.network_interface is None:
             interface = None  # it has been chosen
         return variables | {
             "HOROVOD_CONTROLLER": "gloo",
@@ -190,13 +198,13 @@ class HorovodBackend(Backend):
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
             # What wakes the thread is the queue of all ranks, and those of a column have their own.
             wakes = _patch_set() >= WAKES and len(self.columns) == 1
-            if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.environ:
+            if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.session.environ:
                 wanted |= WAKING
         if self.uses_nccl:
             # A handle is done when NCCL has been asked for it, and the default stream waits for the rest: without
             # it the host waits, and asks the GPU for the update and the next step only when it has run dry.
             wanted["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
-            if self.driver is not None:
+            if self.session.driver is not None:
                 # Else it would wait on the GPU for a rank that is gone. With it, it asks NCCL for errors all the
                 # while, which takes a core: only where there is another world to go on in.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
@@ -206,7 +214,7 @@ class HorovodBackend(Backend):
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
         if options.cache_capacity is not None:
             wanted["HOROVOD_CACHE_CAPACITY"] = str(options.cache_capacity)
-        return {name: value for name, value in wanted.items() if name not in self.environ}
+        return {name: value for name, value in wanted.items() if name not in self.session.environ}
 
     def _rendezvous(self) -> tuple[str, int]:
         """Where Horovod's ranks meet, as an address and a port: at a server of rank 0, by a ticket of the store's.
@@ -215,8 +223,8 @@ class HorovodBackend(Backend):
         first, and hang if a rank is quick.
         """
         if self.world.is_first:
-            self.store.set("horovod", str(store_client.serve(self.address)))
-        ticket = parse_endpoint(self.store.get("horovod").decode())
+            self.session.store.set("horovod", str(store_client.serve(self.session.address)))
+        ticket = parse_endpoint(self.session.store.get("horovod").decode())
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
         return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
 
@@ -386,7 +394,7 @@ class HorovodBackend(Backend):
     def timeline(self) -> Iterator[list[Span]]:
         spans: list[Span] = []
         # It may be at work already, for a user who has asked Horovod for it.
-        ours = self._records and self.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
+        ours = self._records and self.session.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
         if not ours or not self.world.is_first:  # rank 0 writes it for all
             yield spans
             return

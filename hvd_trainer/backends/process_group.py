@@ -6,23 +6,21 @@ import gc
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
 
-if TYPE_CHECKING:
-    from hvd_trainer.backends.session import Session
 
-
-def start(member: Session, transport: str) -> None:
+def start(session: Session, transport: str) -> None:
     """Start the default group of all ranks. In all groups CPU tensors are exchanged by Gloo.
 
     Args:
-        member: this rank.
+        session: connected; its store is used.
         transport: the library for tensors on an accelerator: gloo, nccl or xccl.
 
     Raises:
@@ -31,7 +29,7 @@ def start(member: Session, transport: str) -> None:
     """
     if dist.is_initialized():
         check_world(
-            member.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
+            session.world, "torch.distributed, already initialised,", dist.get_rank(), dist.get_world_size()
         )
         raise BackendError(
             "torch.distributed is already initialised in this process. Leave init_process_group to hvd_trainer: "
@@ -44,17 +42,17 @@ def start(member: Session, transport: str) -> None:
 
     by_gloo = transport == "gloo"
     dist.init_process_group(
-        "gloo" if by_gloo else accelerator.process_group_backend(member.device),
-        store=dist.PrefixStore("ddp", member.store),
-        rank=member.world.rank,
-        world_size=member.world.size,
-        timeout=timedelta(seconds=member.options.startup_timeout_s),
-        device_id=None if by_gloo else member.device,
+        "gloo" if by_gloo else accelerator.process_group_backend(session.device),
+        store=dist.PrefixStore("ddp", session.store),
+        rank=session.world.rank,
+        world_size=session.world.size,
+        timeout=timedelta(seconds=session.options.startup_timeout_s),
+        device_id=None if by_gloo else session.device,
     )
-    check_world(member.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
+    check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
-def make(member: Session, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
+def make(session: Session, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
     """Makes one group of each list of ranks, and returns the one with this rank. All ranks must call it.
 
     Beside Horovod, the default group of all ranks is started first.
@@ -63,11 +61,11 @@ def make(member: Session, groups: Sequence[Sequence[int]], transport: str | None
         transport: as in `dist.new_group`; None: that of the default group.
     """
     if not dist.is_initialized():
-        start(member, "gloo")
+        start(session, "gloo")
     mine: Any = None
     for ranks in groups:
         made = dist.new_group(list(ranks), backend=transport)
-        if member.world.rank in ranks:
+        if session.world.rank in ranks:
             mine = made
     assert isinstance(mine, dist.ProcessGroup)
     return mine

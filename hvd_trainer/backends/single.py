@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,6 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends.base import Backend, ReduceOp
 from hvd_trainer.errors import LaunchError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 NOTHING = "one process has nothing to exchange; leave it out"
 
@@ -34,13 +30,12 @@ class SingleBackend(Backend):
     def version(self) -> str:
         return f"PyTorch {torch.__version__}"
 
-    def __enter__(self) -> Self:
+    def _load(self) -> None:
         if self.world.size > 1:
             raise LaunchError(
                 f"{self.world.launcher} started {self.world.size} processes, but --backend {self.name} trains in "
                 f"one. Leave the launcher out, or use --backend horovod or --backend ddp"
             )
-        return super().__enter__()
 
     def _start(self) -> None:
         pass

@@ -107,13 +107,13 @@ class CheckpointManager:
             self._progress.epoch,
             goes_on=found.goes_on,
             finished=is_over(),
-            names=self._in_this_fit(self._backend.job.names),
+            names=self._in_this_fit(self._backend.session.job.names),
         )
         return found.state is not None
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
-        if self._backend.driver is None:
+        if self._backend.session.driver is None:
             return None
         snapshot = self._snapshot
         all_ranks = self._backend.all_gather_object((snapshot.fit, snapshot.step))
@@ -139,7 +139,7 @@ class CheckpointManager:
         outcome: dict[str, Any] = {}
         if self._backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
-            again = self._log.holds(self._in_this_fit(self._backend.job.previous_names))
+            again = self._log.holds(self._in_this_fit(self._backend.session.job.previous_names))
             if again:
                 self._log.say("restart  this job was started before, and goes on")
             resume = self._options.resume
@@ -154,7 +154,11 @@ class CheckpointManager:
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
         found = storage.LoadedCheckpoint(**outcome)
-        if self._backend.driver is not None and found.state is not None and not self._options.resume_partial:
+        if (
+            self._backend.session.driver is not None
+            and found.state is not None
+            and not self._options.resume_partial
+        ):
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
             self._snapshot.state = on_host(found.state)
         return found
@@ -175,14 +179,14 @@ class CheckpointManager:
             return
         newest = -1
         if backend.world.local_rank == 0 and not backend.world.is_first:
-            again = self._log.holds(self._in_this_fit(backend.job.previous_names))
+            again = self._log.holds(self._in_this_fit(backend.session.job.previous_names))
             found, _ = (
                 storage.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
             )
             newest = max((manifest.step for manifest, _ in found), default=-1)
         everyone = backend.all_gather_object(newest)
         if max(everyone) > step:
-            theirs, ours = backend.peers[everyone.index(max(everyone))].host, backend.peers[0].host
+            theirs, ours = backend.session.peers[everyone.index(max(everyone))].host, backend.session.peers[0].host
             here = f"after {step:,} steps" if step >= 0 else "none"
             raise CheckpointError(
                 f"{place} on {theirs} has a checkpoint after {max(everyone):,} steps, and on {ours}, where rank "
@@ -199,7 +203,7 @@ class CheckpointManager:
     def writing(self) -> Iterator[None]:
         """Save inside; on exit the last checkpoint is written."""
         with self._writer:
-            if self._backend.driver is not None and self._snapshot.state is None:
+            if self._backend.session.driver is not None and self._snapshot.state is None:
                 self._save(None, to_disk=False)
             yield
 
@@ -218,7 +222,7 @@ class CheckpointManager:
         """
         step = self._progress.step
         to_disk = self.is_enabled and (save or self._writer.is_due_after_step(step))
-        is_elastic = self._backend.driver is not None
+        is_elastic = self._backend.session.driver is not None
         if to_disk or commit or (is_elastic and step % self._options.commit_every_steps == 0):
             self._save(meter, to_disk=to_disk)
 
@@ -235,7 +239,7 @@ class CheckpointManager:
             last: whether the run ends with it.
         """
         to_disk = self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=last)
-        if to_disk or self._backend.driver is not None:
+        if to_disk or self._backend.session.driver is not None:
             self._save(None, record, to_disk=to_disk)
 
     def wait(self) -> None:
@@ -256,7 +260,7 @@ class CheckpointManager:
         accelerator.synchronize(self._backend.device)  # or the steps in its queue would count as saving
         began = time.perf_counter()
         self._before_save()
-        everywhere = self._backend.driver is not None
+        everywhere = self._backend.session.driver is not None
         state = self._state.collect(meter, everywhere=everywhere)
         step, epoch = self._progress.step, self._progress.epoch
         if everywhere:

@@ -253,7 +253,7 @@ def torch_loader(
     """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
     num_workers = plan.num_workers
     if num_workers is None:
-        num_workers = min(MAX_WORKERS, cpu_share(backend.world, backend.peers) - 1)
+        num_workers = min(MAX_WORKERS, cpu_share(backend.world, backend.session.peers) - 1)
     return DataLoader(
         data,
         batch_size,

@@ -45,12 +45,12 @@ def everywhere(backend: Backend, prepare: Callable[[], str | None], *, timeout_s
 
 def _calling(backend: Backend) -> dict[int, str]:
     """The ranks that come by here, and their nodes: where ranks come and go, others have been through this."""
-    return {rank: peer.node for rank, peer in enumerate(backend.peers) if not peer.past_worlds}
+    return {rank: peer.node for rank, peer in enumerate(backend.session.peers) if not peer.past_worlds}
 
 
 def _done_by(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:
     """Runs `prepare` on these ranks, and waits for all of them."""
-    rank, store, call = backend.world.rank, backend.store, f"once.{next(_CALLS)}"
+    rank, store, call = backend.world.rank, backend.session.store, f"once.{next(_CALLS)}"
     if rank in ranks:
         store.set(f"{call}.{rank}", json.dumps(_attempt(prepare)))
     trouble = []

@@ -51,7 +51,7 @@ class RunLog:
     def __init__(self, backend: Backend, folder: str | None, *, quiet: bool = False) -> None:
         first = backend.world.is_first
         # Where ranks come and go, horovodrun ends a frozen rank 0 while the others meet in their next world.
-        self._patience_s = HAND_OVER_S if any(peer.past_worlds for peer in backend.peers) else 0.0
+        self._patience_s = HAND_OVER_S if any(peer.past_worlds for peer in backend.session.peers) else 0.0
         self.prints = first and not quiet
         self.place = Path(folder).expanduser() if folder else None
         """Where the folder is, or would be, on this rank's node."""

@@ -69,7 +69,7 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
             f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
         )
     if options.log.verbose:
-        lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.peers))
+        lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.session.peers))
         lines["torch"] = f"{torch.__version__}, {accelerator.built_for()}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 

@@ -64,7 +64,7 @@ class Layout(ABC):
         self._updates: ShardedOptimizer | None = None
         self._everyone: dist.ProcessGroup | None = None
         self._slices: FSDPShards | None = None
-        if backend.driver is not None and (options.stages > 1 or options.shard != "none"):
+        if backend.session.driver is not None and (options.stages > 1 or options.shard != "none"):
             raise OptionError(
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
                 "Start without --host-discovery-script, or leave them out"

@@ -41,7 +41,7 @@ class PipelineLayout(Layout):
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
     ) -> None:
         super().__init__(backend, options, train, exchange=exchange)
-        self.grid = make_grid([peer.node for peer in backend.peers], options.stages)
+        self.grid = make_grid([peer.node for peer in backend.session.peers], options.stages)
         self.place = self.grid.place(backend.world.rank)
         self.share = DataShard(self.place.replica, self.grid.replicas)
         self._chunk_size = 0
@@ -116,7 +116,7 @@ class PipelineLayout(Layout):
 
     def _device(self, number: int) -> torch.device:
         """Where a part is computed."""
-        return self._backend.devices[number if self._options.stages == 1 else 0]
+        return self._backend.session.devices[number if self._options.stages == 1 else 0]
 
     def _blocks(self, model: nn.Module, number: int) -> StageModule:
         """One part, on its device; those that are to be cut into slices stay where they are."""
@@ -156,7 +156,7 @@ class PipelineLayout(Layout):
                 self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
             )
         if options.num_devices > 1:
-            return DevicePipeline(list(self._mine.values()), self._backend.devices)
+            return DevicePipeline(list(self._mine.values()), self._backend.session.devices)
         return OneStage(self._mine[0])
 
     def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:

@@ -140,8 +140,8 @@ def build_run(
 
 def _open_log(backend: Backend, options: LogOptions) -> RunLog:
     log = RunLog(backend, options.log_dir, quiet=options.quiet)
-    if backend.monitor is not None:
-        backend.monitor.log_folder = options.log_dir
+    if backend.session.monitor is not None:
+        backend.session.monitor.log_folder = options.log_dir
     return log
 
 

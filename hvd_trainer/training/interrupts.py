@@ -63,7 +63,7 @@ class Interrupts:
             PreemptedError: a signal has stopped the job; everything is saved.
             RescaleError: ranks are about to come or go; every rank remembers this step.
         """
-        driver = self._backend.driver
+        driver = self._backend.session.driver
         if not self._manager.is_enabled and driver is None:
             return
         if self._manager.is_overdue:
@@ -83,7 +83,7 @@ class Interrupts:
 
     def _stop(self) -> None:
         self._manager.wait()
-        self._backend.stopping = True
+        self._backend.session.stopping = True
         what = f"stopped by a signal after step {self._progress.step:,}, and saved"
         said = self._requeue(what, acts=self._backend.world.is_first)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.

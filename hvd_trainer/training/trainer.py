@@ -80,7 +80,7 @@ class Trainer:
         )
         check_stages(parallel.stages, self.world.size)
         self._stop_condition = StopCondition.parse(self.options.train.until)
-        self._requeue = Requeue(self.options.save.requeue, self.backend.slurm_job.job_id)
+        self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)
 
     def _columns(self) -> backends.Columns | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""
@@ -153,7 +153,7 @@ class Trainer:
                 return history
             except Exception as error:
                 # In elastic mode the ranks that stay meet in a new world, and resume from the snapshot.
-                if not self.backend.goes_on_after(error):
+                if not self.backend.rejoin(error):
                     raise
             optimizer.zero_grad(set_to_none=True)
 

@@ -83,7 +83,7 @@ def load_texts(
         return synthetic(options.synthetic_reviews, vocabulary, sequence_length, seed)
     place = Path(options.data_dir).expanduser() if options.data_dir else default_data_dir()
     made: list[Tokens] = []
-    node, call = backend.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
+    node, call = backend.session.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
 
     def prepare() -> str | None:
         trouble = fetch(place, DOWNLOAD_S)
@@ -91,15 +91,17 @@ def load_texts(
             return f"{trouble}. {HOW}"
         file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
         made.append(tokens)
-        backend.store.set(f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens.fingerprint()}))
+        backend.session.store.set(
+            f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens.fingerprint()})
+        )
         return None
 
     trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
     if trouble:
         raise SharedDataError(trouble[0])
     # Where ranks come and go, those that were here before do not take part.
-    nodes = dict.fromkeys(peer.node for peer in backend.peers if not peer.past_worlds)
-    kept = {name: json.loads(backend.store.get(f"{call}.{name}")) for name in nodes}
+    nodes = dict.fromkeys(peer.node for peer in backend.session.peers if not peer.past_worlds)
+    kept = {name: json.loads(backend.session.store.get(f"{call}.{name}")) for name in nodes}
     if len({entry["tokens"] for entry in kept.values()}) > 1:
         raise SharedDataError(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.base import Span
-from hvd_trainer.backends.session import environment
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.profiler.phases import Phases
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.environment import set_variables
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 SILENT = "6"
@@ -51,7 +51,7 @@ class Recorder:
     def warm_up(self) -> None:
         """Let the profiler set itself up, which may take seconds, before the first recorded step."""
         silent = {} if LOG_LEVEL in os.environ else {LOG_LEVEL: SILENT}
-        with environment(silent):
+        with set_variables(silent):
             self._profiler.prepare_trace()
         self._open.callback(self._leave_warm_up)
 

@@ -36,7 +36,7 @@ class Report:
 
     def __init__(self, backend: Backend, log: RunLog, folder: Path) -> None:
         self._backend, self._log, self._folder = backend, log, folder
-        self._host = backend.peers[backend.world.rank].host
+        self._host = backend.session.peers[backend.world.rank].host
 
     def clear(self) -> None:
         """Remove an earlier profile, whose files might be taken for this one's."""
