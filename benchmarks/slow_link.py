@@ -33,7 +33,7 @@ from benchmarks.slow_link_cases import BACKENDS, COMPRESSIONS, Case, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
 from hvd_trainer.config.checks import value_errors
 from hvd_trainer.errors import OptionError
-from hvd_trainer.observe.run_log import METRICS
+from hvd_trainer.observe.run_folder import METRICS
 from hvd_trainer.tools.runner.command import NOT_SAVED
 from hvd_trainer.tools.runner.runs import MARK, Run, append_run, key_of, locked_folder, read_runs, why_it_failed
 from hvd_trainer.tools.runner.step_stats import read_steps

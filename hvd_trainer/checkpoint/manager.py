@@ -101,8 +101,8 @@ class CheckpointManager:
         if from_disk:
             self._refuse_newer_elsewhere(-1 if found.state is None else self._progress.step)
         for line in said:
-            self._log.say(f"resume   {line}")
-        self._log.begin(
+            self._log.info(f"resume   {line}")
+        self._log.open_at(
             self._progress.step,
             self._progress.epoch,
             goes_on=found.goes_on,
@@ -139,9 +139,9 @@ class CheckpointManager:
         outcome: dict[str, Any] = {}
         if self._backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
-            again = self._log.holds(self._in_this_fit(self._backend.session.job.previous_names))
+            again = self._log.belongs_to(self._in_this_fit(self._backend.session.job.previous_names))
             if again:
-                self._log.say("restart  this job was started before, and goes on")
+                self._log.info("restart  this job was started before, and goes on")
             resume = self._options.resume
             try:
                 found = storage.restore(self._log.folder, "auto" if again else resume)
@@ -179,7 +179,7 @@ class CheckpointManager:
             return
         newest = -1
         if backend.world.local_rank == 0 and not backend.world.is_first:
-            again = self._log.holds(self._in_this_fit(backend.session.job.previous_names))
+            again = self._log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
             found, _ = (
                 storage.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
             )

@@ -120,7 +120,7 @@ class TrainingRun:
 
     def say(self, text: str) -> None:
         """Print a line once for the whole job, unless it is quiet."""
-        self.log.say(text)
+        self.log.info(text)
 
     def restore(self) -> None:
         """Resume from the newest snapshot or checkpoint, if there is one. A collective."""

@@ -107,12 +107,12 @@ class Profile(Observer):
         plan, backend = self._plan, self._backend
         done = max(0, self._seen - plan.skip - 1)
         if self._running and done:
-            self._log.say(f"profile  the training has ended after {done} of the {plan.steps} steps")
+            self._log.info(f"profile  the training has ended after {done} of the {plan.steps} steps")
             backend.activity.enter("callback")
             self._finish()
             return
         self._drop()
-        self._log.say(
+        self._log.info(
             f"profile  nothing: the training had {self._seen} steps, and the first {plan.skip} and one more are "
             f"left out. Train longer, or type --profile steps={plan.steps},skip=0"
         )

@@ -68,7 +68,7 @@ class Report:
         if backend.world.is_first:
             lines = [*breakdown(ranks, whole=False), *self._publish(ranks, clocks, files, origin_ns)]
             lines.append(f"the training stood still for {time.perf_counter() - began:.1f} s meanwhile")
-            self._log.say(
+            self._log.info(
                 "\n".join(f"{'' if number else 'profile':8} {line}" for number, line in enumerate(lines))
             )
         backend.barrier()

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hvd_trainer.observe.run_log import METRICS
+from hvd_trainer.observe.run_folder import METRICS
 
 OF_EPOCH = ("samples_per_s", "train_loss", "bubble", "global_batch_size")
 OF_END = ("peak_memory_mb", "base_memory_mb")

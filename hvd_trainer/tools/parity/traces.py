@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from torch import Tensor
 
-from hvd_trainer.observe.run_log import FACTS
+from hvd_trainer.observe.run_folder import FACTS
 from hvd_trainer.observe.step_trace import FOLDER
 
 EVENTS = ("start", "step", "evaluation")

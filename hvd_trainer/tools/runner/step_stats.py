@@ -24,7 +24,7 @@ import numpy as np
 
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
 from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s
-from hvd_trainer.observe.run_log import FACTS, METRICS
+from hvd_trainer.observe.run_folder import FACTS, METRICS
 from hvd_trainer.observe.step_timer import FOLDER, PARTS
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
