@@ -24,8 +24,7 @@ import torch.distributed as dist
 from launchers import REPOSITORY, Job, launch, requires, start
 
 from hvd_trainer.errors import LaunchError, first_line
-from hvd_trainer.faults.channel import Channel
-from hvd_trainer.faults.monitor_server import MonitorServer
+from hvd_trainer.faults.rank_listener import RankListener
 from hvd_trainer.rendezvous import endpoint as tickets
 from hvd_trainer.rendezvous import store_client, store_connection, store_server
 from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, parse_endpoint, sign_endpoint, verify_endpoint
@@ -204,26 +203,25 @@ def server_here() -> Iterator[int]:
             os.close(reading)
 
 
-def test_no_line_of_a_stranger_ends_the_watch() -> None:
-    """What cannot be encoded once ended it: whoever came before all ranks had could take its eyes from a job."""
-    hub = MonitorServer.__new__(MonitorServer)
-    ours, theirs = socket.socketpair()
-    hub.selector, hub._token, hub._awaited = selectors.DefaultSelector(), "token", {1}
-    for said in (
-        b'{"token": "\\ud800", "rank": 1}',
-        b'{"token": 1, "rank": 1}',
-        b"[1]",
-        b'{"rank": true}',
-        b"\xff",
-    ):
-        ours, theirs = socket.socketpair()
-        line = Channel(ours)
-        hub._strangers = {line: None}
-        hub.selector.register(line, selectors.EVENT_READ)
-        theirs.sendall(said + b"\n")
-        hub._greet(line)
-        assert hub._strangers == {}
-        assert theirs.recv(1) == b""
+def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> None:
+    """Text that cannot be encoded once ended the monitor: any user could connect before the ranks had."""
+    with selectors.DefaultSelector() as selector:
+        listener = RankListener(LOOPBACK, 2, selector, on_rank=lambda rank, channel, messages: None)
+        for message in (
+            b'{"token": "\\ud800", "rank": 1}',
+            b'{"token": 1, "rank": 1}',
+            b"[1]",
+            b'{"rank": true}',
+            b"\xff",
+        ):
+            ours, theirs = socket.socketpair()
+            listener.add(ours)
+            theirs.sendall(message + b"\n")
+            for key, _ in selector.select(10):
+                key.data()
+            assert theirs.recv(1) == b""
+            assert len(selector.get_map()) == 1, "the listener's own socket"
+        listener.close()
 
 
 def test_an_error_says_nothing_of_the_token(ticket: Endpoint) -> None:

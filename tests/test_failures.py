@@ -21,6 +21,7 @@ from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
 
 from hvd_trainer.faults import monitor
 from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, Stall, find_root_cause, find_stall
 from hvd_trainer.launch.world import World
@@ -234,16 +235,20 @@ import torch.distributed as dist
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.faults.activity import Activity
+from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 
 world = World(0, 2, 0, 2, 0, 1, "hand")
 peers = [RankInfo("here", rank, "ddp", (0,), None) for rank in (0, 1)]
-hub = MonitorServer(world, peers, Activity(60), startup_s=60, environ={}, elastic_timeout_s=float(sys.argv[1]))
-hub.start(dist.HashStore(), "127.0.0.1")
-hub.decide(RootCause(1, "failure: rank 1", reported=True), 0.1)
+settings = MonitorSettings(
+    world=world, peers=peers, activity=Activity(60), startup_s=60, environ={}, elastic_timeout_s=float(sys.argv[1])
+)
+monitor = MonitorServer(settings, dist.HashStore(), "127.0.0.1")
+monitor.start()
+monitor.end_job(RootCause(1, "failure: rank 1", reported=True), 0.1)
 if sys.argv[2] == "broken":
-    hub.look = None
+    monitor.check = None
 time.sleep(60)
 """
 
@@ -270,22 +275,28 @@ def test_a_rank_that_does_not_leave_is_ended(
 @pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
 def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is connected with it may be the user's own, such as a callback's upload."""
-    monkeypatch.setattr(monitor, "GRACE_S", 0.5)
+    monkeypatch.setattr(monitor, "EXIT_GRACE_S", 0.5)
     peers = [RankInfo("here", 0, "ddp", (0,), None), RankInfo("there", 0, "ddp", (0,), None, address="127.0.0.2")]
     activity = Activity(60)
     activity.enter(phase)
-    hub = MonitorServer(
-        World(0, 2, 0, 1, 0, 2, "hand"), peers, activity, startup_s=60, environ={}, elastic_timeout_s=60
+    settings = MonitorSettings(
+        world=World(0, 2, 0, 1, 0, 2, "hand"),
+        peers=peers,
+        activity=activity,
+        startup_s=60,
+        environ={},
+        elastic_timeout_s=60,
     )
     with (
         socket.create_server(("127.0.0.2", 0)) as there,
-        socket.create_connection(there.getsockname(), timeout=2) as line,
+        socket.create_connection(there.getsockname(), timeout=2) as connection,
     ):
-        hub.start(dist.HashStore(), "127.0.0.1")
-        hub.decide(RootCause(1, "failure: rank 1", reported=True), 0.1)
+        server = MonitorServer(settings, dist.HashStore(), "127.0.0.1")
+        server.start()
+        server.end_job(RootCause(1, "failure: rank 1", reported=True), 0.1)
         with nullcontext() if phase != "callback" else pytest.raises(TimeoutError):
-            assert line.recv(1) == b""
-        hub.close()
+            assert connection.recv(1) == b""
+        server.close()
 
 
 # Who is to blame.

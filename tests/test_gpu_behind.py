@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator_stand_in import StandIn
 from torch import nn
 
 from hvd_trainer.backends import EngineOptions, create, exchange_monitor
 from hvd_trainer.faults import stack_dump
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
+from hvd_trainer.faults.monitor import MonitorSettings
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
 from hvd_trainer.launch.world import World
@@ -77,21 +79,21 @@ def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None
     there = [RankInfo("here", rank, "ddp", (), pid=os.getpid()) for rank in range(2)]
     for elastic_timeout_s, rank in ((None, 1), (5.0, 0), (5.0, 1)):
         aborted.clear()
-        watch = MonitorServer(
-            World(0, 2),
-            there,
-            Activity(5),
+        settings = MonitorSettings(
+            world=World(0, 2),
+            peers=there,
+            activity=Activity(5),
             startup_s=5,
             environ={},
             elastic_timeout_s=elastic_timeout_s,
             abort_exchanges=aborted.set,
         )
-        watch.decide(RootCause(rank, "it failed", reported=False), 3)
+        monitor = MonitorServer(settings, dist.HashStore(), "127.0.0.1")
+        monitor.end_job(RootCause(rank, "it failed", reported=False), 3)
         survives = elastic_timeout_s is not None and rank == 1
         assert aborted.wait(5 if survives else 0.2) is survives
-        watch.selector.close()
-        watch._wake.close()
-        watch._woken.close()
+        monitor.start()
+        monitor.close()
 
 
 def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:

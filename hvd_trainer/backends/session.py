@@ -32,7 +32,7 @@ from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.elastic import HorovodElasticDriver
 from hvd_trainer.faults.failure_report import reporter
 from hvd_trainer.faults.grace import wait_for_launcher
-from hvd_trainer.faults.monitor import Monitor
+from hvd_trainer.faults.monitor import Monitor, MonitorSettings
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
@@ -218,18 +218,22 @@ class Session:
         reporter.start_job()
         if self.world.size == 1:
             return
-        kind = MonitorServer if self.world.is_first else MonitorClient
-        monitor = kind(
-            self.world,
-            self.peers,
-            self.activity,
-            startup_s=self.options.startup_timeout_s,
+        settings = MonitorSettings(
+            world=self.world,
+            peers=self.peers,
+            activity=self.activity,
             environ=self.environ,
+            startup_s=self.options.startup_timeout_s,
             # A callback may take as long, and so may the exchange with the dead rank that follows it.
             elastic_timeout_s=None if self.driver is None else 2 * self.options.startup_timeout_s,
             abort_exchanges=abort_exchanges,
         )
-        monitor.start(self.store, self.address)
+        monitor = (
+            MonitorServer(settings, self.store, self.address)
+            if self.world.is_first
+            else MonitorClient(settings, self.store)
+        )
+        monitor.start()
         self.monitor = monitor
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # When one rank fails, launchers end the others by it, sometimes before the one has said why.

@@ -1,4 +1,4 @@
-"""What this rank is doing, so that a failure can be told with its step and phase. Cheap to set."""
+"""What this rank is doing, so that a failure can be reported with its step and phase. Setting it is cheap."""
 
 from __future__ import annotations
 
@@ -10,143 +10,147 @@ from contextlib import contextmanager
 from hvd_trainer.faults.shared_status import SharedStatus
 
 EXCHANGE, END = "reduce", "end"
-LAGS_S = 1.0
-"""From when on it matters why the host does not get on. The driver is not asked before: a call to it may block
-while another thread waits for room in the device's queue."""
+MIN_DEVICE_LAG_S = 1.0
+"""The device is asked whether it is in an exchange only if the host has made no progress for so long: the driver's
+call may block while another thread waits for space in the device's queue."""
 LONG_PHASES = ("start", "epoch", "save", "callback")
-"""What may take as long as the start: loaders as an epoch begins, metrics as it ends, a disk, a user's code."""
+"""Phases that may take as long as the start: they make loaders and metrics, write files or run a user's code."""
 
 
 class ExchangeAbortedError(RuntimeError):
-    """This rank's exchanges were given up because another rank failed: what they have left is of no use."""
+    """This rank's exchanges were aborted because another rank failed: their results must not be used."""
 
 
 class Activity:
-    """Step and phase of this rank, and since when.
+    """Step and phase of this rank, and the time of its last progress.
 
     Args:
-        startup_s: how long it may be silent before it has limits, in seconds.
+        startup_s: how long it may send no heartbeat before `limits` are set, in seconds.
 
     Attributes:
-        step: optimizer steps that are done.
-        phase: one of `page.PHASES`.
-        since: when it last got on, by `time.monotonic`.
-        limits: how long `LONG_PHASES` may take, and the other ones, in seconds; None: as long as they like.
-        was_waiting: whether an exception has come out of a collective.
-        is_exchanging: tells whether the device still has an exchange to finish, which the host does not wait for.
-        listeners: are told of each phase that begins; waiting for other ranks is `reduce`, whatever it is part of.
+        step: completed optimizer steps.
+        phase: one of `shared_status.PHASES`.
+        since: when it last made progress, by `time.monotonic`.
+        limits: how long each of `LONG_PHASES` may take, and any other phase, in seconds; None: no limit.
+        is_exchanging: returns whether the device has an unfinished exchange that the host does not wait for.
+        listeners: called with each phase that begins; waiting for other ranks is `reduce`, in whatever phase.
     """
 
     def __init__(self, startup_s: float) -> None:
         self._startup_s = startup_s
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.limits: tuple[float, float] | None = None
-        self.raised_in_exchange = False
         self.listeners: list[Callable[[str], None]] = []
         self.is_exchanging: Callable[[], bool] = lambda: False
-        self._waits, self._failed_alone, self._aborted = 0, False, False
-        self._page: SharedStatus | None = None
+        self._waits = 0
+        """how many `waiting` blocks are entered"""
+        self._raised_while_waiting = self._raised_while_working = self._aborted = False
+        self._status: SharedStatus | None = None
 
     def share(self) -> int | None:
-        """Lets the other processes of this machine see it; the file descriptor by which they do."""
-        made = SharedStatus.create()
-        if made is None:
+        """Make step and phase visible to the other processes of this machine.
+
+        Returns:
+            The file descriptor of the shared memory; None if the system has none.
+        """
+        created = SharedStatus.create()
+        if created is None:
             return None
-        self._page, descriptor = made
-        self._page.write(self.step, self.phase)
+        self._status, descriptor = created
+        self._status.write(self.step, self.phase)
         return descriptor
 
     def stop_sharing(self, descriptor: int | None) -> None:
-        """Takes `show` back."""
-        page, self._page = self._page, None
-        if page is not None and descriptor is not None:
-            page.close()
+        """Undo `share`, given what it returned."""
+        status, self._status = self._status, None
+        if status is not None and descriptor is not None:
+            status.close()
             os.close(descriptor)
 
     def enter(self, phase: str) -> None:
-        """Another phase begins, or the next round of the same one.
+        """Begin another phase, or the next round of the same one.
 
         Raises:
             ExchangeAbortedError: after `abort`.
         """
         self.check()
         self.phase, self.since = phase, time.monotonic()
-        if self._page is not None:
-            self._page.write(self.step, phase)
-        self._tell(phase)
+        if self._status is not None:
+            self._status.write(self.step, phase)
+        self._notify(phase)
 
     def abort(self) -> None:
         """Make each further `enter`, `check` and end of `waiting` raise; called by another thread."""
         self._aborted = True
 
     def check(self) -> None:
-        """Raise if what was read from the device since the last phase may be of no use.
+        """Raise if exchanges were aborted, so that results read from the device since the last phase are invalid.
 
         Raises:
             ExchangeAbortedError: after `abort`.
         """
         if self._aborted:
-            self.raised_in_exchange = True
+            self._raised_while_waiting = True
             raise ExchangeAbortedError("another rank has failed, and the exchange with it was given up")
 
-    def _tell(self, phase: str) -> None:
+    def _notify(self, phase: str) -> None:
         for listener in self.listeners:
             listener(phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this rank waits for the others.
+        """Mark the block as waiting for other ranks.
 
         Raises:
             ExchangeAbortedError: after `abort`.
         """
         self._waits += 1
         self.since = time.monotonic()
-        self._tell(EXCHANGE)
+        self._notify(EXCHANGE)
         try:
             yield
             self.check()
         except BaseException:
-            self.raised_in_exchange = not self._failed_alone
+            self._raised_while_waiting = not self._raised_while_working
             raise
         finally:
             self._waits -= 1
             self.since = time.monotonic()
-            self._tell(EXCHANGE if self._waits else self.phase)
+            self._notify(EXCHANGE if self._waits else self.phase)
 
     @contextmanager
     def working(self, phase: str) -> Iterator[None]:
-        """Inside `waiting`: what this rank does by itself meanwhile, such as one chunk of a pipeline."""
-        is_waiting, self._waits = self._waits, 0
+        """Mark a block inside of `waiting` as this rank's own work, such as one micro-batch of a pipeline."""
+        waits, self._waits = self._waits, 0
         self.enter(phase)
         try:
             yield
         except BaseException:
-            self._failed_alone = True
+            self._raised_while_working = True
             raise
         finally:
-            self._waits = is_waiting
+            self._waits = waits
             self.since = time.monotonic()
-            self._tell(EXCHANGE if is_waiting else phase)
+            self._notify(EXCHANGE if waits else phase)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this rank can only get on when the others do."""
+        """Whether this rank can make progress only if the others do."""
         if self._waits > 0 or self.phase in (EXCHANGE, END):
             return True
-        return time.monotonic() - self.since > LAGS_S and self.is_exchanging()
+        return time.monotonic() - self.since > MIN_DEVICE_LAG_S and self.is_exchanging()
 
     @property
     def in_exchange(self) -> bool:
-        """Whether the exception on its way may be another rank's doing."""
-        return self.raised_in_exchange or self.phase in (EXCHANGE, "backward")
+        """Whether an exception that was raised now may be the consequence of another rank's failure."""
+        return self._raised_while_waiting or self.phase in (EXCHANGE, "backward")
 
     @property
     def limit_s(self) -> float | None:
-        """How long it may be without getting on."""
+        """How long it may go without progress; None: no limit."""
         return None if self.limits is None else self.limits[self.phase not in LONG_PHASES]
 
     @property
     def silence_limit_s(self) -> float:
-        """How long a rank may be silent: even in the slowest phases the watch has its turn."""
+        """How long it may send no heartbeat: the monitor's thread runs in all phases, also in slow ones."""
         return self._startup_s if self.limits is None else self.limits[1]

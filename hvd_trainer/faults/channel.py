@@ -1,4 +1,4 @@
-"""Messages between two ranks: JSON objects, one per line, over a socket."""
+"""A connection between the monitors of two ranks: JSON objects, one per line, over a socket."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-_open: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-LONGEST_GREETING, LONGEST_MESSAGE = 1 << 12, 1 << 24
-"""In bytes: of those who have yet to say the token, and of ranks, which send their stacks."""
+MAX_HELLO_BYTES = 1 << 12
+"""Of the first message, which has the token."""
+MAX_MESSAGE_BYTES = 1 << 24
+"""Of a message of a rank, which may have its stacks."""
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
@@ -22,25 +22,25 @@ class Channel:
 
     Args:
         connection: the socket.
-        most_bytes: the longest message that is read.
+        max_bytes: of a message; after a longer one the channel counts as broken.
     """
 
-    def __init__(self, connection: socket.socket, most_bytes: int = LONGEST_MESSAGE) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._socket = connection
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self._unread = b""
-        _open.add(self)
+        _open_channels.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends. That the other end is gone shows when it is read from."""
+        """Send a message. Errors are ignored: that the other end is gone shows in `receive`."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None once the other end is gone, or does not speak our language."""
+        """Return the messages that have arrived; None if the other end is gone, or sends something else."""
         try:
             data = self._socket.recv(1 << 16)
         except OSError:
@@ -50,19 +50,19 @@ class Channel:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             return None
-        sound = (
-            data and len(self._unread) < self.most_bytes and all(isinstance(message, dict) for message in messages)
+        is_valid = (
+            data and len(self._unread) < self.max_bytes and all(isinstance(message, dict) for message in messages)
         )
-        return messages if sound else None
+        return messages if is_valid else None
 
     def close(self) -> None:
         self._socket.close()
 
 
-def _in_a_fork() -> None:
-    """A loader process that keeps its parent's lines open would hide its parent's end."""
-    for line in list(_open):
-        line.close()
+def _close_in_child() -> None:
+    """Close inherited channels in a forked process: an open copy would hide the death of its parent's end."""
+    for channel in list(_open_channels):
+        channel.close()
 
 
-os.register_at_fork(after_in_child=_in_a_fork)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,13 +1,13 @@
 """horovodrun's elastic mode: ranks come and go while the others train.
 
-horovodrun asks a script for the hosts once a second, and keeps a host that had a failing rank out from then on. It
-starts and ends processes; what they do about it is their own business:
+horovodrun asks a script for the hosts once per second, and excludes a host for good once a rank failed there. It
+starts and ends processes; the rest is done by the ranks:
 
-    hosts came or went      it tells rank 0; all ranks agree, keep their state, and leave the world together
-    a rank failed           the exchange with it breaks; the others leave the world by themselves
-    then, each process      asks horovodrun for its place in the next world, and is answered when all have asked
+    hosts came or went      horovodrun notifies rank 0; all ranks agree on a step, keep their state and disconnect
+    a rank failed           the exchange with it breaks; each of the others disconnects on its own
+    then, each process      requests its place in the next world; horovodrun answers when all have asked
 
-With this project's `install-horovod`, no message of it is unpickled.
+With the Horovod that `install-horovod` builds, no message of horovodrun is unpickled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.world import World, detect, set_world
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
-ANSWER = ("rank", "size", "local_rank", "local_size")
-"""How horovodrun's answer begins."""
+ANSWER_FIELDS = ("rank", "size", "local_rank", "local_size")
+"""The first numbers of horovodrun's answer."""
 
 
 class RescaleError(Exception):
@@ -36,17 +36,17 @@ class DismissedError(SystemExit):
 
 
 class HorovodElasticDriver:
-    """horovodrun, as one of its elastic ranks sees it.
+    """A client of horovodrun in its elastic mode, for one of its ranks.
 
     Args:
-        environ: the environment, which is changed when the world is.
+        environ: the environment, which is changed with the world.
 
     Attributes:
         hosts_changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
-        past_worlds: how many this process has been in before this one.
+        past_worlds: how many worlds this process has been in before this one.
 
     Raises:
-        LaunchError: horovodrun does not say where it is.
+        LaunchError: horovodrun's address is not in the environment.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -61,57 +61,58 @@ class HorovodElasticDriver:
         self._host, self._port = environ[ADDRESS], environ[PORT]
         self.hosts_changed = threading.Event()
         self.past_worlds = 0
-        self._listens = False
+        self._is_listening = False
 
     def listen(self) -> None:
-        """Lets horovodrun tell this process about hosts; it tells the one that is rank 0.
+        """Subscribe to horovodrun's messages about hosts, which it sends to rank 0.
 
         Raises:
             LaunchError: horovodrun has ended.
         """
-        if self._listens:
+        if self._is_listening:
             return
         from horovod.runner.elastic.worker import WorkerNotificationManager
 
         world = detect(self._environ)
         manager = WorkerNotificationManager()
         manager.register_listener(self)
-        card = self._environ.get("HOROVOD_GLOO_IFACE")
+        interface = self._environ.get("HOROVOD_GLOO_IFACE")
         try:
-            manager.init(self._host, int(self._port), card, world.host, world.local_rank)
+            manager.init(self._host, int(self._port), interface, world.host, world.local_rank)
         except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"horovodrun at {self._host}:{self._port} does not answer: {first_line(error)}. See what it "
                 f"printed: it may have ended; then start the job anew"
             ) from error
-        self._listens = True
+        self._is_listening = True
 
-    def on_hosts_updated(self, timestamp: int, what: Any) -> None:
-        """Horovod calls it, in a thread of its own."""
+    def on_hosts_updated(self, timestamp: int, update: Any) -> None:
+        """Note that hosts have changed; Horovod calls it in a thread of its own."""
         self.hosts_changed.set()
 
     def next_world(self) -> World:
-        """Asks for this process's place in the next world; returns when all others have asked too, or ended.
+        """Request this process's place in the next world; return when all processes have asked, or ended.
 
         Raises:
             DismissedError: it has none.
-            LaunchError: horovodrun has ended, or cannot make a world of what hosts there are.
+            LaunchError: horovodrun has ended, or has too few hosts for a world.
         """
         world = detect(self._environ)
-        self.hosts_changed.clear()  # before it answers: what changes meanwhile must not be missed
-        answer = self._ask(f"/rank_and_size/{world.host}:{world.local_rank}")
-        found = dict(zip(ANSWER, map(int, answer.split(",")), strict=False))
+        self.hosts_changed.clear()  # before the answer, so that a change after it is not missed
+        answer = self._get(f"/rank_and_size/{world.host}:{world.local_rank}")
+        found = dict(zip(ANSWER_FIELDS, map(int, answer.split(",")), strict=False))
         if found["rank"] < 0:
             raise DismissedError(0)
         set_world(self._environ, **found)
         self.past_worlds += 1
         return detect(self._environ)
 
-    def _ask(self, path: str) -> str:
+    def _get(self, path: str) -> str:
         try:
             with closing(http.client.HTTPConnection(self._host, int(self._port))) as connection:
                 connection.connect()
-                # The answer may take as long as a host takes to come; but horovodrun's machine may go meanwhile.
+                # There is no time limit, since the answer may wait for a new host; keep-alive probes notice if
+                # horovodrun's machine is gone.
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
                     if hasattr(socket, name):

@@ -1,4 +1,8 @@
-"""What the watches of all ranks have in common: a thread, what it is told, and how it ends a rank."""
+"""The monitor of a rank: a thread that finds out which rank failed or stalls, and ends this process then.
+
+Rank 0's monitor (`MonitorServer`) collects heartbeats and events of all ranks and decides; the other ranks'
+monitors (`MonitorClient`) are connected to it. This module has what both have in common.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import logging
 import os
 import queue
 import selectors
-import signal
 import socket
 import sys
 import threading
@@ -15,138 +18,121 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
-
-import torch.distributed as dist
 
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, Failure, reporter
+from hvd_trainer.faults.local_ranks import LocalRanks
 from hvd_trainer.faults.root_cause import Heartbeat, RootCause
-from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
-from hvd_trainer.utils.process import start_time
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 SETTLE_S = 0.3
-"""How long the cause may come after its consequences: the break of a rank's line after that of its exchanges."""
-PAUSE_S = 5.0
-"""When this thread had no turn for longer, the whole process had none: it was stopped by Ctrl-Z, say."""
-STACKS_S = stack_dump.ANSWER_S + 2
-GRACE_S = 3.0
-"""What a rank is given to end by itself, or by its launcher."""
-LAUNCHERS_THAT_STAY = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
-"""Whose ranks are their children, directly or not, until the job ends."""
-GONE = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
+"""How much later than its consequences a cause may arrive: exchanges with a rank that died break before its
+monitor's channel does."""
+MAX_TURN_GAP_S = 5.0
+"""A longer gap between two turns of the monitor thread means that the process was suspended (Ctrl-Z)."""
+STACKS_TIMEOUT_S = stack_dump.ANSWER_TIMEOUT_S + 2
+EXIT_GRACE_S = 3.0
+"""How long a rank may take to end by itself, or by its launcher."""
+PARENT_LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
+"""Launchers whose processes are the ranks' parents until the job ends."""
+ENDED_SILENTLY = "ended without a word, as by kill -9, by os._exit, or because memory ran out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """What a monitor needs to know of its rank and the others."""
+
+    world: World
+    peers: Sequence[RankInfo]
+    activity: Activity
+    """what this rank is doing"""
+    environ: Mapping[str, str]
+    startup_s: float
+    """how long connecting may take"""
+    elastic_timeout_s: float | None = None
+    """in elastic mode, how long the other ranks may take to notice that one has failed; None: they end with it"""
+    abort_exchanges: Callable[[], None] = lambda: None
+    """makes the device give up exchanges with a rank that is gone, in elastic mode; may block"""
 
 
 class Monitor(ABC):
-    """The watch of one rank.
-
-    Args:
-        world, peers: who there is.
-        activity: what this rank is doing.
-        startup_s: how long connecting may take, in seconds.
-        environ: the environment.
-        goes_on_s: where ranks go on without one that has failed, how long they may take to notice, in seconds;
-            None: they end with it.
-        abort_exchanges: ends what a device exchanges with a rank that is gone; may block, and is called then only.
+    """The monitor of one rank.
 
     Attributes:
-        log_folder: the run's log folder, once that is known: stacks are kept there.
-        cause: what has been decided.
+        log_folder: the run's log folder, once that is known: stacks are saved there.
+        cause: the failure that ends the job; None as long as there is none.
+        terminated_at: when this process was asked to end by a signal, by `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        world: World,
-        peers: Sequence[RankInfo],
-        activity: Activity,
-        *,
-        startup_s: float,
-        environ: Mapping[str, str],
-        elastic_timeout_s: float | None = None,
-        abort_exchanges: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.elastic_timeout_s, self._abort_exchanges = elastic_timeout_s, abort_exchanges
-        self.world, self.peers, self.activity = world, peers, activity
+    def __init__(self, settings: MonitorSettings) -> None:
+        self.settings = settings
+        self.world, self.peers, self.activity = settings.world, settings.peers, settings.activity
         self.log_folder: str | None = None
         self.cause: RootCause | None = None
-        self.startup_s, self._environ = startup_s, environ
+        self.terminated_at: float | None = None
+        self.local_ranks = LocalRanks(self.world.rank, self.peers)
+        self.selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self.selector.register(self._wake_receiver, selectors.EVENT_READ, self._handle_posted)
+        self._posted: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._decided = threading.Event()
         self._closing = False
-        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.selector = selectors.DefaultSelector()
-        self._woken, self._wake = socket.socketpair()
-        self.selector.register(self._woken, selectors.EVENT_READ, self._take_words)
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._parent = os.getppid() if world.launcher in LAUNCHERS_THAT_STAY else None
-        self._turn = self._beaten = time.monotonic()
-        self._ends_at: float | None = None
-        self._hangs_up_at: float | None = None
-        self._for_sure: threading.Timer | None = None
-        self.terminated_at: float | None = None
+        self._parent = os.getppid() if self.world.launcher in PARENT_LAUNCHERS else None
+        self._last_turn = self._last_heartbeat = time.monotonic()
+        self._exit_at: float | None = None
+        self._hang_up_at: float | None = None
+        self._exit_timer: threading.Timer | None = None
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
-    # What the main thread calls.
+    # Called by the main thread.
 
-    def start(self, store: dist.Store, address: str) -> None:
-        """Connects the ranks; all call it.
-
-        Args:
-            store: where rank 0 says how to reach it.
-            address: of this rank, at which rank 0 listens.
-        """
-        self._pages = {
-            rank: page
-            for rank, peer in enumerate(self.peers)
-            if self._is_here(rank)
-            and peer.status_fd is not None
-            and (page := SharedStatus.open(peer.pid, peer.status_fd)) is not None
-        }
-        self.connect(store, address)
+    def start(self) -> None:
+        """Start the monitor's thread."""
         self._thread.start()
 
     def report_done(self) -> None:
-        """This rank has come to its end, and waits for the others'."""
+        """Tell the other ranks that this one has come to its end and waits for theirs."""
         self.activity.enter(END)
-        self._say({"kind": "done"})
+        self._post({"kind": "done"})
 
     def report_error(self, error: BaseException) -> RootCause | None:
-        """Says why this rank fails, and waits to hear which rank's failure it is; None if nobody tells."""
-        self._say(self._word(error))
+        """Tell the other ranks why this one fails; return the failure that ends the job, or None if unknown."""
+        self._post(self._describe_error(error))
         if not isinstance(error, KeyboardInterrupt):
-            self._decided.wait(2 * GRACE_S)
+            self._decided.wait(2 * EXIT_GRACE_S)
         return self.cause
 
     def finish_report(self) -> None:
-        """This process is being ended from outside; returns when a report that is under way has been printed."""
+        """Return when a report that is under way is printed; called when a signal is about to end this process."""
         self.terminated_at = time.monotonic()
         if not self._decided.wait(0.05) and self.is_deciding():
-            self._decided.wait(STACKS_S)
+            self._decided.wait(STACKS_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the watch over this rank."""
-        self._say({"kind": "close"})
-        self._thread.join(2 * GRACE_S)
-        if self._for_sure is not None:
-            self._for_sure.cancel()
+        """End the monitor."""
+        self._post({"kind": "close"})
+        self._thread.join(2 * EXIT_GRACE_S)
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
         self.selector.close()
-        self._wake.close()
-        self._woken.close()
-        for page in self._pages.values():
-            page.close()
+        self._wake_sender.close()
+        self._wake_receiver.close()
+        self.local_ranks.close()
 
-    def _say(self, word: dict[str, Any]) -> None:
-        self._words.put(word)
-        self._wake.send(b"!")
+    def _post(self, message: dict[str, Any]) -> None:
+        self._posted.put(message)
+        self._wake_sender.send(b"!")
 
-    def _word(self, error: BaseException) -> dict[str, Any]:
+    def _describe_error(self, error: BaseException) -> dict[str, Any]:
         kind, detail = "raised", ""
         text = "".join(traceback.format_exception_only(error)).strip()
         if isinstance(error, KeyboardInterrupt):
@@ -157,205 +143,178 @@ class Monitor(ABC):
             text = first_line(error)
         elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
-        activity = self.activity
         return {
             "kind": kind,
             "text": text,
             "detail": detail,
-            "in_exchange": activity.in_exchange,
+            "in_exchange": self.activity.in_exchange,
             "user": isinstance(error, UserError),
-            "sign": asdict(self.own_sign()),
+            "heartbeat": asdict(self.own_heartbeat()),
         }
 
-    # The thread.
+    # Called by the monitor's thread.
 
     @abstractmethod
-    def connect(self, store: dist.Store, address: str) -> None:
-        """Makes the lines."""
+    def handle_posted(self, message: dict[str, Any]) -> None:
+        """Handle a message of this rank itself."""
 
     @abstractmethod
-    def take(self, word: dict[str, Any]) -> None:
-        """A word of this rank's own."""
+    def send_heartbeat(self) -> None:
+        """Show the other ranks that this one is alive."""
 
     @abstractmethod
-    def beat(self) -> None:
-        """Tells the others that this rank is there."""
-
-    @abstractmethod
-    def look(self, now: float) -> None:
-        """Decides what there is to decide; called often."""
-
-    @abstractmethod
-    def retire(self) -> None:
-        """Closes the lines in such a way that nobody takes it for an end."""
+    def check(self, now: float) -> None:
+        """Decide whether a rank has failed or stalls; called several times per second."""
 
     @abstractmethod
     def is_deciding(self) -> bool:
-        """Whether something has happened that is yet to be told."""
+        """Return True if something has happened that is not reported yet."""
 
     @abstractmethod
-    def part(self) -> bool:
-        """Closes the lines; False as long as they are needed."""
+    def disconnect(self) -> None:
+        """Close the channels in such a way that no rank takes it for the death of this one."""
+
+    @abstractmethod
+    def disconnect_if_done(self) -> bool:
+        """Disconnect and return True, unless other ranks still need the channels."""
 
     def _run(self) -> None:
         try:
-            self._keep_watch()
+            self._loop()
         except Exception:
             traceback.print_exc()
             if self.cause is not None:
-                os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would see to it that this rank does
+                os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would end this rank
             logger.error("The watch over the ranks has failed, and training goes on without it.")
-            self.retire()
+            self.disconnect()
 
-    def _keep_watch(self) -> None:
+    def _loop(self) -> None:
         while True:
-            for key, _ in self.selector.select(BEAT_S / 4):
+            for key, _ in self.selector.select(HEARTBEAT_S / 4):
                 key.data()
             now = time.monotonic()
-            if now - self._turn > PAUSE_S:
-                self.resumed(now - self._turn)
-            self._turn = now
-            self._miss_the_launcher()
-            if now - self._beaten >= BEAT_S:
-                self._beaten = now
-                self.beat()
-            self.look(now)
-            if self._closing and self.part():
+            if now - self._last_turn > MAX_TURN_GAP_S:
+                self.resume(now - self._last_turn)
+            self._last_turn = now
+            self._check_launcher()
+            if now - self._last_heartbeat >= HEARTBEAT_S:
+                self._last_heartbeat = now
+                self.send_heartbeat()
+            self.check(now)
+            if self._closing and self.disconnect_if_done():
                 return
-            self._wait_no_longer(now)
-            if self._ends_at is not None and now >= self._ends_at:
-                self._end()
+            self._hang_up_if_due(now)
+            if self._exit_at is not None and now >= self._exit_at:
+                self._exit()
 
-    def _wait_no_longer(self, now: float) -> None:
-        """Ends an exchange with a rank that failed and that nobody has ended: its host may be gone.
-
-        In no other phase: a connection with that host may then be the user's own.
-        """
-        if self._hangs_up_at is None or now < self._hangs_up_at or self.cause is None:
-            return
-        if not (self.activity.is_waiting or self.activity.in_exchange):
-            return
-        self._hangs_up_at = None
-        there = self.peers[self.cause.rank].address
-        if there not in (LOOPBACK, self.peers[self.world.rank].address):
-            shut_down_connections(there)
-
-    def _end(self) -> NoReturn:
-        """Ends this process, which has not left by itself; says why, where others go on."""
-        cause = self.cause
-        if self.elastic_timeout_s is not None and cause is not None and cause.rank != self.world.rank:
-            where = failure_report.describe_position(self.activity.step, self.activity.phase)
-            text = (
-                f"{self.world} is ended: {self.elastic_timeout_s:g} s after rank {cause.rank} failed it has not "
-                f"left ({where}). If it may take so long, raise --startup-timeout-s\n"
-            )
-            with suppress(OSError):
-                os.write(2, text.encode())
-        os._exit(CRASH_EXIT_CODE)
-
-    def _take_words(self) -> None:
-        self._woken.recv(1 << 12)
-        while not self._words.empty():
-            word = self._words.get()
-            if word["kind"] == "close":
+    def _handle_posted(self) -> None:
+        self._wake_receiver.recv(1 << 12)
+        while not self._posted.empty():
+            message = self._posted.get()
+            if message["kind"] == "close":
                 self._closing = True
             else:
-                self.take(word)
+                self.handle_posted(message)
 
-    def _miss_the_launcher(self) -> None:
+    def _check_launcher(self) -> None:
+        """Treat the death of this rank's launcher, which would have ended it, as a failure."""
         if self._parent is not None and os.getppid() != self._parent:
             self._parent = None
-            self.take({"kind": "orphaned", "text": f"its launcher, {self.world.launcher}, has ended"})
+            self.handle_posted({"kind": "orphaned", "text": f"its launcher, {self.world.launcher}, has ended"})
 
-    def resumed(self, seconds: float) -> None:
-        """This process has been stopped for so long: that does not count."""
+    def resume(self, seconds: float) -> None:
+        """Go on after a suspension of so many seconds, which do not count as lack of progress."""
         self.activity.since += seconds
 
-    def own_sign(self) -> Heartbeat:
-        """What this rank says of itself."""
+    def own_heartbeat(self) -> Heartbeat:
+        """Return this rank's heartbeat."""
         activity = self.activity
-        seconds = time.monotonic() - activity.since
-        limit_s = None if _is_debugged() else activity.limit_s
-        return Heartbeat(activity.step, activity.phase, seconds, activity.is_waiting, limit_s)
-
-    def last_seen(self, rank: int) -> Heartbeat | None:
-        """Where a rank of this machine is, or was when it ended; None for others."""
-        page = self._pages.get(rank)
-        return None if page is None else Heartbeat(*page.read())
-
-    def ended_from_outside(self, event: float | None) -> bool:
-        """Whether all ranks were being ended before something happened to one, so that it is no failure."""
-        return self.terminated_at is not None and self.terminated_at < (event or 0.0) - SETTLE_S / 2
-
-    def end_for_sure(self) -> None:
-        """Ends this process soon, also if the report cannot be written: the disk may be what all wait for."""
-        self._for_sure = threading.Timer(
-            max(2 * GRACE_S, self.elastic_timeout_s or 0), os._exit, (CRASH_EXIT_CODE,)
+        return Heartbeat(
+            step=activity.step,
+            phase=activity.phase,
+            seconds=time.monotonic() - activity.since,
+            is_waiting=activity.is_waiting,
+            limit_s=None if _is_debugged() else activity.limit_s,
         )
-        self._for_sure.daemon = True
-        self._for_sure.start()
 
-    def decide(self, cause: RootCause, ends_in_s: float) -> None:
-        """The job ends, and this process in so many seconds, if it has not left by then."""
-        self.cause = cause
-        if self.elastic_timeout_s is not None and cause.rank != self.world.rank:
-            ends_in_s = self.elastic_timeout_s
-            self._hangs_up_at = time.monotonic() + GRACE_S
-            threading.Thread(target=self._abort_exchanges, name="abort", daemon=True).start()
-        if cause.reported:
-            reporter.has_reported = True
-        if cause.rank == self.world.rank:
-            failure_report.write_torchrun_error(cause.text, self._environ)
-        self._decided.set()
-        self._ends_at = time.monotonic() + ends_in_s
+    def describe_failure(self, rank: int, heartbeat: Heartbeat, what: str, **more: Any) -> Failure:
+        """Return the report on a rank.
 
-    def failure_of(self, rank: int, sign: Heartbeat, what: str, **more: Any) -> Failure:
-        """The report on a rank."""
+        Args:
+            rank: which.
+            heartbeat: its last one.
+            what: happened, in one line.
+            more: optional fields of `Failure`.
+        """
         peer = self.peers[rank]
         return Failure(
             rank=rank,
             size=self.world.size,
             host=peer.host,
             process=peer.pid,
-            step=sign.step,
-            phase=sign.phase,
+            step=heartbeat.step,
+            phase=heartbeat.phase,
             what=what,
             **more,
         )
 
-    # Ranks that do not answer.
+    # The end of the job.
 
-    def neighbours_among(self, silent: Sequence[int]) -> list[int]:
-        """The silent ranks of this machine, where this rank is the one to act for them: the first that can."""
-        here = [rank for rank in range(self.world.size) if self._is_here(rank)]
-        acting = next((rank for rank in here if rank not in silent), None)
-        return [rank for rank in here if rank in silent] if acting == self.world.rank else []
+    def was_terminated_before(self, event_s: float | None) -> bool:
+        """Return True if this process was asked to end before an event: all ranks were, and it is no failure."""
+        return self.terminated_at is not None and self.terminated_at < (event_s or 0.0) - SETTLE_S / 2
 
-    def _is_here(self, rank: int) -> bool:
-        """Whether that rank's process can be seen, and is the one that it says."""
-        peer = self.peers[rank]
-        if peer.host != self.peers[self.world.rank].host:
-            return False
-        try:
-            return start_time(peer.pid) == peer.start_time
-        except OSError:
-            return False
+    def end_job(self, cause: RootCause, exit_in_s: float) -> None:
+        """Make the job's end known to the main thread, and exit after a time if that has not left by then."""
+        self.cause = cause
+        elastic_timeout_s = self.settings.elastic_timeout_s
+        if elastic_timeout_s is not None and cause.rank != self.world.rank:
+            exit_in_s = elastic_timeout_s
+            self._hang_up_at = time.monotonic() + EXIT_GRACE_S
+            threading.Thread(target=self.settings.abort_exchanges, name="abort", daemon=True).start()
+        if cause.reported:
+            reporter.has_reported = True
+        if cause.rank == self.world.rank:
+            failure_report.write_torchrun_error(cause.text, self.settings.environ)
+        self._decided.set()
+        self._exit_at = time.monotonic() + exit_in_s
 
-    def stacks_of(self, rank: int) -> str:
-        """The stacks of this rank, or of a silent neighbour."""
-        if rank == self.world.rank:
-            return stack_dump.own_stacks()
-        peer = self.peers[rank]
-        return "" if peer.stacks_fd is None else stack_dump.request_stacks(peer.pid, peer.stacks_fd)
+    def exit_even_if_blocked(self) -> None:
+        """Exit in some seconds in any case: writing the report may block on the disk that all ranks wait for."""
+        limit_s = max(2 * EXIT_GRACE_S, self.settings.elastic_timeout_s or 0)
+        self._exit_timer = threading.Timer(limit_s, os._exit, (CRASH_EXIT_CODE,))
+        self._exit_timer.daemon = True
+        self._exit_timer.start()
 
-    def kill(self, ranks: Sequence[int]) -> None:
-        """Ends neighbours that cannot end by themselves."""
-        for rank in ranks:
+    def _hang_up_if_due(self, now: float) -> None:
+        """Break the exchange with a failed rank that this rank waits in: if that host is gone, TCP does not.
+
+        In other phases a connection to that host may be the user's own, and stays.
+        """
+        if self._hang_up_at is None or now < self._hang_up_at or self.cause is None:
+            return
+        if not (self.activity.is_waiting or self.activity.in_exchange):
+            return
+        self._hang_up_at = None
+        address = self.peers[self.cause.rank].address
+        if address not in (LOOPBACK, self.peers[self.world.rank].address):
+            shut_down_connections(address)
+
+    def _exit(self) -> NoReturn:
+        """Exit, since the main thread has not; in elastic mode print the reason, since others go on."""
+        cause, limit_s = self.cause, self.settings.elastic_timeout_s
+        if limit_s is not None and cause is not None and cause.rank != self.world.rank:
+            where = failure_report.describe_position(self.activity.step, self.activity.phase)
+            text = (
+                f"{self.world} is ended: {limit_s:g} s after rank {cause.rank} failed it has not left ({where}). "
+                f"If it may take so long, raise --startup-timeout-s\n"
+            )
             with suppress(OSError):
-                os.kill(self.peers[rank].pid, signal.SIGKILL)
+                os.write(2, text.encode())
+        os._exit(CRASH_EXIT_CODE)
 
 
 def _is_debugged() -> bool:
-    """Whether somebody goes through the main thread by pdb, which takes as long as it takes."""
+    """Return True if pdb steps through the main thread: then there is no time limit."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_trace is not None

@@ -1,8 +1,8 @@
-"""A request to stop: SIGTERM or SIGUSR1 on any rank ends the job after the same step on all, and saved.
+"""Preemption: SIGTERM or SIGUSR1 on any rank ends the job after the same step on all ranks, with a checkpoint.
 
-Python runs a signal handler in the main thread, between two of its own steps, and that thread may be inside an
-exchange with ranks that are gone. So a thread of its own hears the signal, by the byte that the interpreter writes
-at once, and ends a process that does not get on any more.
+Python runs signal handlers in the main thread, between two bytecodes, and that thread may be blocked in an
+exchange with ranks that are gone. Therefore a thread of its own reads the byte that the interpreter writes at each
+signal (`signal.set_wakeup_fd`), and ends a process that makes no progress any more.
 """
 
 from __future__ import annotations
@@ -24,85 +24,97 @@ from hvd_trainer.errors import OptionError
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PATIENCE_S = 20.0
-"""How long after SIGTERM a process may be without progress: torchrun and horovodrun kill 30 s after it."""
+MAX_STALL_S = 20.0
+"""How long a process may go without progress after SIGTERM: torchrun and horovodrun kill it 30 s after."""
 END = 0
-"""Tells the listener to end; no signal has this number."""
+"""Byte that ends the listener; no signal has this number."""
 _listening: list[StopRequest] = []
 _inherited: list[int] = []
-"""The process that this one was forked from, if signals were heard there."""
+"""The process that this one was forked from, if that listened for signals."""
 
 
 class StopRequest:
-    """What was asked of this process by a signal, and what has become of it."""
+    """The first signal that asked this process to stop, and what became of it.
+
+    Attributes:
+        number: of the signal; None before there is one.
+        granted: whether all ranks are about to stop.
+    """
 
     def __init__(self, stop: Callable[[int], None]) -> None:
         self._stop = stop
-        self._progress = time.monotonic()
+        self._last_progress = time.monotonic()
         self.number: int | None = None
-        """The first signal that came."""
         self.granted = False
-        """Whether all ranks are about to stop."""
 
     def mark_progress(self) -> None:
-        """To be called after each step and each batch of evaluation: this process is not stuck."""
-        self._progress = time.monotonic()
+        """Note that this process is not stuck; to be called after each step and each batch of evaluation."""
+        self._last_progress = time.monotonic()
 
-    def listen(self, ours: socket.socket) -> None:
-        """Waits for signals. One is often sent twice, by a scheduler to all processes and by a launcher again."""
-        while (number := ours.recv(1)[0]) != END:
-            if signal.getsignal(number) is not _let_pass:
-                continue  # Ctrl-C, which has its own way, and what others have taken over since
+    def listen(self, wakeup: socket.socket) -> None:
+        """Handle signals until `END` arrives.
+
+        One request often comes as several signals: a scheduler signals all processes, and a launcher its ranks
+        again.
+
+        Args:
+            wakeup: receives the number of each signal as a byte.
+        """
+        while (number := wakeup.recv(1)[0]) != END:
+            if signal.getsignal(number) is not _ignore:
+                continue  # SIGINT, which raises KeyboardInterrupt, or a signal that got another handler since
             if self.number is None:
                 self.number = number
                 self._stop(number)
             if number == signal.SIGTERM:
                 self.mark_progress()
-                threading.Thread(target=self._end_when_stuck, daemon=True).start()
+                threading.Thread(target=self._exit_if_stuck, daemon=True).start()
 
-    def _end_when_stuck(self) -> None:
+    def _exit_if_stuck(self) -> None:
         while not self.granted and self in _listening:
-            if time.monotonic() - self._progress > PATIENCE_S:
+            if time.monotonic() - self._last_progress > MAX_STALL_S:
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.2)
 
 
 class Requeue:
-    """Puts the Slurm job back into its queue, when it has been stopped and has saved.
+    """Puts the Slurm job back into its queue, once it was stopped and has saved.
 
     Args:
         wanted: whether to.
-        job: the number of the Slurm job; None outside of one.
+        job_id: of the Slurm job; None outside of one.
 
     Raises:
-        OptionError: it is wanted, and this is no Slurm job.
+        OptionError: it is wanted outside of a Slurm job.
     """
 
-    def __init__(self, wanted: bool, job: str | None) -> None:
-        if wanted and job is None:
+    def __init__(self, wanted: bool, job_id: str | None) -> None:
+        if wanted and job_id is None:
             raise OptionError(
                 "--requeue is for jobs in a Slurm queue, and SLURM_JOB_ID is not set: leave it out, or submit the "
                 "job by sbatch"
             )
-        self._job = job if wanted else None
+        self._job_id = job_id if wanted else None
 
-    def __call__(self, what: str, *, acts: bool) -> str:
-        """Says what has happened, before Slurm ends all that could; returns what is left to say.
+    def submit(self, what: str, *, acts: bool) -> str:
+        """Requeue the job if that is wanted, and return what is left to print.
+
+        The message that it goes on by itself is logged before: Slurm ends this process when it requeues the job.
 
         Args:
-            what: has happened.
+            what: happened to the job.
             acts: whether this rank is the one to do it.
         """
         by_hand = "To go on, type the same command with --resume auto"
-        if self._job is None or not acts:
+        if self._job_id is None or not acts:
             return f"{what}. {by_hand}"
         logger.warning("%s. It goes back into Slurm's queue, and then on by itself", what)
-        command = ["scontrol", "requeue", self._job]
+        command = ["scontrol", "requeue", self._job_id]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAX_STALL_S)
         except (OSError, subprocess.SubprocessError) as error:
-            said = str(getattr(error, "stderr", None) or error).strip()
-            return f"Slurm did not take it back: {said}. {by_hand}"
+            text = str(getattr(error, "stderr", None) or error).strip()
+            return f"Slurm did not take it back: {text}. {by_hand}"
         return ""
 
 
@@ -110,47 +122,51 @@ class Requeue:
 def listen_for_signals(
     stop: Callable[[int], None], signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[StopRequest]:
-    """Inside, the first of the signals calls `stop` with its number, in another thread.
+    """Call a function at the first of some signals, inside the context.
 
-    A signal that was not granted before the end is sent again then, and has its usual effect. Does nothing outside
-    the main thread, where Python allows no handlers.
+    A signal that was not granted is sent again at the end of the context, and has its usual effect then. Does
+    nothing in threads other than the main one, where Python allows no handlers.
+
+    Args:
+        stop: called with the signal's number, in another thread.
+        signals: to listen for.
     """
     request = StopRequest(stop)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     _listening.append(request)
-    before = {number: signal.signal(number, _let_pass) for number in signals}
-    woken = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    listener = threading.Thread(target=request.listen, args=(ours,), name="signals", daemon=True)
+    previous = {number: signal.signal(number, _ignore) for number in signals}
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(target=request.listen, args=(receiver,), name="signals", daemon=True)
     listener.start()
     try:
         yield request
     finally:
         _listening.remove(request)
-        signal.set_wakeup_fd(woken)
-        for number, handler in before.items():
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        # Closing would not do: forked processes have the socket too.
-        theirs.send(bytes([END]))
+        # Closing the socket would not end the listener: forked processes have it open, too.
+        sender.send(bytes([END]))
         listener.join()
-        ours.close()
-        theirs.close()
+        receiver.close()
+        sender.close()
         if request.number is not None and not request.granted:
             os.kill(os.getpid(), request.number)
 
 
-def _let_pass(number: int, frame: FrameType | None) -> None:
-    """The listener acts; a handler must be there, or the system would end the process."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the listener's thread acts. With no handler, the signal would end the process."""
 
 
-def _in_a_fork() -> None:
-    """A forked process shares the socket, and what ends it must not stop its parent's training.
+def _reset_in_child() -> None:
+    """Stop listening in a forked process: signals that end it would be written to its parent's socket.
 
-    Nor may it collect its parent's garbage: an engine that has ended, say, whose threads it does not have. Loader
-    processes crashed by that.
+    Garbage of the parent is frozen, not collected: the threads of an engine that has ended, say, do not exist in
+    the child, and its destructor crashed loader processes.
     """
     gc.freeze()
     _inherited.clear()
@@ -162,25 +178,28 @@ def _in_a_fork() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_in_a_fork)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def init_loader_worker(number: int) -> None:
-    """For `DataLoader(worker_init_fn=)`: a loader process ends when its rank says so, and not by others' signals.
+def init_loader_worker(worker: int) -> None:
+    """Make a loader process end with its rank, and not by other signals; for `DataLoader(worker_init_fn=)`.
 
-    They go to whole process groups, and a rank whose loader dies crashes before it has saved.
+    Signals are sent to whole process groups, and a rank whose loader dies crashes before it has saved.
+
+    Args:
+        worker: the process's number.
     """
     if _inherited:
-        # Blocked, so that they wait for the thread, which sees who sent them.
+        # Blocked, so that they stay pending for the thread, which sees who sent them.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=_obey, args=(_inherited[0],), name="signals", daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(_inherited[0],), name="signals", daemon=True).start()
 
 
-def _obey(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while True:
         received = signal.sigtimedwait(SIGNALS, 1.0)
         if received is None:
-            # A rank that was killed, or has ended at once after a failure, cannot say so.
+            # A rank that was killed sends no signal.
             if os.getppid() != parent:
                 os._exit(1)
         elif received.si_signo == signal.SIGTERM and received.si_pid == parent:

@@ -1,4 +1,4 @@
-"""A few bytes of memory in which a rank keeps its step and phase: its neighbours read there when it is no more."""
+"""Shared memory with a rank's step and phase, which other processes of the machine can read after its death."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ from pathlib import Path
 
 PHASES = ("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback", "end")
 NAME = "hvd_trainer-activity"
-_FORM = struct.Struct("qB")
+_LAYOUT = struct.Struct("qB")
 
 
 class SharedStatus:
-    """Memory shared by processes of one machine and user.
+    """Step and phase in memory that processes of one user on one machine share.
 
     Args:
-        descriptor: the open file that it belongs to; it may be closed afterwards.
+        descriptor: the open file of the memory; it may be closed afterwards.
+        writable: whether this process is the rank itself.
     """
 
-    def __init__(self, descriptor: int, *, writes: bool) -> None:
-        self._memory = mmap.mmap(descriptor, _FORM.size, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ)
+    def __init__(self, descriptor: int, *, writable: bool) -> None:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._memory = mmap.mmap(descriptor, _LAYOUT.size, access=access)
 
     @classmethod
     def create(cls) -> tuple[SharedStatus, int] | None:
-        """A new page and its file descriptor, which others may open; None where the system has no such files."""
+        """Return new memory and its file descriptor, by which others open it; None if the system has no memfd."""
         if not hasattr(os, "memfd_create"):
             return None
         descriptor = os.memfd_create(NAME)
-        os.ftruncate(descriptor, _FORM.size)
-        return cls(descriptor, writes=True), descriptor
+        os.ftruncate(descriptor, _LAYOUT.size)
+        return cls(descriptor, writable=True), descriptor
 
     @classmethod
-    def open(cls, process: int, descriptor: int) -> SharedStatus | None:
-        """The page of another process; None if it cannot be opened."""
-        with suppress(OSError, ValueError), Path(f"/proc/{process}/fd/{descriptor}").open("rb") as file:
-            return cls(file.fileno(), writes=False)
+    def open(cls, pid: int, descriptor: int) -> SharedStatus | None:
+        """Return the memory of another process; None if it cannot be opened."""
+        with suppress(OSError, ValueError), Path(f"/proc/{pid}/fd/{descriptor}").open("rb") as file:
+            return cls(file.fileno(), writable=False)
         return None
 
     @classmethod
-    def find(cls, process: int) -> SharedStatus | None:
-        """The page that another process has made; None if there is none yet."""
+    def find(cls, pid: int) -> SharedStatus | None:
+        """Return the memory of another process whose descriptor is not known; None if it has none yet."""
         with suppress(OSError):
-            for entry in os.scandir(f"/proc/{process}/fd"):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     if os.readlink(entry.path).startswith(f"/memfd:{NAME}"):
-                        return cls.open(process, int(entry.name))
+                        return cls.open(pid, int(entry.name))
         return None
 
     def write(self, step: int, phase: str) -> None:
-        """Cheap enough for several times per step: half a microsecond."""
-        _FORM.pack_into(self._memory, 0, step, PHASES.index(phase))
+        """Set step and phase: half a microsecond, so that it can be done several times per step."""
+        _LAYOUT.pack_into(self._memory, 0, step, PHASES.index(phase))
 
     def read(self) -> tuple[int, str]:
-        """Step and phase."""
-        step, phase = _FORM.unpack_from(self._memory)
+        """Return step and phase."""
+        step, phase = _LAYOUT.unpack_from(self._memory)
         return step, PHASES[phase]
 
     def close(self) -> None:

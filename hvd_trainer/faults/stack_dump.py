@@ -1,4 +1,4 @@
-"""Python stacks of this process, and of one that cannot give them: stopped, or where no thread has a turn."""
+"""Python stacks of this process, and of another one that is suspended or whose threads do not get the GIL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 SIGNAL = signal.SIGUSR2
 MAX_EXCHANGES = 4
 UNFINISHED = "Exchanges that the GPU has not finished:"
-ANSWER_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 
 
 def own_stacks() -> str:
-    """The stacks of all threads but the one that asks, the main one first."""
+    """Return the stacks of all threads but the calling one, the main thread's first."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     threads = {thread.ident: thread for thread in threading.enumerate()}
@@ -30,24 +30,24 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
-    exchanges = _in_time(unfinished_exchanges)
+    exchanges = _call_with_timeout(unfinished_exchanges)
     if exchanges:
         parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in exchanges), ""]))
     return "\n".join(parts)
 
 
-def _in_time(asked: Callable[[], list[str]]) -> list[str]:
-    """Return what a function does, or nothing if it fails or takes long: it may ask the driver, which may hang."""
-    answer: list[str] = []
+def _call_with_timeout(function: Callable[[], list[str]]) -> list[str]:
+    """Return what a function returns, or nothing if it fails or is slow: the driver may hang."""
+    result: list[str] = []
 
-    def ask() -> None:
+    def call() -> None:
         with suppress(Exception):
-            answer.extend(asked())
+            result.extend(function())
 
-    thread = threading.Thread(target=ask, name="flight-recorder", daemon=True)
+    thread = threading.Thread(target=call, name="flight-recorder", daemon=True)
     thread.start()
-    thread.join(ANSWER_S)
-    return list(answer)
+    thread.join(ANSWER_TIMEOUT_S)
+    return list(result)
 
 
 def unfinished_exchanges() -> list[str]:
@@ -64,21 +64,21 @@ def unfinished_exchanges() -> list[str]:
 
 
 def unfinished_section(text: str) -> str:
-    """Return the paragraph of `own_stacks` about exchanges; empty if all were finished."""
+    """Return the paragraph about exchanges from the text of `own_stacks`; empty if all were finished."""
     _, heading, lines = text.partition(UNFINISHED)
     return heading + lines.rstrip()
 
 
 def main_thread_section(text: str) -> str:
-    """The main thread's part: of `own_stacks` the first, of `ask` the last."""
+    """Return the main thread's stack: the first paragraph of `own_stacks`, the last one of `request_stacks`."""
     return text.strip().split("\n\n")[-1 if "(most recent call first)" in text else 0]
 
 
 def register_signal() -> int | None:
-    """Has this process write its stacks to memory whenever `SIGNAL` comes, without Python's taking part.
+    """Make this process write its stacks to shared memory at each `SIGNAL`, without the interpreter's help.
 
     Returns:
-        The file descriptor of that memory; None where the signal is used by others, or the system has none.
+        The file descriptor of the memory; None if the signal has a handler already, or the system has no memfd.
     """
     if not hasattr(os, "memfd_create") or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return None
@@ -88,23 +88,27 @@ def register_signal() -> int | None:
 
 
 def unregister_signal(memory: int | None) -> None:
-    """Takes `answer` back."""
+    """Undo `register_signal`, given what it returned."""
     if memory is not None:
         faulthandler.unregister(SIGNAL)
         os.close(memory)
 
 
-def request_stacks(process: int, memory: int) -> str:
-    """The stacks of another process of this machine and user; empty if it does not answer.
+def request_stacks(pid: int, memory: int) -> str:
+    """Return the stacks of another process of this machine and user; empty if it does not answer.
 
-    One that is stopped is made to run on for it.
+    A suspended process is made to run on: it could not answer else.
+
+    Args:
+        pid: of the process.
+        memory: its file descriptor, as `register_signal` has returned it there.
     """
-    file = Path(f"/proc/{process}/fd/{memory}")
+    file = Path(f"/proc/{pid}/fd/{memory}")
     text = ""
     with suppress(OSError):
-        os.kill(process, SIGNAL)
-        os.kill(process, signal.SIGCONT)
-        deadline = time.monotonic() + ANSWER_S
+        os.kill(pid, SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(0.1)
             before, text = text, file.read_text(errors="replace")

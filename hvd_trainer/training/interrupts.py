@@ -85,7 +85,7 @@ class Interrupts:
         self._manager.wait()
         self._backend.session.stopping = True
         what = f"stopped by a signal after step {self._progress.step:,}, and saved"
-        said = self._requeue(what, acts=self._backend.world.is_first)
+        said = self._requeue.submit(what, acts=self._backend.world.is_first)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.
         self._backend.barrier()
         raise PreemptedError(said)
