@@ -5,9 +5,9 @@ No launcher sets all of it: the number of the node, who shares a GPU, and how ma
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
@@ -54,16 +54,16 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
     """Return all ranks in rank order, given this one's own entry. A collective.
 
     Raises:
-        LaunchError: a rank did not take part in time, or two ranks were started with different backends.
+        LaunchError: a rank did not take part in time, has another version of this package, or was started with
+            another backend.
     """
-    store.set(f"peer/{world.rank}", json.dumps(asdict(me)))
+    store.set(f"peer/{world.rank}", msgspec.json.encode(me).decode())
     try:
         # Rank 0 collects the entries, so that n ranks cost 3n messages and not n x n.
         if world.is_first:
-            keys = [f"peer/{rank}" for rank in range(world.size)]
-            everyone = [json.loads(store.get(key)) for key in keys]
-            store.set("peers", json.dumps(everyone))
-        everyone = json.loads(store.get("peers"))
+            entries = [msgspec.Raw(store.get(f"peer/{rank}")) for rank in range(world.size)]
+            store.set("peers", msgspec.json.encode(entries).decode())
+        everyone = store.get("peers")
         # Rank 0 often serves the store: it must not end, not even by an error, before the others have read.
         if world.is_first:
             store.wait([f"read/{rank}" for rank in range(1, world.size)])
@@ -74,7 +74,13 @@ def exchange_rank_info(store: dist.Store, world: World, me: RankInfo) -> list[Ra
             f"{world} waited for all {world.size} ranks and not all came: {first_line(error)}. "
             f"See what the others printed, or raise --startup-timeout-s if they start slowly."
         ) from None  # the cause's text has the store's keys, which begin with the token
-    peers = [RankInfo(**{**entry, "cpus": tuple(entry["cpus"])}) for entry in everyone]
+    try:
+        peers = msgspec.json.decode(everyone, type=list[RankInfo])
+    except msgspec.MsgspecError as error:
+        raise LaunchError(
+            f"{world} cannot read what another rank says of itself ({first_line(error)}). Install one version "
+            f"of hvd_trainer for all ranks."
+        ) from None
     backends = {peer.backend: rank for rank, peer in reversed(list(enumerate(peers)))}
     if len(backends) > 1:
         found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(backends.items()))
