@@ -101,7 +101,7 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/venv $(REQUIREMENTS)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[tensorboard,imdb]'
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package

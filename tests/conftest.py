@@ -26,9 +26,6 @@ _SET_BY_IMPORTS = {
     "PYTEST_CURRENT_TEST",
     # torch, once in a process
     "TORCHINDUCTOR_CACHE_DIR",
-    # scikit-learn's OpenMP settings, once in a process
-    "KMP_DUPLICATE_LIB_OK",
-    "KMP_INIT_AT_FORK",
 }
 
 LONGEST = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 EACH = 12
@@ -13,7 +13,7 @@ WORDS = {"pos": ("wonderful", "moving", "brilliant"), "neg": ("dreadful", "borin
 
 
 def reviews(each: int = EACH) -> dict[str, bytes]:
-    """So many of each split and label, by their names in the archive."""
+    """Make so many reviews of each split and label, by their names in the archive."""
     files = {}
     for split in ("train", "test"):
         for label, words in WORDS.items():
@@ -24,26 +24,19 @@ def reviews(each: int = EACH) -> dict[str, bytes]:
     return files
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", size: int = 0) -> tarfile.TarInfo:
-    """An entry of any kind under any name."""
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, target, size
-    return info
-
-
-def write_archive(path: Path, files: Mapping[str, bytes], more: Iterable[tarfile.TarInfo] = ()) -> Path:
-    """Packs files, and further entries that hold what their names say, into `path`."""
+def write_archive(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Pack files into `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wb", compresslevel=1) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
         for name, raw in files.items():
-            tar.addfile(member(name, size=len(raw)), io.BytesIO(raw))
-        for info in more:
-            tar.addfile(info, io.BytesIO(b"x" * info.size))
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
     return path
 
 
 def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
-    """The same, unpacked into `path`."""
+    """Write files below `path`."""
     for name, raw in files.items():
         file = path / name
         file.parent.mkdir(parents=True, exist_ok=True)

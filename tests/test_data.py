@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
+import http.server
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from hashlib import md5
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,7 @@ from hvd_trainer.data import LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.per_node import everywhere, once_per_node
 from hvd_trainer.data.shard import epoch_order
 from hvd_trainer.errors import DataError
+from hvd_trainer.jobs import download
 from hvd_trainer.jobs import images as mnist_module
 from hvd_trainer.jobs.images import load_images
 from hvd_trainer.jobs.options import ImageOptions
@@ -330,12 +334,13 @@ def test_missing_mnist_says_how_to_get_it(tmp_path: Path, alone: Backend) -> Non
         load_images(ImageOptions("auto", str(tmp_path / "wrong")), alone)
 
 
-def test_digits_are_scikit_learns() -> None:
-    """They are read from its file, without importing it."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    assert np.array_equal(mnist_module._digits_table(), np.column_stack([bunch.data, bunch.target]))
+def test_digits_are_those_of_uci() -> None:
+    """By their sums: scikit-learn, from which the file was taken, is not needed any more."""
+    table = np.loadtxt(mnist_module.DIGITS, delimiter=",")
+    assert table.shape == (1797, 65)
+    assert (table[:, :64].min(), table[:, :64].max(), table[:, :64].sum()) == (0, 16, 561718)
+    assert np.bincount(table[:, 64].astype(int)).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert mnist_module.DIGITS.with_name("NOTICE").is_file()
 
 
 @pytest.mark.usefixtures("offline")
@@ -346,35 +351,59 @@ def test_auto_takes_digits_and_says_so(tmp_path: Path, alone: Backend, monkeypat
     assert images.train.inputs.dtype == torch.uint8
     assert images.train.inputs.shape[1:] == (1, 28, 28)
     assert images.note is not None
-    for words in ("scikit-learn's 1,438 digits", "cannot be downloaded", "--data-dir mnist"):
+    for words in ("1,438 embedded digits", "cannot be downloaded", "--data-dir mnist"):
         assert words in images.note
     assert "\n" not in images.note
+
+
+def fetch(folder: Path, limit_s: float) -> str:
+    """Fetch MNIST, which must fail; return the error."""
+    with pytest.raises(DataError, match="cannot be downloaded") as caught:
+        mnist_module.fetch_mnist(folder, limit_s)
+    return str(caught.value)
 
 
 def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(mnist_module, "SERVER", f"http://127.0.0.1:{silent.getsockname()[1]}/")
-        monkeypatch.setattr(mnist_module, "PROBE_S", 0.5)
+        monkeypatch.setattr(download, "CONNECT_S", 0.5)
         started = time.monotonic()
-        trouble = mnist_module.fetch_mnist(tmp_path, patience_s=60)
+        fetch(tmp_path, 60)
         assert time.monotonic() - started < 5
-    assert trouble is not None
-    assert "cannot be downloaded" in trouble
     assert not list(tmp_path.iterdir())
 
 
 def test_a_slow_or_broken_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the probe, torchvision downloads in a process of its own, which is ended at the time limit."""
-    monkeypatch.setattr(mnist_module, "_unreachable", lambda url: None)
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    trouble = mnist_module.fetch_mnist(tmp_path, patience_s=0.05)
-    assert trouble is not None
-    assert "longer than 0.05 s" in trouble
-    trouble = mnist_module.fetch_mnist(tmp_path, patience_s=60)
-    assert trouble is not None
-    assert "download failed" in trouble
+    """Once the server has answered, all files together have one time limit."""
+    monkeypatch.setattr(download, "_reach", lambda url: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(mnist_module, "SERVER", f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        assert "longer than 0.05 s" in fetch(tmp_path, 0.05)
+    monkeypatch.setattr(mnist_module, "SERVER", "http://localhost:9/")
+    assert "refused" in fetch(tmp_path, 60)
     assert threading.active_count() < 10
+
+
+def test_mnist_is_downloaded_where_torchvision_puts_it(
+    mnist_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, folder = tmp_path / "served", tmp_path / "data"
+    served.mkdir()
+    for name in mnist_module.MD5:
+        (served / f"{name}.gz").write_bytes(gzip.compress((mnist_dir / "MNIST/raw" / name).read_bytes(), 1))
+    sums = {name: md5((served / f"{name}.gz").read_bytes()).hexdigest() for name in mnist_module.MD5}
+    monkeypatch.setattr(mnist_module, "MD5", sums)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setattr(mnist_module, "SERVER", f"http://127.0.0.1:{listening.server_port}/")
+        mnist_module.fetch_mnist(folder, 60)
+        listening.shutdown()
+        thread.join()
+    for name in mnist_module.MD5:
+        assert (folder / "MNIST/raw" / name).read_bytes() == (mnist_dir / "MNIST/raw" / name).read_bytes()
+    mnist_module.fetch_mnist(folder, 60)  # finds them there: nobody serves them any more
 
 
 def test_ranks_that_come_later_do_not_wait_for_those_that_train() -> None:

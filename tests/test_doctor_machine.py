@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from doctor_checks import examine, only
 
-from hvd_trainer.jobs.images import default_data_dir
-from hvd_trainer.tools.doctor import folders
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.folders import file_system
 from hvd_trainer.tools.doctor.machine import (
@@ -21,6 +19,7 @@ from hvd_trainer.tools.doctor.machine import (
     judge_threads,
     num_cores,
 )
+from hvd_trainer.utils.paths import default_data_dir
 
 # The machine.
 
@@ -139,8 +138,10 @@ def test_a_small_disk(small_disk: Path) -> None:
     assert "data are there" in only(examine("data folder", data_dir=small_disk), "data folder").found
 
 
-def test_the_default_data_folder_is_the_jobs_own() -> None:
-    assert folders.default_data_dir() == default_data_dir()
+def test_the_default_data_folder_is_the_jobs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_data_dir().is_relative_to(tmp_path)
+    assert str(default_data_dir()) in only(examine("data folder"), "data folder").found
 
 
 def test_kinds_of_file_systems() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.config.rules import check
 from hvd_trainer.data import LoaderPlan, make_loader
 from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.jobs import download
 from hvd_trainer.jobs.options import MIN_VOCABULARY, PRESETS, ImdbOptions, TextModelOptions, TextOptions, TextSizes
 from hvd_trainer.jobs.reviews import archive as imdb_archive
 from hvd_trainer.jobs.reviews import dataset as imdb_module
-from hvd_trainer.jobs.reviews import download as download_module
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
 from hvd_trainer.jobs.reviews.dataset import Texts, load_texts
 from hvd_trainer.jobs.transformer import PADDING, transformer
@@ -49,8 +50,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    return fake_imdb.write_archive(tmp_path / "here" / imdb_archive.ARCHIVE, fake_imdb.reviews())
+def folder(tmp_path: Path) -> Path:
+    return fake_imdb.write_folder(tmp_path / "unpacked", fake_imdb.reviews()) / imdb_archive.FOLDER
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive that counts as the official one."""
+    file = fake_imdb.write_archive(tmp_path / "here" / imdb_archive.ARCHIVE, fake_imdb.reviews())
+    monkeypatch.setattr(imdb_archive, "MD5", md5(file.read_bytes()).hexdigest())
+    return file
 
 
 @pytest.fixture
@@ -72,75 +81,81 @@ def load(backend: Backend, place: Path, said: list[str] | None = None, length: i
 # The archive.
 
 
-def test_archive_and_folder_are_found_and_read_alike(tmp_path: Path, archive: Path) -> None:
-    unpacked = fake_imdb.write_folder(tmp_path / "unpacked", fake_imdb.reviews())
-    for place in (archive, archive.parent, unpacked, unpacked / "aclImdb"):
-        found = imdb_archive.read(imdb_archive.find(place))
+def test_archive_and_folder_are_found_and_read_alike(folder: Path, archive: Path) -> None:
+    for place in (archive, archive.parent, folder, folder.parent):
+        source = imdb_archive.find(place)
+        imdb_archive.digest(source)
+        found = imdb_archive.read(source)
         assert found == imdb_archive.read(archive)
     assert len(found.train.texts) == len(found.test.texts) == 2 * fake_imdb.EACH
     for text, label in zip(found.test.texts, found.test.labels, strict=True):
         assert any(word in text for word in fake_imdb.WORDS[imdb_archive.LABELS[label]])
-    assert imdb_archive.digest(unpacked / "aclImdb") == imdb_archive.digest(unpacked / "aclImdb")
-    before = imdb_archive.digest(unpacked / "aclImdb")
-    (unpacked / "aclImdb/test/neg/0_2.txt").write_text("Another word.")
-    assert imdb_archive.digest(unpacked / "aclImdb") != before
+    before = imdb_archive.digest(folder)
+    assert before == imdb_archive.digest(folder)
+    (folder / "test/neg/0_2.txt").write_text("Another word.")
+    assert imdb_archive.digest(folder) != before
 
 
-def test_malformed_reviews_are_counted_and_nothing_is_unpacked(
-    tmp_path: Path, cache: Path, alone: Backend
-) -> None:
-    files = fake_imdb.reviews()
-    files |= {
-        "aclImdb/train/pos/100_9.txt": "Beyonc\xe9, d\xe9j\xe0 vu".encode("latin-1"),
-        "aclImdb/train/pos/101_9.txt": b"",
-        "aclImdb/test/neg/102_1.txt": b" <br /><br/>\n",
-        "aclImdb/test/neg/103_1.txt": b"word " * 100_000,
-        "aclImdb/test/neg/104_1.txt": b"endless" * 300_000,
-        "aclImdb/test/neg/notes.txt": b"not a review",
-        "aclImdb/train/pos/._0_9.txt": b"\0\5\x16\7",
-        "aclImdb/train/unsup/0_0.txt": b"not labelled",
-        "aclImdb/imdb.vocab": b"the\nand\n",
-        "../../escaped_9.txt": b"out",
-        f"{tmp_path}/absolute": b"out",
-        "aclImdb/train/pos/../../../../7_9.txt": b"out",
+def test_malformed_reviews_are_counted(folder: Path, cache: Path, alone: Backend) -> None:
+    files = {
+        "train/pos/100_9.txt": "Beyonc\xe9, d\xe9j\xe0 vu".encode("latin-1"),
+        "train/pos/101_9.txt": b"",
+        "test/neg/102_1.txt": b" <br /><br/>\n",
+        "test/neg/103_1.txt": b"word " * 100_000,
+        "test/neg/104_1.txt": b"endless" * 300_000,
+        "test/neg/notes.txt": b"not a review",
+        "train/pos/._0_9.txt": b"\0\5\x16\7",
+        "train/neg/200_1.txt/a_folder": b"",
+        "train/unsup/0_0.txt": b"not labelled",
+        "imdb.vocab": b"the\nand\n",
     }
-    more = [
-        fake_imdb.member("aclImdb/train/neg/200_1.txt", tarfile.SYMTYPE, "/etc/passwd"),
-        fake_imdb.member("aclImdb/train/neg/201_1.txt", tarfile.LNKTYPE, "aclImdb/train/neg/0_2.txt"),
-        fake_imdb.member("aclImdb/train/neg/202_1.txt", tarfile.FIFOTYPE),
-    ]
-    place = fake_imdb.write_archive(tmp_path / "odd" / imdb_archive.ARCHIVE, files, more)
-    there = set(tmp_path.rglob("*"))
-    reviews = imdb_archive.read(place)
-    assert set(tmp_path.rglob("*")) == there
-    assert (reviews.not_utf8, reviews.empty, reviews.strange) == (1, 2, 8)
+    fake_imdb.write_folder(folder, files)
+    os.mkfifo(folder / "train/neg/202_1.txt")
+    reviews = imdb_archive.read(folder)
+    assert (reviews.not_utf8, reviews.empty, reviews.strange) == (1, 2, 4)
     assert any(text.startswith("Beyonc\ufffd") for text in reviews.train.texts)
-    assert max(map(len, reviews.test.texts)) == imdb_archive.MOST_BYTES
-    note = load(alone, place.parent, length=64).note
-    assert note is not None
-    assert note == (
+    assert max(map(len, reviews.test.texts)) == imdb_archive.MAX_REVIEW_BYTES
+    assert load(alone, folder, length=64).note == (
         "imdb: 25 + 26 reviews (all would be 25,000 + 25,000); 1 not UTF-8 (read with replacements), "
-        "2 empty (left out), 8 other files among them (left out; a review is called such as "
+        "2 empty (left out), 4 other files among them (left out; a review is called such as "
         "aclImdb/train/pos/0_9.txt), 2 cut to 64 tokens"
     )
 
 
-def test_a_damaged_archive_is_named(tmp_path: Path, archive: Path) -> None:
-    """Also where only the end of the tar is missing, which tarfile takes for the end of the archive."""
+def test_an_archive_reads_reviews_alone(tmp_path: Path) -> None:
+    """The official one has unlabelled reviews and lists of words, too."""
+    more = {
+        "aclImdb/train/unsup/0_0.txt": b"not labelled",
+        "aclImdb/imdb.vocab": b"the\nand\n",
+        "aclImdb/train/": b"",
+    }
+    place = fake_imdb.write_archive(tmp_path / "a.tar.gz", fake_imdb.reviews() | more)
+    assert imdb_archive.read(place) == imdb_archive.read(
+        fake_imdb.write_archive(tmp_path / "b.tar.gz", fake_imdb.reviews())
+    )
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other"])
+def test_an_archive_that_is_not_the_official_one_is_refused(
+    damage: str, archive: Path, cache: Path, alone: Backend
+) -> None:
+    """It is not even opened; what it unpacks to can be used as a folder."""
     whole = archive.read_bytes()
-    damaged = [whole[:-1], whole[:-9], whole[: len(whole) // 2], whole[:20], b"", b"not gzip"]
     middle = len(whole) // 2
-    damaged.append(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
-    for content in damaged:
-        archive.write_bytes(content)
-        with pytest.raises(DataError, match="Delete it and download it again|has no reviews") as caught:
-            imdb_archive.read(archive)
-        assert str(archive) in str(caught.value)
+    if damage == "other":
+        fake_imdb.write_archive(archive, fake_imdb.reviews(13))
+    else:
+        flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
+        archive.write_bytes({"cut": whole[:-1], "empty": b"", "flipped": flipped}[damage])
+    with pytest.raises(DataError) as caught:
+        load(alone, archive.parent)
+    for words in (str(archive), imdb_archive.MD5, "damaged or cut short", "Delete it", "--data-dir aclImdb"):
+        assert words in str(caught.value)
 
 
 def test_a_label_without_reviews_is_named(tmp_path: Path) -> None:
     files = {name: raw for name, raw in fake_imdb.reviews().items() if "test/pos" not in name}
-    place = fake_imdb.write_archive(tmp_path / imdb_archive.ARCHIVE, files)
+    place = fake_imdb.write_folder(tmp_path, files) / imdb_archive.FOLDER
     with pytest.raises(DataError, match=r"no reviews in aclImdb/test/pos, but 36 in all.*train/pos/0_9\.txt"):
         imdb_archive.read(place)
 
@@ -148,7 +163,7 @@ def test_a_label_without_reviews_is_named(tmp_path: Path) -> None:
 def test_missing_reviews_say_how_to_get_them(
     tmp_path: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(imdb_module, "URL", "http://localhost:9/")
+    monkeypatch.setattr(imdb_module, "URL", "http://localhost:9/a.tar.gz")
     with pytest.raises(DataError) as caught:
         load(alone, tmp_path / "nowhere")
     for words in (
@@ -162,7 +177,7 @@ def test_missing_reviews_say_how_to_get_them(
         assert words in str(caught.value)
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(download_module.urllib.request, "urlopen", lambda *args, **options: io.BytesIO())
+    monkeypatch.setattr(download.urllib.request, "urlopen", lambda *args, **options: io.BytesIO())
     with pytest.raises(DataError, match=r"cannot be downloaded from here \(.*Not a directory"):
         load(alone, tmp_path / "file" / "folder")
     with pytest.raises(DataError, match="there is no file"):
@@ -170,16 +185,16 @@ def test_missing_reviews_say_how_to_get_them(
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Gives the archive; slowly under /slow."""
+    """Serves the archive; slowly under /slow."""
 
     content = b""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path != "/none" else 404)
+        self.send_response(404 if self.path.startswith("/none") else 200)
         self.end_headers()
-        if self.path == "/slow":
+        if self.path.startswith("/slow"):
             for _ in range(100):
-                self.wfile.write(b"x" * download_module.PIECE_BYTES)
+                self.wfile.write(b"x" * 2**18)
                 if self.server.ended.wait(0.05):  # type: ignore[attr-defined]
                     return
         self.wfile.write(self.content)
@@ -201,43 +216,45 @@ def server(archive: Path) -> Iterator[str]:
         thread.join()
 
 
+def fetch(url: str, folder: Path, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Fetch the archive from `url`; return the error."""
+    monkeypatch.setattr(imdb_module, "URL", url)
+    with pytest.raises(DataError, match="cannot be downloaded from here") as caught:
+        imdb_module.fetch(folder, limit_s)
+    return str(caught.value)
+
+
 def test_downloads_end_whole_or_leave_nothing(
     server: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "new"
-    monkeypatch.setattr(imdb_module, "URL", f"{server}/slow")
-    trouble = imdb_module.fetch(folder, patience_s=0.2)
-    assert trouble is not None
-    assert "it took longer than 0.2 s" in trouble
-    monkeypatch.setattr(imdb_module, "URL", f"{server}/none")
-    assert "Not Found" in str(imdb_module.fetch(folder, patience_s=60))
-    monkeypatch.setattr(imdb_module, "URL", f"{server}/whole")
-    assert "MD5" in str(imdb_module.fetch(folder, patience_s=60))
+    assert "it took longer than 0.2 s" in fetch(f"{server}/slow/a.tar.gz", folder, 0.2, monkeypatch)
+    assert "Not Found" in fetch(f"{server}/none/a.tar.gz", folder, 60, monkeypatch)
+    official = imdb_archive.MD5
+    monkeypatch.setattr(imdb_archive, "MD5", "0" * 32)
+    assert "MD5 hash" in fetch(f"{server}/whole/{imdb_archive.ARCHIVE}", folder, 60, monkeypatch)
     for thread in threading.enumerate():
         if thread.name == "download":
             thread.join(10)
     assert not list(folder.iterdir())
-    monkeypatch.setattr(imdb_module, "MD5", md5(archive.read_bytes()).hexdigest())
-    assert imdb_module.fetch(folder, patience_s=60) is None
+    monkeypatch.setattr(imdb_archive, "MD5", official)
+    imdb_module.fetch(folder, 60)
     assert [file.name for file in folder.iterdir()] == [imdb_archive.ARCHIVE]
     assert imdb_archive.read(imdb_archive.find(folder)) == imdb_archive.read(archive)
 
 
 def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(imdb_module, "URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
-        monkeypatch.setattr(download_module, "CONNECT_S", 0.3)
-        trouble = imdb_module.fetch(tmp_path / "new", patience_s=60)
-    assert trouble is not None
-    assert "cannot be downloaded from here (" in trouble
+        fetch(f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar.gz", tmp_path / "new", 60, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
 # Tokens and their cache.
 
 
-def test_tokens_are_learnt_from_the_training_reviews_alone(archive: Path) -> None:
-    reviews = imdb_archive.read(archive)
+def test_tokens_are_learnt_from_the_training_reviews_alone(folder: Path) -> None:
+    reviews = imdb_archive.read(folder)
     tokens = imdb_tokens.encode(reviews, VOCABULARY, LENGTH)
     pieces = json.loads(tokens.tokenizer)["model"]["vocab"]
     assert pieces[imdb_tokens.PAD] == PADDING
@@ -270,22 +287,36 @@ def test_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
 
 def test_odd_letters_are_neither_padding_nor_out_of_range(tmp_path: Path) -> None:
     odd = {name: "[PAD] \0\t\x7f \u4e16\u754c \U0001f600 e\u0301 [PAD]".encode() for name in fake_imdb.reviews()}
-    reviews = imdb_archive.read(fake_imdb.write_archive(tmp_path / "a.tar.gz", odd))
+    reviews = imdb_archive.read(fake_imdb.write_folder(tmp_path, odd) / imdb_archive.FOLDER)
     tokens = imdb_tokens.encode(reviews, MIN_VOCABULARY, LENGTH)
     assert int(tokens.ids["test"].min()) > PADDING
     assert int(tokens.ids["test"].max()) < MIN_VOCABULARY
 
 
+def test_missing_tokenizers_are_named_with_what_to_type(
+    folder: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is in the extra [imdb]; a start from the cache does without it."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"package tokenizers .*Type: pip install 'hvd_trainer\[imdb\]'"):
+        load(alone, folder)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    first = load(alone, folder)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert torch.equal(load(alone, folder).train.inputs, first.train.inputs)
+
+
 def test_the_second_start_reads_the_cache(
-    archive: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    first = load(alone, archive, said)
+    first = load(alone, folder, said)
     (file,) = cache.iterdir()
     assert len(said) == 1
     assert f"keeps them in {file}" in said[0]
     monkeypatch.setattr(imdb_tokens, "encode", None)
-    second = load(alone, archive.parent, said)
+    second = load(alone, folder.parent, said)
     assert len(said) == 1
     assert torch.equal(first.train.inputs, second.train.inputs)
     assert torch.equal(first.test.targets, second.test.targets)
@@ -294,8 +325,8 @@ def test_the_second_start_reads_the_cache(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
-def test_a_damaged_cache_is_made_anew(damage: str, archive: Path, cache: Path, alone: Backend) -> None:
-    first = load(alone, archive)
+def test_a_damaged_cache_is_made_anew(damage: str, folder: Path, cache: Path, alone: Backend) -> None:
+    first = load(alone, folder)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
     rows = first.test.inputs.numpy().tobytes()
@@ -309,7 +340,7 @@ def test_a_damaged_cache_is_made_anew(damage: str, archive: Path, cache: Path, a
         }[damage]
     )
     said: list[str] = []
-    second = load(alone, archive, said)
+    second = load(alone, folder, said)
     assert "is damaged" in said[0]
     assert "is made anew" in said[0]
     assert torch.equal(first.test.inputs, second.test.inputs)
@@ -318,54 +349,54 @@ def test_a_damaged_cache_is_made_anew(damage: str, archive: Path, cache: Path, a
 
 
 def test_other_sizes_and_other_reviews_have_caches_of_their_own(
-    tmp_path: Path, archive: Path, cache: Path, alone: Backend
+    tmp_path: Path, folder: Path, cache: Path, alone: Backend
 ) -> None:
-    load(alone, archive)
-    assert load(alone, archive, length=20).train.inputs.shape[1] == 20
-    load(alone, fake_imdb.write_archive(tmp_path / "more.tar.gz", fake_imdb.reviews(13)))
+    load(alone, folder)
+    assert load(alone, folder, length=20).train.inputs.shape[1] == 20
+    load(alone, fake_imdb.write_folder(tmp_path / "more", fake_imdb.reviews(13)))
     assert len(list(cache.iterdir())) == 3
 
 
 def test_a_cache_that_cannot_be_written_says_where_else(
-    tmp_path: Path, archive: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot be kept in .*export XDG_CACHE_HOME=/path"):
-        load(alone, archive)
+        load(alone, folder)
 
 
-def load_on_nodes_of_their_own(archives: list[str], folder: str) -> tuple[int, str]:
+def load_on_nodes_of_their_own(folders: list[str], caches: str) -> tuple[int, str]:
     """Each rank on another machine, by its name, with another cache; what it has loaded, or the error."""
     rank = int(os.environ["RANK"])
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/cache{rank}"
+    os.environ["XDG_CACHE_HOME"] = f"{caches}/cache{rank}"
     socket.gethostname = lambda: f"node{rank}"
     with backends.create(EngineOptions(backend="ddp")) as backend:
         assert backend.world.num_nodes == 2
         try:
-            texts = load(backend, Path(archives[rank]))
+            texts = load(backend, Path(folders[rank]))
         except DataError as error:
             return rank, str(error)
         return rank, str(texts.train.inputs.tolist())
 
 
-def test_nodes_with_different_reviews_are_told_apart(tmp_path: Path, archive: Path) -> None:
+def test_nodes_with_different_reviews_are_told_apart(tmp_path: Path, folder: Path) -> None:
     """Each node has a cache of its own, of whose contents the other ranks know nothing."""
-    other = fake_imdb.write_archive(tmp_path / "other.tar.gz", fake_imdb.reviews(13))
+    other = fake_imdb.write_folder(tmp_path / "other", fake_imdb.reviews(13))
     one, two = run_ranks(
-        load_on_nodes_of_their_own, num_processes=2, args=([str(archive), str(archive)], str(tmp_path))
+        load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(folder)], str(tmp_path))
     )
     assert one == two
     assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.npz"))) == 2
     for error in run_ranks(
-        load_on_nodes_of_their_own, num_processes=2, args=([str(archive), str(other)], str(tmp_path))
+        load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(other)], str(tmp_path))
     ):
         assert "different reviews" in error
         assert "node0, node1" in error
 
 
-def test_batches_are_what_an_embedding_takes(archive: Path, cache: Path, alone: Backend) -> None:
-    texts = load(alone, archive)
+def test_batches_are_what_an_embedding_takes(folder: Path, cache: Path, alone: Backend) -> None:
+    texts = load(alone, folder)
     for workers in (None, 1):
         loader = make_loader(texts.train, alone, LoaderPlan(10, num_workers=workers))
         ids, labels = next(iter(loader.epoch(0)))
@@ -533,10 +564,10 @@ def weights(log_dir: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
-    """The archive, the log folder and the output of two epochs on two ranks of DDP."""
+    """The reviews, the log folder and the output of two epochs on two ranks of DDP."""
     folder = tmp_path_factory.mktemp("imdb")
-    archive = fake_imdb.write_archive(folder / imdb_archive.ARCHIVE, fake_imdb.reviews())
-    return archive, folder / "ddp", run("ddp", folder / "ddp", archive)
+    reviews = fake_imdb.write_folder(folder, fake_imdb.reviews())
+    return reviews, folder / "ddp", run("ddp", folder / "ddp", reviews)
 
 
 def test_a_run_says_what_it_has_read_and_keeps_what_is_needed(trained: tuple[Path, Path, Result]) -> None:
@@ -554,16 +585,16 @@ def test_a_run_says_what_it_has_read_and_keeps_what_is_needed(trained: tuple[Pat
 
 @requires("horovod")
 def test_both_engines_give_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
-    archive, folder, _ = trained
-    run("horovod", tmp_path, archive)
+    reviews, folder, _ = trained
+    run("horovod", tmp_path, reviews)
     assert weights(tmp_path) == weights(folder)
 
 
 def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
     """Also with the tokens from the cache, which the first run has made."""
-    archive, folder, _ = trained
-    first = run("ddp", tmp_path, archive, "--epochs", "1")
-    second = run("ddp", tmp_path, archive, "--resume", "auto")
+    reviews, folder, _ = trained
+    first = run("ddp", tmp_path, reviews, "--epochs", "1")
+    second = run("ddp", tmp_path, reviews, "--resume", "auto")
     assert "makes tokens" in first.stdout
     assert "makes tokens" not in second.stdout
     assert "epoch 1/2" not in second.stdout
@@ -571,10 +602,10 @@ def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_
 
 
 def test_reproducible_on_one_rank_and_two(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
-    archive = trained[0]
+    reviews = trained[0]
     for size in (1, 2):
         backend = "ddp" if size > 1 else "single"
-        run(backend, tmp_path / str(size), archive, "--reproducible", "2", "--epochs", "1", size=size)
+        run(backend, tmp_path / str(size), reviews, "--reproducible", "2", "--epochs", "1", size=size)
     assert weights(tmp_path / "1") == weights(tmp_path / "2")
 
 
@@ -600,9 +631,12 @@ def test_synthetic_needs_no_data(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    folder = pytestconfig.rootpath / "../shared/data/imdb"
-    if not (folder / imdb_archive.ARCHIVE).is_file():
+    archive = pytestconfig.rootpath / "../shared/data/imdb" / imdb_archive.ARCHIVE
+    if not archive.is_file():
         pytest.skip(f"no {imdb_archive.ARCHIVE} in ../shared/data/imdb")
+    # Not the official archive: it was packed again without the unlabelled reviews.
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
     argv = [
         "-m",
         "hvd_trainer.imdb",
@@ -611,14 +645,14 @@ def test_a_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_
     result = launch(
         "torchrun",
         2,
-        [*argv, str(tmp_path), "--data-dir", str(folder.resolve())],
+        [*argv, str(tmp_path / "log"), "--data-dir", str(tmp_path)],
         env={"XDG_CACHE_HOME": str(tmp_path)},
         timeout_s=280,
     )
     assert "imdb: 25,000 + 25,000 reviews; " in result.stdout
     (end,) = [
         json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()
         if json.loads(line)["event"] == "end"
     ]
     assert end["test_accuracy"] > 0.75

@@ -102,7 +102,7 @@ def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only(
     assert not [path for path in importing if not allowed.fullmatch(path)]
 
 
-NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "sklearn", "tokenizers"}
+NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests", "tokenizers"}
 
 
 @pytest.mark.parametrize(

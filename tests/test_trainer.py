@@ -10,8 +10,10 @@ import pty
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hvd_trainer import OptionError, Trainer
+from hvd_trainer import LogOptions, OptionError, Trainer, TrainOptions
 from hvd_trainer.jobs.models import conv_net
 from hvd_trainer.optim.learning_rate import StepRate, check_decay, count_warmup_steps
 
@@ -182,6 +184,22 @@ def test_files_of_a_run(folder: Path) -> None:
     assert {"train/loss", "train/accuracy", "test/loss", "test/accuracy", "lr", "step/train/loss"} <= tags
     written = [line["test_loss"] for line in lines(folder / "ddp") if line["event"] == "epoch"]
     assert [event.value for event in board.Scalars("test/loss")] == pytest.approx(written)
+
+
+def test_a_run_without_tensorboard_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorBoard is in an extra: all figures are in metrics.jsonl, too."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    model, data = trainer_checks.small_model(), trainer_checks.small_data()
+    options = replace(single(), log=LogOptions(log_dir=str(tmp_path)), train=TrainOptions(epochs=1))
+    with caplog.at_level("INFO", "hvd_trainer"), Trainer(options) as trainer:
+        trainer.fit(model, torch.optim.SGD(model.parameters()), nn.functional.cross_entropy, data)
+    assert (
+        caplog.text.count("without TensorBoard's file, which needs: pip install 'hvd_trainer[tensorboard]'") == 1
+    )
+    assert [line["event"] for line in lines(tmp_path)][-1] == "end"
+    assert not list(tmp_path.glob("events*"))
 
 
 def test_plateau_and_a_second_fit_of_one_trainer() -> None:

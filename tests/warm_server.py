@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 NEEDED = (
-    *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "sklearn.datasets", "tyro"),
+    *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro"),
     *(
         "hvd_trainer.training.job",
         "hvd_trainer.jobs.models",

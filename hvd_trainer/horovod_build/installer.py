@@ -26,13 +26,8 @@ from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, lock_wheels
+from hvd_trainer.utils.paths import default_wheel_dir
 from hvd_trainer.utils.text import INSTALL_HOROVOD
-
-
-def default_wheel_dir() -> Path:
-    """Return $XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/wheels: outside any one environment."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "hvd_trainer/wheels"
 
 
 @dataclass(frozen=True)

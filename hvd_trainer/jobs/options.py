@@ -20,7 +20,7 @@ class ImageOptions:
     """The data set."""
 
     dataset: Literal["auto", "mnist", "digits"] = "auto"
-    """mnist, digits (a small real set that comes with scikit-learn), or auto: mnist if it can be had"""
+    """mnist, digits (a small real set that comes with this package), or auto: mnist if it can be had"""
     data_dir: str | None = None
     """folder with MNIST as torchvision lays it out; None: a cache folder of yours"""
 

@@ -18,6 +18,7 @@ from hvd_trainer.utils.files import atomic_write, open_regular
 
 logger = logging.getLogger(__name__)
 
+INSTALL_TENSORBOARD = "pip install 'hvd_trainer[tensorboard]'"
 LOCK_PATIENCE_S = 20.0
 """How long a frozen rank 0 may still hold the folder: horovodrun sends it SIGTERM, and SIGKILL 5 s later."""
 MAX_LINE_BYTES = 2**20
@@ -91,12 +92,18 @@ class RunLog:
                 self.info(f"log      the run that was in {self.folder} is now in {aside}")
             self._run_folder.write_names(names)
             self._lines = file.open("a", buffering=1)
-            # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self.folder), purge_step=step + 1)
+            self._open_board(step)
         except OSError as error:
             raise OptionError(f"--log-dir {self.folder} cannot be written to: {error}") from error
+
+    def _open_board(self, step: int) -> None:
+        # Imported now, and not when the first line is due: that is a step, and all ranks would wait for it.
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.info(f"log      without TensorBoard's file, which needs: {INSTALL_TENSORBOARD}")
+        else:
+            self._board = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def info(self, text: str) -> None:
         """Log a line for the person who started the run, on rank 0 and unless the job is quiet."""
@@ -126,7 +133,7 @@ class RunLog:
             raise OptionError(f"--log-dir {self.folder} cannot be written to any more: {error}") from error
 
     def _draw(self, event: str, clean: dict[str, Any]) -> None:
-        if event == "end":
+        if event == "end" or self._board is None:
             return
         prefix = "step/" if event == "step" else ""
         for key, value in clean.items():

@@ -1,7 +1,7 @@
-"""The texts of the second job: 50,000 movie reviews from IMDB, or tokens drawn at random to measure speed.
+"""Load the texts of the second job: 50,000 movie reviews from IMDB, or tokens drawn at random to measure speed.
 
 One rank per node downloads the archive if need be, and makes tokens of it if the cache has none; the others read
-what it has kept.
+the cache.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.per_node import SharedDataError, once_per_node
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.images import default_data_dir
+from hvd_trainer.jobs.download import RemoteFile, download
 from hvd_trainer.jobs.options import TextOptions
 from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
-from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, SPLITS, WHOLE
-from hvd_trainer.jobs.reviews.download import download
+from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, REVIEWS_PER_SPLIT, SPLITS
 from hvd_trainer.jobs.reviews.tokenizer import Tokens
+from hvd_trainer.utils.paths import default_data_dir
 
 URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
-MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 DOWNLOAD_S, PREPARE_S = 240.0, 600.0
-"""Time limits: to download 84 MB; for the other ranks of a node to wait for the tokens."""
+"""Time limits: for 84 MB to be downloaded, and for tokens to be made of them."""
 HOW = (
     f"To get it, type on a machine with internet: curl -O {URL} and then pass the file here: "
     f"--data-dir {ARCHIVE}. Or train on tokens drawn at random: --dataset synthetic"
@@ -45,13 +44,13 @@ class Texts:
     train: TensorData
     test: TensorData
     note: str | None = None
-    """What became of the reviews, said once; None if there is nothing."""
+    """A line about the reviews for the user; None if there is none."""
     tokenizer: str | None = None
-    """What made the ids, as `tokenizers.Tokenizer.from_str` takes it."""
+    """The tokenizer that made the ids, as `tokenizers.Tokenizer.from_str` takes it."""
 
 
 class Ids:
-    """Compact ids to the int64 that an embedding takes."""
+    """Convert compact ids to the int64 that an embedding takes."""
 
     deterministic = True
 
@@ -68,13 +67,13 @@ def load_texts(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Texts:
-    """Loads the data set that the options name, the same on all ranks; prepares it once per node.
+    """Load the data set that the options name, the same on all ranks; prepare it once per node.
 
     Args:
         vocabulary: how many ids there are; 0 is padding.
         sequence_length: ids per text; inputs are (num_texts, sequence_length).
         seed: of synthetic tokens.
-        say: told what takes time.
+        say: called with a line about each step that takes time.
 
     Raises:
         DataError: the reviews are not there, not whole, or cannot be downloaded; or the cache cannot be used.
@@ -85,16 +84,13 @@ def load_texts(
     made: list[Tokens] = []
     node, call = backend.session.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
 
-    def prepare() -> str | None:
-        trouble = fetch(place, DOWNLOAD_S)
-        if trouble is not None:
-            return f"{trouble}. {HOW}"
+    def prepare() -> None:
+        fetch(place, DOWNLOAD_S)
         file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
         made.append(tokens)
         backend.session.store.set(
             f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens.fingerprint()})
         )
-        return None
 
     trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
     if trouble:
@@ -110,27 +106,32 @@ def load_texts(
     return _as_texts(made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length))
 
 
-def fetch(place: Path, patience_s: float) -> str | None:
-    """Makes sure that the reviews are in `place`; returns what is wrong if it cannot.
+def fetch(place: Path, limit_s: float) -> None:
+    """Download the archive into the folder `place`, unless the reviews are there.
 
     Args:
-        patience_s: how long a download may take, in seconds.
+        limit_s: for the download, in seconds.
+
+    Raises:
+        DataError: it cannot be downloaded, or not be written there.
     """
     try:
         archive.find(place)
-        return None
+        return
     except DataError as error:
         missing = str(error)
     if place.suffix in (".gz", ".tgz", ".tar"):
-        return f"there is no file {place}"
-    trouble = download(URL, place / ARCHIVE, MD5, patience_s=patience_s)
-    return None if trouble is None else f"{missing}, and it cannot be downloaded from here ({trouble})"
+        raise DataError(f"there is no file {place}. {HOW}")
+    try:
+        download([RemoteFile(URL, archive.MD5)], place, limit_s=limit_s)
+    except DataError as error:
+        raise DataError(f"{missing}, and {error}. {HOW}") from error
 
 
 def prepare_tokens(
     source: Path, vocabulary: int, sequence_length: int, say: Callable[[str], None]
 ) -> tuple[Path, Tokens]:
-    """The tokens of the reviews in `source`, from the cache if it has them, and the file that has them now.
+    """Return the tokens of the reviews in `source`, from the cache if it has them, and the cache's file.
 
     Raises:
         DataError: the reviews cannot be read, or the cache cannot be written.
@@ -154,16 +155,16 @@ def _as_texts(tokens: Tokens) -> Texts:
 
 
 def _note(tokens: Tokens) -> str:
-    """`imdb: 25,000 + 25,000 reviews; 2 not UTF-8 (read with replacements), 3,210 cut to 256 tokens`."""
+    """Return `imdb: 25,000 + 25,000 reviews; 2 not UTF-8 (read with replacements), 3,210 cut to 256 tokens`."""
     sizes = [len(tokens.labels[split]) for split in SPLITS]
     parts = [f"imdb: {' + '.join(f'{size:,}' for size in sizes)} reviews"]
-    if sizes != [WHOLE] * len(SPLITS):
-        parts[0] += f" (all would be {WHOLE:,} + {WHOLE:,})"
-    counts = _told(tokens.counts, tokens.ids["train"].shape[1])
+    if sizes != [REVIEWS_PER_SPLIT] * len(SPLITS):
+        parts[0] += f" (all would be {REVIEWS_PER_SPLIT:,} + {REVIEWS_PER_SPLIT:,})"
+    counts = _count_texts(tokens.counts, tokens.ids["train"].shape[1])
     return "; ".join([*parts, ", ".join(counts)] if counts else parts)
 
 
-def _told(counts: Mapping[str, int], sequence_length: int) -> list[str]:
+def _count_texts(counts: Mapping[str, int], sequence_length: int) -> list[str]:
     words = {
         "not_utf8": "not UTF-8 (read with replacements)",
         "empty": "empty (left out)",
@@ -174,7 +175,7 @@ def _told(counts: Mapping[str, int], sequence_length: int) -> list[str]:
 
 
 def synthetic(count: int, vocabulary: int, sequence_length: int, seed: int) -> Texts:
-    """Full-length texts of tokens drawn at random, and labels too: the same for the same seed."""
+    """Draw full-length texts of tokens, and labels, at random: the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     dtype = imdb_tokens.ids_type(vocabulary)
 

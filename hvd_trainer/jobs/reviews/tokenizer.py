@@ -1,7 +1,7 @@
-"""Reviews as ids of parts of words, and a cache of them: a tokenizer's training and 50,000 reviews take a minute.
+"""Make ids of the reviews, and keep them in a cache: to train a tokenizer and to encode takes a minute.
 
-The parts are learnt from the training reviews alone. A review that is longer than the sequence keeps its
-beginning and, three times as long, its end: there stands the verdict.
+The tokenizer is trained on the training reviews alone. A review that is longer than the sequence keeps its
+beginning and, three times as long, its end, where the verdict stands.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from hvd_trainer.utils.files import atomic_write, open_regular
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+INSTALL = "pip install 'hvd_trainer[imdb]'"
 FORMAT = 1
-"""Of the cache; another number for any change of what is made of the same reviews."""
+"""Version of the cache's content: raise it when other ids are made of the same reviews."""
 PAD = "[PAD]"
 """The name of id 0: no token."""
-ENCODED_AT_ONCE = 1000
+ENCODE_BATCH = 1000
 COUNTED = ("not_utf8", "empty", "strange")
-"""Of what was odd about the reviews."""
+"""The counts of `Reviews` that the cache keeps."""
 DAMAGED = (
     *(OSError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError, RecursionError, NotImplementedError),
     *(ValueError, KeyError, TypeError),
 )
-"""What reading a file that is no cache raises."""
+"""The exceptions that reading a file raises which is no cache."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits as ids."""
+    """The ids and labels of both splits."""
 
     ids: Mapping[str, Tensor]
     """by split: int16 where the vocabulary allows it, else int32, shape (num_reviews, sequence_length)"""
@@ -56,7 +57,7 @@ class Tokens:
     """its JSON, as `tokenizers.Tokenizer.from_str` takes it"""
 
     def fingerprint(self) -> str:
-        """Equal on all nodes, or they would train on different data."""
+        """Return a hash of all values: where nodes differ in it, they would train on different data."""
         sha = hashlib.sha256(self.tokenizer.encode())
         for split in SPLITS:
             sha.update(self.ids[split].numpy().tobytes())
@@ -65,18 +66,18 @@ class Tokens:
 
 
 def ids_type(vocabulary: int) -> torch.dtype:
-    """The smallest type of ids that tensors can be indexed by rows in."""
+    """Return the smallest type for ids below `vocabulary`."""
     return torch.int16 if vocabulary <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
-    """Trains a tokenizer on the training reviews and makes ids of all.
+    """Train a tokenizer on the training reviews, and make ids of all.
 
     Args:
         vocabulary: how many ids there are, at most; at least `MIN_VOCABULARY`.
         sequence_length: of every row: shorter reviews are filled up with 0.
     """
-    tokenizer = _trained(reviews.train.texts, vocabulary)
+    tokenizer = _train_tokenizer(reviews.train.texts, vocabulary)
     ids, cut = {}, 0
     for split in SPLITS:
         texts = getattr(reviews, split).texts
@@ -93,14 +94,17 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
     return Tokens(ids, labels, counts, tokenizer.to_str())
 
 
-def _trained(texts: list[str], vocabulary: int) -> Tokenizer:
-    """Byte pairs: of the same texts any run makes the same ones, and of any text it knows all letters.
+def _train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """Train byte-pair encoding: it is the same in any run, and has ids for all letters of any text.
 
-    The library's trainer of word pieces numbers the letters inside of words in an order that is drawn at random,
-    and these numbers decide between pairs that are equally frequent.
+    The library's trainer of word pieces numbers the letters inside of words in random order, and these numbers
+    decide between pairs that are equally frequent.
     """
-    # Imported when there is something to learn: a start from the cache does without.
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    # Imported here: a start from the cache does without.
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError(f"the package tokenizers makes the tokens ({error}). Type: {INSTALL}") from error
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
@@ -115,14 +119,14 @@ def _trained(texts: list[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # A review may hold these letters.
+    # A review may contain the letters [PAD].
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
-    for start in range(0, len(texts), ENCODED_AT_ONCE):
-        for encoding in tokenizer.encode_batch(texts[start : start + ENCODED_AT_ONCE]):
+    for start in range(0, len(texts), ENCODE_BATCH):
+        for encoding in tokenizer.encode_batch(texts[start : start + ENCODE_BATCH]):
             yield encoding.ids
 
 
@@ -130,12 +134,12 @@ def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 
 def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int) -> Path:
-    """Where the tokens of these reviews are kept."""
+    """Return the file for the tokens of these reviews."""
     return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.npz"
 
 
 def save(tokens: Tokens, file: Path) -> None:
-    """Writes the cache, whole or not at all.
+    """Write the cache, whole or not at all.
 
     Raises:
         DataError: it cannot be written.
@@ -159,7 +163,7 @@ def save(tokens: Tokens, file: Path) -> None:
 
 
 def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
-    """Reads the cache. Each of its arrays has a checksum.
+    """Read the cache. Each of its arrays has a checksum.
 
     Args:
         vocabulary, sequence_length: as for `encode`.
@@ -193,7 +197,11 @@ def _read(file: BinaryIO) -> Tokens:
 
 
 def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
-    """What is out of its range would end a training by an error that speaks of something else."""
+    """Check types, shapes and ranges: later, an id out of range would be an error inside the embedding.
+
+    Raises:
+        ValueError: one is wrong.
+    """
     forms = (ids.dtype, ids.shape, labels.dtype)
     if forms != (ids_type(vocabulary), (len(labels), sequence_length), torch.uint8) or not labels.numel():
         raise ValueError("its arrays have other forms")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_trainer.horovod_build.installer import default_wheel_dir
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
+from hvd_trainer.utils.paths import default_data_dir
 
 MOUNTS = Path("/proc/self/mounts")
 NETWORK = (
@@ -53,12 +53,6 @@ def check_data(situation: Context) -> list[Finding]:
     folder = (asked or default_data_dir()).expanduser().absolute()
     has_data = any(True for pattern in IN_DATA for _ in folder.glob(pattern)) if folder.is_dir() else False
     return [judge_data(folder, look_at(folder), has_data)]
-
-
-def default_data_dir() -> Path:
-    """Where the jobs keep data that nobody has named a folder for: beside the built wheels."""
-    # jobs/images.py, which says so, imports PyTorch.
-    return default_wheel_dir().with_name("data")
 
 
 def check_logs(situation: Context) -> list[Finding]:
