@@ -46,7 +46,7 @@ COMMANDS = {
     "compare": Command(
         "Measure",
         "hvd_trainer.tools.compare.cli",
-        "time a job on both engines: tables, plots, and which one is faster",
+        "time engines, ranks and options side by side: tables, plots, and which is faster",
     ),
     "diagnose": Command(
         "Measure",
@@ -58,7 +58,6 @@ COMMANDS = {
         "hvd_trainer.tools.tune.cli",
         "search the fastest options of each engine for a job, and write them as YAML",
     ),
-    "grid": Command("Measure", "hvd_trainer.tools.grid.cli", "time a job with all combinations of options"),
     "estimate": Command(
         "Measure",
         "hvd_trainer.tools.estimate.cli",
@@ -66,7 +65,7 @@ COMMANDS = {
     ),
     "export": Command("Use", "hvd_trainer.tools.export", "write a checkpoint's weights as model.safetensors"),
 }
-RENAMED = {"project": "estimate"}
+RENAMED = {"grid": "compare", "project": "estimate"}
 """Commands of earlier versions, and what they are called now."""
 
 

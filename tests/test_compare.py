@@ -1,4 +1,7 @@
-"""`python -m hvd_trainer compare`: its arithmetic, its refusals, and a comparison from the command to the page."""
+"""`python -m hvd_trainer compare`: its arithmetic, its refusals, and a comparison from the command to the page.
+
+Its trials with varied options are in test_compare_vary.py.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,29 @@ from launchers import REPOSITORY, launch, requires, start
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import cli
+from hvd_trainer.tools.compare.entries import Entry, read_entries
 from hvd_trainer.tools.compare.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.trials import Entry, Point, entries, in_rounds, points
+from hvd_trainer.tools.compare.trials import Trial, make_trials
+from hvd_trainer.tools.compare.variants import make_variants
+from hvd_trainer.tools.runner import formats
 from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.ratio import ratio, widened
-from hvd_trainer.tools.runner.runs import Run, read_runs
+from hvd_trainer.tools.runner.runs import Run, in_rounds, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 
 JOB = ("-m", "hvd_trainer.mnist")
 MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def trials_of(
+    engines: Sequence[str], numbers: Sequence[int], *, job: Sequence[str] = JOB, baselines: Sequence[str] = ()
+) -> list[Trial]:
+    entries = read_entries(engines, baselines, max_ranks=max(numbers), num_gpus=0)
+    conditions = {"warmup_steps": 10}
+    return make_trials(entries, numbers, make_variants(job, []), threads=1, conditions=conditions)
 
 
 # What is run.
@@ -67,28 +81,28 @@ def test_the_job_may_be_typed_with_python() -> None:
         (["ddp", "ddp"], [], "ddp takes part twice"),
     ],
 )
-def test_who_cannot_take_part(engines: Sequence[str], baselines: Sequence[str], message: str) -> None:
+def test_entries_that_cannot_take_part(engines: Sequence[str], baselines: Sequence[str], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        entries(JOB, engines, baselines)
+        read_entries(engines, baselines, max_ranks=2, num_gpus=0)
     assert message in str(caught.value)
 
 
-def test_points_and_their_order() -> None:
-    plan = points(entries(JOB, ["horovod", "ddp", "single"], []), [1, 2], 1, {})
-    labels = [point.label for point in plan]
+def test_trials_and_their_order() -> None:
+    plan = trials_of(["horovod", "ddp", "single"], [1, 2])
+    labels = [trial.label for trial in plan]
     assert labels == ["horovod x 1", "ddp x 1", "single x 1", "horovod x 2", "ddp x 2"]
-    order = [(number, point.label) for number, point in in_rounds(plan, 3)]
+    order = [(number, trial.label) for number, trial in in_rounds(plan, 3)]
     assert order == [(1, x) for x in labels] + [(2, x) for x in reversed(labels)] + [(3, x) for x in labels]
-    assert len({point.key for point in plan}) == len(plan)
+    assert len({trial.key for trial in plan}) == len(plan)
 
 
 def test_nothing_is_saved_unless_the_job_says_so() -> None:
-    (plain, saving) = (Entry("ddp", "ddp", (*JOB, *more)) for more in ((), ("--save-every-steps", "5")))
-    assert plain.arguments(Path("log"))[2:] == [
+    ddp, log = Entry("ddp", "ddp"), Path("log")
+    assert ddp.arguments(JOB, log)[2:] == [
         *("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None"),
         *("--backend", "ddp", "--log-dir", "log", "--record-steps"),
     ]
-    assert saving.arguments(Path("log")).count("--save-every-steps") == 1
+    assert ddp.arguments([*JOB, "--save-every-steps", "5"], log).count("--save-every-steps") == 1
 
 
 @pytest.mark.parametrize(
@@ -100,12 +114,54 @@ def test_nothing_is_saved_unless_the_job_says_so() -> None:
             ["--rounds", "-1", "--threads", "0", "--timeout-s", "0"],
             "--rounds must .*; --threads must .*; --timeout",
         ),
+        (["--steps", "0"], "--steps must be 1 or more"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         cli.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(formats, "NEEDED", ("rich", "no_such_package"))
+    with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[tools\]'"):
+        cli.main(["--out", str(tmp_path / "out"), "--", *JOB])
+
+
+@pytest.fixture
+def what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function that calls `measure`, with runs that end as its `ends` say, and lists them."""
+    trials = trials_of(["ddp"], [1, 2, 4, 8])
+    started: list[tuple[int, int]] = []
+
+    def start_nothing(trial: Trial, number: int, folder: Path, options: cli.Options) -> Run:
+        started.append((number, trial.ranks))
+        ended: Any = again.ends[trial.ranks]
+        return Run(trial.identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
+
+    def again(**options: Any) -> list[tuple[int, int]]:
+        started.clear()
+        cli.measure(trials, tmp_path, cli.Options(**options), strong=False)
+        return started
+
+    again.ends = {1: "done", 2: "failed", 4: "killed", 8: "done"}  # type: ignore[attr-defined]
+    monkeypatch.setattr(cli, "start", start_nothing)
+    return again
+
+
+def test_runs_that_failed_or_were_killed(what_is_run: Any) -> None:
+    """A failed one is not run again, a killed one is at the next start, and one that is done never is."""
+    ends = what_is_run.ends
+    assert what_is_run(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
+    ends[4] = "done"
+    assert what_is_run(rounds=2) == [(1, 4), (2, 4)]
+    assert what_is_run(rounds=2) == []
+    assert what_is_run(rounds=3) == [(3, 1), (3, 4), (3, 8)]
+    assert what_is_run(rounds=1, retry_failed=True) == [(1, 2)]
+    ends[2] = "done"
+    assert what_is_run(rounds=1, retry_failed=True) == [(1, 2)]
+    assert what_is_run(rounds=2) == [(2, 2)]
 
 
 # What the figures say.
@@ -208,7 +264,10 @@ def test_what_a_script_does_not_tell_is_not_compared() -> None:
     assert differences(side("ddp"), plain, strong=False) == []
 
 
-def run_of(point: Point, number: int, rate: float, **figures: Any) -> Run:
+FIGURES: dict[str, Any] = {"work": WORK, "step_s": 0.1, "first_step_at": 1.0}
+
+
+def run_of(trial: Trial, number: int, rate: float, **figures: Any) -> Run:
     parts = dict.fromkeys(("data", "forward", "backward", "exchange", "straggler", "step", "other"), 0.001)
     known = {
         "work": WORK,
@@ -223,12 +282,12 @@ def run_of(point: Point, number: int, rate: float, **figures: Any) -> Run:
         "weights": "abc",
         "curve": [[1, 2.0], [2, 1.0]],
     }
-    return Run(point.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
+    return Run(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
 
 
 @pytest.fixture
 def made() -> Comparison:
-    plan = points(entries(JOB, ["horovod", "ddp"], []), [1, 2], 1, {"warmup_steps": 10})
+    plan = trials_of(["horovod", "ddp"], [1, 2])
     rates = {"horovod x 1": 1000, "ddp x 1": 1000, "horovod x 2": 1800, "ddp x 2": 1500}
     runs = [run_of(p, n, rates[p.label] + 10 * n + (n if p.ranks == 1 else 0)) for n in range(1, 6) for p in plan]
     runs += [Run(plan[0].identity, 6, "failed", 1.0, "no such <file>")]
@@ -241,7 +300,7 @@ def test_the_verdict_says_who_how_much_and_why(made: Comparison) -> None:
     assert together.startswith("On 2 ranks horovod is 1.20 times as fast as ddp (5 rounds, 95 % interval 1.19 to ")
     assert "A step of ddp takes 27.43 ms longer: exchanging gradients +27.43 ms." in together
     assert together.endswith("Both have trained the same weights, to the last bit.")
-    first, _, two, _ = made.measured
+    first, _, two, _ = made.results
     assert first.note == "failed in round 6: no such <file>"
     assert (first.startup_s, first.weights) == (3.5, "abc")
     assert made.efficiency(two) == pytest.approx(0.885, abs=0.01)
@@ -250,17 +309,17 @@ def test_the_verdict_says_who_how_much_and_why(made: Comparison) -> None:
 def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.touch()
-    plan = points(entries(JOB, ["ddp"], [f"ddp {script}"]), [2], 1, {})
+    plan = trials_of(["ddp"], [2], baselines=[f"ddp {script}"])
     plain = Run(plan[1].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [run_of(plan[0], 1, 1000), plain], job=JOB, strong=False, machine={})
-    assert found.measured[1].median("samples_per_s") == pytest.approx(500)
+    assert found.results[1].median("samples_per_s") == pytest.approx(500)
     (pair,) = found.pairs
     assert pair.speed.value == pytest.approx(2.0)
 
 
 def test_what_a_script_does_not_tell_is_not_drawn() -> None:
     """An empty picture once had a warning about its missing names."""
-    plan = points(entries(JOB, ["ddp"], []), [2], 1, {})
+    plan = trials_of(["ddp"], [2])
     silent = Run(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [silent], job=JOB, strong=False, machine={})
     with warnings.catch_warnings():
@@ -327,7 +386,7 @@ def command(out: Path, *options: str, job: Sequence[str] = DIGITS) -> list[str]:
 @requires("horovod")
 def test_a_comparison_and_the_same_again(tmp_path: Path) -> None:
     said = launch("python", 1, command(tmp_path, "--np", "2", "--rounds", "1")).stdout
-    assert "2 points (horovod x 2, ddp x 2), 2 runs in 1 round, 2 to do" in said
+    assert "2 trials (horovod x 2; ddp x 2), 2 runs in 1 round, 2 to do" in said
     assert "2/2  round 1, ddp x 2: " in said
     assert "1 round, which is too few to tell a difference from noise" in said
     assert "Both have trained the same weights, to the last bit." in said
@@ -336,10 +395,10 @@ def test_a_comparison_and_the_same_again(tmp_path: Path) -> None:
         ("horovod", 6),
         ("ddp", 6),
     ]
-    for point in kept["points"]:
-        assert point["start-up, s"] > 1
-        assert point["peak, MB"] > 100
-        assert point["accuracy"] > 0.3
+    for trial in kept["trials"]:
+        assert trial["startup_s"] > 1
+        assert trial["peak_memory_mb"] > 100
+        assert trial["test_accuracy"] > 0.3
     assert "| horovod | 2 |" in (tmp_path / "comparison.md").read_text()
     assert (tmp_path / "comparison.html").stat().st_size > 20_000
     again = launch("python", 1, command(tmp_path, "--np", "2", "--rounds", "1")).stdout
@@ -347,7 +406,7 @@ def test_a_comparison_and_the_same_again(tmp_path: Path) -> None:
     assert again.splitlines()[1:] == said.splitlines()[3:]
     assert {path.name for path in tmp_path.iterdir()} == {
         *(".lock", "runs.jsonl"),
-        *(f"comparison.{kind}" for kind in ("json", "md", "html")),
+        *(f"comparison.{kind}" for kind in ("json", "csv", "md", "html")),
     }
 
 
@@ -389,8 +448,8 @@ def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
     keys = set()
     for text in (UNEQUAL, UNEQUAL.replace("trainer.world.size if", "1 if")):
         script.write_text(text)
-        (point,) = points(entries((str(script),), ["ddp"], []), [2], 1, {})
-        keys.add(point.key)
+        (trial,) = trials_of(["ddp"], [2], job=[str(script)])
+        keys.add(trial.key)
     assert len(keys) == 2
 
 

@@ -20,7 +20,9 @@ from hvd_trainer import (
 )
 from hvd_trainer.backends.data_parallel import DataParallelBackend
 from hvd_trainer.tools.compare.cli import only_gpus
-from hvd_trainer.tools.compare.trials import entries, points
+from hvd_trainer.tools.compare.entries import read_entries
+from hvd_trainer.tools.compare.trials import make_trials
+from hvd_trainer.tools.compare.variants import make_variants
 
 JOB = ("-m", "hvd_trainer.mnist")
 
@@ -90,11 +92,11 @@ def test_what_does_not_go_with_it(train: TrainOptions) -> None:
 
 
 def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    everyone = entries(JOB, ["ddp", "data-parallel"], [], most=4, gpus=4)
-    plan = points(everyone, [1, 2, 4], 1, {})
-    labels = [point.label for point in plan]
+    entries = read_entries(["ddp", "data-parallel"], [], max_ranks=4, num_gpus=4)
+    plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={})
+    labels = [trial.label for trial in plan]
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
-    assert [point.processes for point in plan] == [1, 2, 1, 4, 1]
+    assert [trial.processes for trial in plan] == [1, 2, 1, 4, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert only_gpus(plan[2]) == ["env", "CUDA_VISIBLE_DEVICES=0,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
@@ -105,4 +107,4 @@ def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.M
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
 def test_too_few_gpus_are_said(most: int, gpus: int) -> None:
     with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
-        entries(JOB, ["data-parallel"], [], most=most, gpus=gpus)
+        read_entries(["data-parallel"], [], max_ranks=most, num_gpus=gpus)

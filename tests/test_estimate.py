@@ -15,8 +15,10 @@ import pytest
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import report as compare_report
-from hvd_trainer.tools.compare import trials as compare_plan
+from hvd_trainer.tools.compare.entries import Entry
 from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.compare.trials import make_trials
+from hvd_trainer.tools.compare.variants import Axis, make_variants
 from hvd_trainer.tools.estimate.cli import Options, estimate, main
 from hvd_trainer.tools.estimate.fit import CPU, GPU, fit, interval
 from hvd_trainer.tools.estimate.held_out import Errors, Guess, by_series, furthest, large, tables
@@ -468,15 +470,22 @@ def test_the_job_of_a_comparison(tmp_path: Path, typed: Callable[..., tuple[int,
 
 def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
     """The names are those of `compare`'s own figures."""
-    place = compare_plan.Point(compare_plan.Entry("ddp", "ddp", ("-m", "hvd_trainer.mnist")), 1, 1, {})
+    variants = make_variants(("-m", "hvd_trainer.mnist"), [])
+    (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={})
     work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
-    run = Run(place.identity, 1, "done", 1.0, figures=figures)
-    its = Comparison.of([place], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
+    run = Run(trial.identity, 1, "done", 1.0, figures=figures)
+    its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps(compare_report.as_json(its)))
     report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
     assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
+    varied = Comparison.of(
+        [trial], [run], job=("-m", "x"), strong=False, machine={}, varied=[Axis("seed", ("1",))]
+    )
+    file.write_text(json.dumps(compare_report.as_json(varied)))
+    with pytest.raises(OptionError, match="has several values of options"):
+        estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
 
 
 def test_the_tool_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

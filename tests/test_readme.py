@@ -104,13 +104,13 @@ TYPED_ELSEWHERE = {
     "python -m hvd_trainer tune --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
         *("tests/test_tune.py", '"tune"'),
     ),
-    "python -m hvd_trainer grid --job imdb --ranks 1,2,4 --stages 1,2 --chunks 1,2,4,8,16,32 --batch-size "
-    "32,64,128,256 --schedule gpipe --out runs/grid": ("tests/test_grid.py", "tool.main"),
-    "MALLOC_MMAP_THRESHOLD_=131072 python -m hvd_trainer grid --job imdb --ranks 2 --batch-size 16 --precision "
-    "fp32,bf16 --activation-checkpointing none,blocks --shard none,optimizer,full --rounds 2 --steps 2 --out "
-    "runs/memory -- --layers 6 --d-model 512 --d-hid 2048 --heads 8 --sequence-length 64": (
-        *("tests/test_grid.py", "tool.main"),
-    ),
+    "python -m hvd_trainer compare --engines ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
+    "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
+    "hvd_trainer.imdb --dataset synthetic": ("tests/test_compare_vary.py", '"stages=1,2"'),
+    "MALLOC_MMAP_THRESHOLD_=131072 python -m hvd_trainer compare --engines ddp --np 2 --vary precision=fp32,bf16 "
+    "--vary activation-checkpointing=none,blocks --vary shard=none,optimizer,full --rounds 2 --warmup-steps 2 "
+    "--steps 2 --out runs/memory -- -m hvd_trainer.imdb --dataset synthetic --batch-size 16 --layers 6 --d-model "
+    "512 --d-hid 2048 --heads 8 --sequence-length 64": ("tests/test_compare_vary.py", '"hvd_trainer.imdb"'),
     "python -m hvd_trainer export runs/digits runs/digits/weights.safetensors": (
         *("tests/test_checkpoint.py", '"export"'),
     ),
@@ -340,7 +340,6 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer.imdb",
         "hvd_trainer install-horovod",
         "hvd_trainer export",
-        "hvd_trainer grid",
         "hvd_trainer compare",
         "hvd_trainer tune",
         "hvd_trainer diagnose",

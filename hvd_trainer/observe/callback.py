@@ -86,6 +86,10 @@ class RunView(Protocol):
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in a whole epoch; None for a stream."""
 
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
+
     def say(self, text: str) -> None:
         """Print a line once for the whole job, unless it is quiet."""
 

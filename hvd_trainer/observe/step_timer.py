@@ -116,7 +116,8 @@ class StepTimes(Observer):
 
     The file is NumPy's, with one entry per step: `seconds` (steps, parts) in the order of `parts`,
     `step`, `epoch`, `samples` (of all ranks), `lr`, `loss` (this rank's), `grad_norm`, `skipped`, `cpu_s` (CPU
-    time of the whole process); and `began_at` and `first_step_at`, in seconds since 1970.
+    time of the whole process), and of a stage on a CPU `busy_s` (seconds in which it computed, and did not wait
+    for another stage); and `began_at` and `first_step_at`, in seconds since 1970.
 
     Args:
         backend: the engine.
@@ -136,6 +137,8 @@ class StepTimes(Observer):
         self._marks: list[tuple[int, Any]] = []
         self._samples, self._cpu = 0, 0.0
         self._began_at, self._first_step_at = 0.0, 0.0
+        self._busy: list[float] = []
+        self._busy_before = 0.0
 
     @contextmanager
     def around_training(self, run: RunView) -> Iterator[None]:
@@ -171,11 +174,15 @@ class StepTimes(Observer):
         counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
         self._rows.append((*counts, run.rate.last, cpu - self._cpu))
         self._samples, self._cpu = progress.samples, cpu
+        if (busy := run.busy_s) is not None:
+            self._busy.append(busy - self._busy_before)
+            self._busy_before = busy
         if len(self._pending) == MAX_PENDING:
             self._resolve()
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         self._marks = [(OTHER, self._clock.mark())]
+        self._busy_before = 0.0
 
     def _resolve(self) -> None:
         self._clock.settle()
@@ -194,6 +201,7 @@ class StepTimes(Observer):
         step, epoch, samples, lr, cpu = np.array(self._rows, dtype=float).reshape(-1, 5).T
         loss, grad_norm, skipped = np.array(self._results).reshape(-1, 3).T
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        busy: dict[str, Any] = {"busy_s": np.array(self._busy)} if self._busy else {}
         np.savez(
             self._file,
             parts=np.array(PARTS),
@@ -208,4 +216,5 @@ class StepTimes(Observer):
             grad_norm=grad_norm,
             began_at=self._began_at,
             first_step_at=self._first_step_at,
+            **busy,
         )

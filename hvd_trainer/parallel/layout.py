@@ -153,6 +153,11 @@ class Layout(ABC):
             dist.gather_object(mine, everyone, dst=0, group=group)
         return None if everyone is None else {key: value for its in everyone for key, value in its.items()}
 
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
+        return None
+
     def figures(self, seconds: float) -> dict[str, float]:
         """What an epoch's record has besides. A collective.
 

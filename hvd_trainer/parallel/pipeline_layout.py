@@ -166,12 +166,18 @@ class PipelineLayout(Layout):
             return None
         return self._gathered(owned, self._group)
 
-    def figures(self, seconds: float) -> dict[str, float]:
-        """The fraction of its time that stages waited, or sent and received."""
+    @property
+    def busy_s(self) -> float | None:
         # On a GPU the clock would only tell how long Python takes to ask for the work.
         if not isinstance(self._pipeline, ManyStages) or not accelerator.is_host(self._backend.device):
+            return None
+        return self._pipeline.busy_s
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """The fraction of its time that stages waited, or sent and received."""
+        if not isinstance(self._pipeline, ManyStages) or self.busy_s is None:
             return {}
-        busy, whole = self._backend.all_reduce(torch.tensor([self._pipeline.busy_s, seconds])).tolist()
+        busy, whole = self._backend.all_reduce(torch.tensor([self.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0
         return {"bubble": 1 - busy / whole}
 

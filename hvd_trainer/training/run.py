@@ -105,6 +105,11 @@ class TrainingRun:
         return count_steps(self.plan, self.train_loader)
 
     @property
+    def busy_s(self) -> float | None:
+        """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
+        return self.layout.busy_s
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to train: by epochs, by steps or by the stop condition."""
         train, progress = self.options.train, self.progress

@@ -1,9 +1,10 @@
-"""`python -m hvd_trainer compare`: which engine is faster here, for this job, and what makes the difference.
+"""`python -m hvd_trainer compare`: how fast a job is on each engine, and with which of its options.
 
 python -m hvd_trainer compare --np 1,2,4 -- -m hvd_trainer.mnist --epochs 1
+python -m hvd_trainer compare --engines ddp --vary chunks=1,2,4 --vary stages=1,2 --steps 20 -- -m hvd_trainer.imdb
 
-Every engine on every number of ranks is started as a job of its own by its own launcher, in rounds: A B, then B A.
-A run that has ended is written down at once, so that the same command goes on where a stopped one was.
+Each trial is started as a job of its own by its engine's own launcher, in rounds: A B, then B A. A run that has
+ended is written down at once, so that the same command goes on where a stopped one was.
 """
 
 from __future__ import annotations
@@ -22,24 +23,41 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
+from hvd_trainer.tools.compare.entries import read_entries
+from hvd_trainer.tools.compare.equal_work import refuse_unequal
 from hvd_trainer.tools.compare.report import show
-from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.trials import Point, entries, in_rounds, points
-from hvd_trainer.tools.runner.command import command_for, read_job
+from hvd_trainer.tools.compare.result import Comparison, side_of
+from hvd_trainer.tools.compare.trials import Trial, make_trials
+from hvd_trainer.tools.compare.variants import make_variants, read_axes
+from hvd_trainer.tools.runner.command import ENDLESS, command_for, read_job, with_options
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.machine import busy, describe_machine, num_gpus
-from hvd_trainer.tools.runner.runs import Run, append_run, locked_folder, log_dir, read_runs, run_once, split
+from hvd_trainer.tools.runner.runs import (
+    Run,
+    append_run,
+    in_rounds,
+    locked_folder,
+    log_dir,
+    read_runs,
+    run_once,
+    split,
+)
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures, read_probed
 from hvd_trainer.utils.text import COMMAND, plural
+
+MAX_NAMED = 6
+"""Trials that are named before they are run."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure a job on both engines, in rounds, and say which one is faster, by how much and why.
+    """Measure a job on both engines and with several values of its options, in rounds; say what is faster and why.
 
     The job stands behind --, as it would stand behind `python`. With --global-batch-size among its options the
     global batch is the same on any number of ranks (strong scaling); else each rank's batch is (weak scaling).
+
+    Example: compare --engines ddp --np 1,2,4 --vary chunks=1,2,4 --vary batch-size=32,64 --steps 20
+    -- -m hvd_trainer.imdb --dataset synthetic --stages 2
     """
 
     np: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = "1,2"
@@ -47,6 +65,10 @@ class Options:
     engines: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "horovod,ddp"
     """who takes part: horovod, ddp, single (one process without an engine), and where there are two GPUs or more
     data-parallel (torch.nn.DataParallel)"""
+    vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="OPTION=V,V,...")] = ()
+    """an option of the job and the values that it takes, such as chunks=1,2,4 or compile=true,false. May be given
+    again and again: all combinations are run, with heat maps and the step times that the pipeline's formula
+    predicts"""
     baseline: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="'ENGINE SCRIPT ...'")
     ] = ()
@@ -54,6 +76,8 @@ class Options:
     ENGINE says what starts it: ddp (torchrun) or horovod (horovodrun). May be given again and again"""
     rounds: Annotated[int, Ge(0)] = 5
     """how often everything is run; 0: only show what there is"""
+    steps: Annotated[int | None, Ge(1)] = None
+    """optimizer steps of each run that count, whatever its --epochs; None: as many as the job makes"""
     warmup_steps: Annotated[int, Ge(0)] = 10
     """optimizer steps at the beginning of each run that do not count"""
     threads: Annotated[int | None, Ge(1)] = None
@@ -61,7 +85,9 @@ class Options:
     out: Path = Path("runs/compare")
     """folder for the page, the tables and the runs; the same command again goes on with what is there"""
     timeout_s: Annotated[float, Gt(0)] = 1800.0
-    """after so many seconds a run is killed"""
+    """after so many seconds a run is killed; it is tried again when the same command is typed again"""
+    retry_failed: bool = False
+    """start again what has failed in this folder, too"""
 
     @property
     def numbers(self) -> list[int]:
@@ -79,143 +105,163 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 if all was measured, 1 if a run failed, 130 after Ctrl-C.
+    """Run the command.
+
+    Returns:
+        The exit code: 0 if all that is possible was measured, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
-        OptionError: an option is out of its range; the runs have not done the same work.
+        OptionError: an option is out of its range, or unknown to the job; the runs have not done the same work.
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} compare", args=own)
     check_ranges(options)
+    if options.vary and options.baseline:
+        raise OptionError("--vary changes options of the job, which a --baseline has not: leave one out")
     check_installed()
-    job, numbers = read_job(words), options.numbers
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(numbers))
+    job, numbers, axes = read_job(words), options.numbers, read_axes(options.vary)
+    if options.steps is not None:
+        job = tuple(with_options(job, [*ENDLESS, "--max-steps", str(options.warmup_steps + options.steps)]))
     machine = describe_machine()
-    setting = {"warmup_steps": options.warmup_steps, **{k: machine[k] for k in ("python", "torch", "horovod")}}
-    engines = [name.strip() for name in options.engines.split(",")]
-    everyone = entries(job, engines, options.baseline, most=max(numbers), gpus=num_gpus())
-    plan = points(everyone, numbers, threads, setting)
+    trials = make_trials(
+        read_entries(
+            [name.strip() for name in options.engines.split(",")],
+            options.baseline,
+            max_ranks=max(numbers),
+            num_gpus=num_gpus(),
+        ),
+        numbers,
+        make_variants(job, axes),
+        threads=options.threads or max(1, len(os.sched_getaffinity(0)) // max(numbers)),
+        conditions={
+            "warmup_steps": options.warmup_steps,
+            **{name: machine[name] for name in ("python", "torch", "horovod")},
+        },
+    )
     strong = any(word.startswith("--global-batch-size") for word in job)
     folder = options.out.expanduser().resolve()
     interrupted = False
     with locked_folder(folder):
         try:
-            measure(plan, folder, options, strong=strong)
+            measure(trials, folder, options, strong=strong)
         except KeyboardInterrupt:
             interrupted = True
-        comparison = Comparison.of(plan, read_runs(folder, are_figures), job=job, strong=strong, machine=machine)
+        comparison = Comparison.of(
+            trials, read_runs(folder, are_figures), job=job, strong=strong, machine=machine, varied=axes
+        )
         comparison.check_work()
-        if any(one.runs for one in comparison.measured):
+        if axes or any(its.runs for its in comparison.results):
             show(comparison, folder)
         else:
             print("No run came to its end: there is nothing to show.", file=sys.stderr)
     if interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
-    return int(any(not one.done for one in comparison.measured))
+    return int(not all(its.is_complete for its in comparison.results))
 
 
-def measure(plan: Sequence[Point], folder: Path, options: Options, *, strong: bool) -> None:
-    """Runs what has not been run yet, and writes down each run as it ends.
+def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: bool) -> None:
+    """Run what has not been run yet, and write down each run as it ends.
 
     Raises:
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
-    ended = read_runs(folder, are_figures)
-    done = {(run.key, run.round): run for run in ended if run.state == "done"}
-    order = list(in_rounds(plan, options.rounds))
-    to_do = [(number, point) for number, point in order if (point.key, number) not in done]
+    last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
+    done = {place: run for place, run in last.items() if run.state == "done"}
+    # What failed will fail again, and take as long to do so.
+    failed = set() if options.retry_failed else {key for (key, _), run in last.items() if run.state == "failed"}
+    possible = [trial for trial in trials if trial.reason is None]
+    order = list(in_rounds(possible, options.rounds))
+    to_do = [(n, trial) for n, trial in order if (trial.key, n) not in done and trial.key not in failed]
+    planned = f"{plural(len(order), 'run')} in {plural(options.rounds, 'round')}"
     print(
-        f"{plural(len(plan), 'point')} ({', '.join(point.label for point in plan)}), "
-        f"{plural(len(order), 'run')} in {plural(options.rounds, 'round')}, {len(to_do)} to do; all is kept in "
-        f"{folder}",
+        f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}",
         flush=True,
     )
+    if count := sum(trial.key in failed for trial in possible):
+        print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do and (warning := busy()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
-    clock = Clock(run for run in ended if run.state == "done")
-    sides = [side_of(point, run) for run in done.values() for point in plan if point.key == run.key]
+    ended = list(done.values())
+    sides = [side_of(trial, run) for run in done.values() for trial in trials if trial.key == run.key]
     given_up: set[str] = set()
-    for count, (number_, point) in enumerate(to_do, 1):
-        if point.key in given_up:
+    for count, (round_, trial) in enumerate(to_do, 1):
+        if trial.key in given_up:
             continue
-        run = start(point, number_, folder, options)
-        check_steps(point, run, options.warmup_steps)
+        run = start(trial, round_, folder, options)
+        check_steps(trial, run, options.warmup_steps)
         append_run(folder, run)
-        clock.note(run)
-        left = clock.left([its for _, its in to_do[count:] if its.key not in given_up])
-        print(f"{count}/{len(to_do)}  round {number_}, {point.label}: {result_of(run)}{left}", flush=True)
+        ended.append(run)
+        left = time_left(ended, [its for _, its in to_do[count:] if its.key not in given_up])
+        print(f"{count}/{len(to_do)}  round {round_}, {trial.label}: {result_of(run)}{left}", flush=True)
         if run.state != "done":
-            given_up.add(point.key)
+            given_up.add(trial.key)
             continue
-        side = side_of(point, run)
+        side = side_of(trial, run)
         for other in sides:
             refuse_unequal(other, side, strong)
         sides.append(side)
 
 
-class Clock:
-    """How long is left, from how long the runs took so far."""
-
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self._seconds: dict[str, list[float]] = {}
-        for run in runs:
-            self.note(run)
-
-    def note(self, run: Run) -> None:
-        self._seconds.setdefault(run.key, []).append(run.seconds)
-
-    def left(self, to_come: Sequence[Point]) -> str:
-        """`, about 3 min left`."""
-        if not to_come:
-            return ""
-        usual = median(second for its in self._seconds.values() for second in its)
-        seconds = sum(median(self._seconds.get(point.key, [usual])) for point in to_come)
-        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
+def _listed(trials: Sequence[Trial]) -> str:
+    """Return `2 trials (horovod x 2, ddp x 2)`, or how many of them are impossible."""
+    text = plural(len(trials), "trial")
+    if len(trials) <= MAX_NAMED:
+        text += f" ({'; '.join(trial.label for trial in trials)})"
+    impossible = sum(trial.reason is not None for trial in trials)
+    return f"{text}, {impossible} of them impossible" if impossible else text
 
 
-def side_of(point: Point, run: Run) -> Side:
-    return Side(point.contestant.name, point.ranks, run.figures["work"])
+def time_left(ended: Iterable[Run], to_come: Sequence[Trial]) -> str:
+    """Return `, about 3 min left`, from how long the runs have taken so far."""
+    if not to_come:
+        return ""
+    seconds: dict[str, list[float]] = {}
+    for run in ended:
+        seconds.setdefault(run.key, []).append(run.seconds)
+    usual = [value for values in seconds.values() for value in values]
+    left = sum(median(seconds.get(trial.key, usual)) for trial in to_come)
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
-def start(point: Point, number_: int, folder: Path, options: Options) -> Run:
-    """One run of one point, from its start to its end."""
-    job = point.contestant.arguments(log_dir(folder))
-    read = read_figures if point.contestant.is_ours else read_probed
+def start(trial: Trial, round_: int, folder: Path, options: Options) -> Run:
+    """Run a trial once, from its start to its end."""
+    words = trial.entry.arguments(trial.variant.words, log_dir(folder))
+    read = read_figures if trial.entry.is_job else read_probed
     return run_once(
-        [*only_gpus(point), *command_for(point.contestant.launcher, point.ranks, job)],
+        [*only_gpus(trial), *command_for(trial.entry.launcher, trial.ranks, words)],
         folder,
-        point.identity,
-        number_,
-        threads=point.threads,
+        trial.identity,
+        round_,
+        threads=trial.threads,
         limit_s=options.timeout_s,
-        read=partial(read, ranks=point.processes, warmup_steps=options.warmup_steps),
+        read=partial(read, ranks=trial.processes, warmup_steps=options.warmup_steps),
     )
 
 
-def only_gpus(point: Point) -> list[str]:
-    """What DataParallel, which takes all that it sees, must not see more of than there are ranks beside it."""
-    if point.contestant.engine != "data-parallel":
+def only_gpus(trial: Trial) -> list[str]:
+    """Return a command prefix that hides GPUs from DataParallel, which takes all that it sees."""
+    if trial.entry.engine != "data-parallel":
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(point.ranks)))).split(",")
-    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(visible[: point.ranks])}"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(trial.ranks)))).split(",")
+    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(visible[: trial.ranks])}"]
 
 
-def check_steps(point: Point, run: Run, warmup_steps: int) -> None:
-    """A run that has ended must have steps that count.
+def check_steps(trial: Trial, run: Run, warmup_steps: int) -> None:
+    """Check that a run that has ended has steps that count.
 
     Raises:
         OptionError: all of them belong to the warm-up.
     """
     if run.state == "done" and "step_s" not in run.figures:
         raise OptionError(
-            f"{point.label} makes {plural(run.figures['work']['steps'], 'step')}, and the first {warmup_steps} do "
+            f"{trial.label} makes {plural(run.figures['work']['steps'], 'step')}, and the first {warmup_steps} do "
             f"not count: give the job more --epochs, or type a lower --warmup-steps"
         )
 
 
 def result_of(run: Run) -> str:
-    """`14,210 samples/s (12 s)`; a script that is not ours does not tell its samples."""
+    """Return `14,210 samples/s (12 s)`; of a script, which does not tell its samples, the steps per second."""
     if run.state != "done":
         return f"{run.state}: {run.note}"
     rate = run.figures.get("samples_per_s")

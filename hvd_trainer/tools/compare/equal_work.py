@@ -1,4 +1,4 @@
-"""Only what does the same work is compared: what two runs have done, side by side."""
+"""Refuse to compare runs that have not done the same work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from hvd_trainer.errors import OptionError
 
 TOLERANCE = 1e-9
-"""Of learning rates, which two programs may have worked out in another order; relative."""
+"""Relative difference of learning rates, which two programs may compute in another order."""
 
 
 class Aspect(NamedTuple):
-    """One thing that must be equal."""
+    """A property of the work that must be equal."""
 
     name: str
     text: str
@@ -44,21 +44,23 @@ ASPECTS = (
 
 
 class Side(NamedTuple):
-    """A run and what it did; what it does not tell is not compared."""
+    """A run, and the work that it did; properties that it does not report are not compared."""
 
     name: str
     ranks: int
     work: Mapping[str, Any]
+    variant: str = ""
+    """the values of options that are varied on purpose: only runs with the same ones are compared"""
 
 
 def refuse_unequal(one: Side, other: Side, strong: bool) -> None:
-    """Two runs must have done the same, as far as their numbers of ranks let them.
+    """Check that two runs have done the same work, as far as their numbers of ranks let them.
 
     Args:
         strong: whether the global batch shall be the same on any number of ranks.
 
     Raises:
-        OptionError: they have not; it says what differs.
+        OptionError: they have not; the message lists what differs.
     """
     found = differences(one, other, strong)
     if found:
@@ -71,7 +73,9 @@ def refuse_unequal(one: Side, other: Side, strong: bool) -> None:
 
 
 def differences(one: Side, other: Side, strong: bool) -> list[str]:
-    """What differs, a line each."""
+    """Return a line for each property that differs."""
+    if one.variant != other.variant:
+        return []
     same_ranks = one.ranks == other.ranks
     lines = []
     for aspect in ASPECTS:
@@ -87,7 +91,7 @@ def differences(one: Side, other: Side, strong: bool) -> list[str]:
 
 
 def _rates(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[str]:
-    """The first step whose learning rates differ."""
+    """Return a line about the first step whose learning rates differ."""
     left, right = _unrolled(one), _unrolled(other)
     for number, (a, b) in enumerate(zip(left, right, strict=False), 1):
         if abs(a - b) > TOLERANCE * max(abs(a), abs(b)):

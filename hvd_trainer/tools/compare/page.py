@@ -1,4 +1,4 @@
-"""A comparison as one page: no other file, no script, nothing from the network."""
+"""The page of a comparison: one file, without scripts and without anything from the network."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ def write_page(
     heading: str,
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]],
     conditions: Sequence[str],
+    deviations: Sequence[str],
     troubles: Sequence[str],
 ) -> None:
-    """Writes it.
+    """Write the page of a comparison to a file.
 
     Args:
-        comparison: what is drawn.
-        file: of the page.
         heading: the job.
         tables: title, titles of the columns, and rows.
-        conditions, troubles: sentences.
+        conditions, deviations, troubles: sentences.
     """
     from jinja2 import Environment
 
@@ -39,6 +38,7 @@ def write_page(
         tables=tables,
         pictures=pictures(comparison),
         conditions=conditions,
+        deviations=deviations,
         troubles=troubles,
     )
     file.write_text(page + "\n")

@@ -1,6 +1,6 @@
 """The pictures of a comparison, as SVG whose text stays text: it can be searched, and read aloud.
 
-Each is drawn small, so that its letters are still to be read where a telephone makes it narrower.
+Each is drawn small, so that its letters can still be read where a telephone makes it narrower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvd_trainer.tools.compare.result import PART_TEXTS, Comparison, Measured
+from hvd_trainer.tools.compare import heat_map
+from hvd_trainer.tools.compare.result import PART_TEXTS, Comparison, TrialResult
 from hvd_trainer.tools.runner.step_stats import STEP_PARTS
 from hvd_trainer.utils.text import plural
 
@@ -24,10 +25,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 """Of Okabe and Ito, which the colour-blind tell apart."""
 WHISKERS = (5, 25, 50, 75, 95)
 """The percentiles of a box."""
+MAX_ROWS = 24
+"""Bars or boxes of one picture."""
 
 
 class Picture(NamedTuple):
-    """One drawing, and what it says."""
+    """A drawing, and what it shows in words."""
 
     title: str
     text: str
@@ -35,8 +38,14 @@ class Picture(NamedTuple):
 
 
 def pictures(comparison: Comparison) -> list[Picture]:
-    """All that there are figures for."""
+    """Return all pictures that there are figures for."""
+    maps = [(quantity, heat_map.draw(comparison, quantity)) for quantity in heat_map.QUANTITIES]
     drawn = [
+        *(
+            Picture(f"Heat map: {quantity.title}", "By options; the best one is in bold.", _text(figure))
+            for quantity, figure in maps
+            if figure is not None
+        ),
         Picture(
             "Speed by ranks",
             "Samples per second: medians, with the lowest and highest round. Dotted: as many times one rank.",
@@ -50,12 +59,12 @@ def pictures(comparison: Comparison) -> list[Picture]:
         Picture(
             "Step times",
             "Boxes hold the middle half of the steps, whiskers nine tenths; the line is the median.",
-            _svg(comparison, _boxes, rows=len(_timed(comparison))),
+            _svg(comparison, _boxes, rows=len(_bars(comparison))),
         ),
         Picture(
             "Where a step's time goes",
             "Means over steps and ranks. Exchange and slowest rank are what others are waited for.",
-            _svg(comparison, _breakdown, rows=len(_timed(comparison))),
+            _svg(comparison, _breakdown, rows=len(_bars(comparison))),
         ),
         Picture(
             "Training loss",
@@ -93,27 +102,41 @@ def _text(figure: Figure) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _by_contestant(comparison: Comparison) -> Iterator[tuple[str, str, list[Measured]]]:
-    """Name, colour and points of each."""
-    names = list(dict.fromkeys(its.point.contestant.name for its in comparison.measured))
-    for place, name in enumerate(names):
-        its = [m for m in comparison.measured if m.point.contestant.name == name]
-        yield name, COLOURS[place % len(COLOURS)], [m for m in its if m.median("samples_per_s") is not None]
+def _series(comparison: Comparison) -> Iterator[tuple[str, str, list[TrialResult]]]:
+    """Yield name, colour and measured trials of each entry with each variant."""
+    grouped: dict[str, list[TrialResult]] = {}
+    for its in comparison.results:
+        name = ", ".join(filter(None, (its.trial.entry.name, its.trial.variant.label)))
+        grouped.setdefault(name, []).append(its)
+    for place, (name, results) in enumerate(grouped.items()):
+        timed = [its for its in results if its.median("samples_per_s") is not None]
+        yield name, COLOURS[place % len(COLOURS)], timed
 
 
-def _timed(comparison: Comparison) -> list[Measured]:
-    return [its for its in comparison.measured if its.median("samples_per_s") is not None]
+def _has_lines(comparison: Comparison) -> bool:
+    """Return whether each series can have a colour of its own."""
+    return sum(1 for *_, timed in _series(comparison) if timed) <= len(COLOURS)
+
+
+def _timed(comparison: Comparison) -> list[TrialResult]:
+    return [its for its in comparison.results if its.median("samples_per_s") is not None]
+
+
+def _bars(comparison: Comparison) -> list[TrialResult]:
+    """Return the trials of pictures with a row each; none if there are too many."""
+    timed = _timed(comparison)
+    return timed if len(timed) <= MAX_ROWS else []
 
 
 def _throughput(comparison: Comparison, axes: Axes) -> bool:
-    if not _timed(comparison):
+    if not _timed(comparison) or not _has_lines(comparison):
         return False
-    for name, colour, points in _by_contestant(comparison):
-        if not points:
+    for name, colour, results in _series(comparison):
+        if not results:
             continue
-        ranks = [its.point.ranks for its in points]
-        rates = [its.median("samples_per_s") or 0.0 for its in points]
-        spread = [list(its.by_round("samples_per_s").values()) for its in points]
+        ranks = [its.trial.ranks for its in results]
+        rates = [its.median("samples_per_s") or 0.0 for its in results]
+        spread = [list(its.by_round("samples_per_s").values()) for its in results]
         below = [rate - min(values) for rate, values in zip(rates, spread, strict=True)]
         above = [max(values) - rate for rate, values in zip(rates, spread, strict=True)]
         axes.errorbar(ranks, rates, [below, above], color=colour, marker="o", capsize=3, label=name)
@@ -124,8 +147,10 @@ def _throughput(comparison: Comparison, axes: Axes) -> bool:
 
 def _efficiency(comparison: Comparison, axes: Axes) -> bool:
     found = False
-    for name, colour, points in _by_contestant(comparison):
-        known = [(its.point.ranks, e) for its in points if (e := comparison.efficiency(its)) is not None]
+    if not _has_lines(comparison):
+        return False
+    for name, colour, results in _series(comparison):
+        known = [(its.trial.ranks, e) for its in results if (e := comparison.efficiency(its)) is not None]
         if len(known) > 1:
             found = True
             ranks, values = zip(*known, strict=True)
@@ -134,7 +159,7 @@ def _efficiency(comparison: Comparison, axes: Axes) -> bool:
 
 
 def _finish(comparison: Comparison, axes: Axes, label: str) -> bool:
-    numbers = sorted({its.point.ranks for its in comparison.measured})
+    numbers = sorted({its.trial.ranks for its in comparison.results})
     axes.set_xticks(numbers, [str(n) for n in numbers])
     axes.set_ylim(bottom=0)
     axes.set(xlabel="ranks", ylabel=label)
@@ -143,12 +168,12 @@ def _finish(comparison: Comparison, axes: Axes, label: str) -> bool:
     return True
 
 
-def _colour_of(comparison: Comparison, its: Measured) -> str:
-    return next(colour for _, colour, points in _by_contestant(comparison) if its in points)
+def _colour_of(comparison: Comparison, its: TrialResult) -> str:
+    return next(colour for _, colour, results in _series(comparison) if its in results)
 
 
 def _boxes(comparison: Comparison, axes: Axes) -> bool:
-    timed = _timed(comparison)
+    timed = _bars(comparison)
     boxes = []
     for its in timed:
         # Every second percentile is kept; those between two are their mean.
@@ -156,7 +181,7 @@ def _boxes(comparison: Comparison, axes: Axes) -> bool:
         middle = [1000 * median(values) for values in zip(*kept, strict=True)]
         low, first, mid, third, high = ((middle[level // 2] + middle[(level + 1) // 2]) / 2 for level in WHISKERS)
         boxes.append(
-            {"whislo": low, "q1": first, "med": mid, "q3": third, "whishi": high, "label": its.point.label}
+            {"whislo": low, "q1": first, "med": mid, "q3": third, "whishi": high, "label": its.trial.label}
         )
     if boxes:
         drawn = axes.bxp(boxes, orientation="horizontal", showfliers=False, patch_artist=True, widths=0.6)
@@ -170,14 +195,14 @@ def _boxes(comparison: Comparison, axes: Axes) -> bool:
 
 
 def _breakdown(comparison: Comparison, axes: Axes) -> bool:
-    timed = _timed(comparison)
+    timed = _bars(comparison)
     places = range(len(timed))
     left = [0.0] * len(timed)
     for name, colour in zip(STEP_PARTS, COLOURS, strict=True):
         widths = [1000 * (its.part(name) or 0.0) for its in timed]
         axes.barh(places, widths, left=left, color=colour, label=PART_TEXTS[name], height=0.65)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(places, [its.point.label for its in timed])
+    axes.set_yticks(places, [its.trial.label for its in timed])
     axes.invert_yaxis()
     axes.set(xlabel="ms per step")
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
@@ -185,20 +210,20 @@ def _breakdown(comparison: Comparison, axes: Axes) -> bool:
 
 
 def _losses(comparison: Comparison, axes: Axes) -> bool:
-    ranks = max((its.point.ranks for its in _curved(comparison)), default=0)
-    shown = [its for its in _curved(comparison) if its.point.ranks == ranks]
-    if not shown:
+    ranks = max((its.trial.ranks for its in _curved(comparison)), default=0)
+    shown = [its for its in _curved(comparison) if its.trial.ranks == ranks]
+    if not shown or not _has_lines(comparison):
         return False
     for place, its in enumerate(shown):
         curve = next(iter(its.runs.values())).figures["curve"]
         steps, losses = zip(*curve, strict=True)
         # Wide below and narrow above: both are seen where they are equal.
         width = 4.0 if place == 0 else 1.5
-        axes.plot(steps, losses, color=_colour_of(comparison, its), linewidth=width, label=its.point.label)
+        axes.plot(steps, losses, color=_colour_of(comparison, its), linewidth=width, label=its.trial.label)
     axes.set(xlabel=f"step, on {plural(ranks, 'rank')}", ylabel="loss")
     axes.legend(frameon=False)
     return True
 
 
-def _curved(comparison: Comparison) -> list[Measured]:
-    return [its for its in comparison.measured if its.runs and next(iter(its.runs.values())).figures.get("curve")]
+def _curved(comparison: Comparison) -> list[TrialResult]:
+    return [its for its in comparison.results if its.runs and next(iter(its.runs.values())).figures.get("curve")]

@@ -1,7 +1,8 @@
-"""A comparison to read: tables in the terminal, comparison.json, comparison.md and the page."""
+"""The reports of a comparison: tables in the terminal, comparison.json, .csv, .md and .html, and heat maps."""
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -9,185 +10,304 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvd_trainer.tools.compare import heat_map
 from hvd_trainer.tools.compare.page import write_page
-from hvd_trainer.tools.compare.result import Comparison, Measured
-from hvd_trainer.tools.runner.formats import console, milliseconds, number, percent
+from hvd_trainer.tools.compare.result import Comparison, TrialResult
+from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
+from hvd_trainer.tools.runner.formats import console, milliseconds, more_or_less, number, percent
 from hvd_trainer.utils.text import plural
 
 NAME = "comparison"
+MAX_NAMED = 3
+"""Trials that are named with a note that many have."""
 
 
 class Column(NamedTuple):
-    """A figure, and how it is shown."""
+    """A figure, its names in tables and in comparison.csv, and how it is shown."""
 
     title: str
-    figure: Callable[[Comparison, Measured], Any]
+    name: str
+    figure: Callable[[Comparison, TrialResult], Any]
     show: Callable[[Any], str]
 
 
-def _of(name: str) -> Callable[[Comparison, Measured], Any]:
+class Table(NamedTuple):
+    """Columns with a title; `whole` if trials without figures have a row, too."""
+
+    title: str
+    columns: Sequence[Column]
+    whole: bool = False
+
+
+def _median(name: str) -> Callable[[Comparison, TrialResult], Any]:
     return lambda _, its: its.median(name)
 
 
-def _part(name: str) -> Callable[[Comparison, Measured], Any]:
+def _first(name: str) -> Callable[[Comparison, TrialResult], Any]:
+    return lambda _, its: its.first(name)
+
+
+def _part(name: str) -> Callable[[Comparison, TrialResult], Any]:
     return lambda _, its: its.part(name)
 
 
-def _rates(its: Measured) -> list[float]:
-    return list(its.by_round("samples_per_s").values())
+def _extreme(which: Callable[..., Any]) -> Callable[[Comparison, TrialResult], Any]:
+    return lambda _, its: which(its.by_round("samples_per_s").values(), default=None)
 
 
-def _per_rank(_: Comparison, its: Measured) -> float | None:
+def _per_rank(_: Comparison, its: TrialResult) -> float | None:
     rate = its.median("samples_per_s")
-    return None if rate is None else rate / its.point.ranks
+    return None if rate is None else rate / its.trial.ranks
 
 
-SPEED = (
-    Column("samples/s", _of("samples_per_s"), number),
-    Column("lowest", lambda _, its: min(_rates(its), default=None), number),
-    Column("highest", lambda _, its: max(_rates(its), default=None), number),
-    Column("per rank", _per_rank, number),
-    Column("speed-up", Comparison.speed_up, "{:.2f}".format),
-    Column("efficiency", Comparison.efficiency, "{:.0%}".format),
-)
-STEP = (
-    Column("step, ms", _of("step_p50_s"), milliseconds),
-    Column("p95", _of("step_p95_s"), milliseconds),
-    Column("data", _part("data"), milliseconds),
-    Column("forward", _part("forward"), milliseconds),
-    Column("backward", _part("backward"), milliseconds),
-    Column("exchange", _part("exchange"), milliseconds),
-    Column("straggler", _part("straggler"), milliseconds),
-    Column("update", _part("step"), milliseconds),
-)
-RESULT = (
-    Column("start-up, s", lambda _, its: its.startup_s, "{:.1f}".format),
-    Column("peak, MB", _of("peak_memory_mb"), number),
-    Column("train loss", _of("train_loss"), "{:.6f}".format),
-    Column("test loss", _of("test_loss"), "{:.6f}".format),
-    Column("accuracy", _of("test_accuracy"), percent),
-    Column("weights", lambda _, its: its.weights, lambda text: text[:12]),
-)
+def _state(comparison: Comparison, its: TrialResult) -> str | None:
+    return None if all(other.state == "done" for other in comparison.results) else its.state
+
+
+def _predicted(comparison: Comparison, its: TrialResult) -> float | None:
+    prediction = comparison.predictions.get(its.trial.key)
+    return None if prediction is None or comparison.deviation(its) is None else prediction.step_s
+
+
+def _to_first(difference: float) -> str:
+    return "same bits" if difference == 0 else f"{difference:+.1e}"
+
+
 TABLES = (
-    ("Speed", SPEED),
-    ("Where a step's time goes, ms: exchange and straggler are what other ranks are waited for", STEP),
-    ("What came of it", RESULT),
+    Table(
+        "Speed",
+        (
+            Column("samples/s", "samples_per_s", _median("samples_per_s"), number),
+            Column("lowest", "lowest", _extreme(min), number),
+            Column("highest", "highest", _extreme(max), number),
+            Column("tokens/s", "tokens_per_s", _median("tokens_per_s"), number),
+            Column("per rank", "per_rank", _per_rank, number),
+            Column("speed-up", "speed_up", Comparison.speed_up, "{:.2f}".format),
+            Column("efficiency", "efficiency", Comparison.efficiency, "{:.0%}".format),
+            Column("state", "state", _state, str),
+        ),
+        whole=True,
+    ),
+    Table(
+        "Where a step's time goes, ms: exchange and straggler are what other ranks are waited for",
+        (
+            Column("step, ms", "step_p50_s", _median("step_p50_s"), milliseconds),
+            Column("p95", "step_p95_s", _median("step_p95_s"), milliseconds),
+            Column("data", "data_s", _part("data"), milliseconds),
+            Column("forward", "forward_s", _part("forward"), milliseconds),
+            Column("backward", "backward_s", _part("backward"), milliseconds),
+            Column("exchange", "exchange_s", _part("exchange"), milliseconds),
+            Column("straggler", "straggler_s", _part("straggler"), milliseconds),
+            Column("update", "update_s", _part("step"), milliseconds),
+        ),
+    ),
+    Table(
+        "The step beside its prediction by the formula of the pipeline, ms",
+        (
+            Column("mean step", "step_s", _median("step_s"), milliseconds),
+            Column("predicted", "predicted_step_s", _predicted, milliseconds),
+            Column("off by", "off", Comparison.deviation, more_or_less),
+            Column("bubble", "bubble", _median("bubble"), percent),
+            Column("by formula", "bubble_formula", Comparison.bubble_formula, percent),
+        ),
+    ),
+    Table(
+        "What came of it",
+        (
+            Column("start-up, s", "startup_s", lambda _, its: its.startup_s, "{:.1f}".format),
+            Column("peak, MB", "peak_memory_mb", _median("peak_memory_mb"), number),
+            Column("before, MB", "base_memory_mb", _median("base_memory_mb"), number),
+            Column("train loss", "train_loss", _first("train_loss"), "{:.6f}".format),
+            Column("to the first", "loss_to_first", Comparison.loss_to_first, _to_first),
+            Column("test loss", "test_loss", _first("test_loss"), "{:.6f}".format),
+            Column("accuracy", "test_accuracy", _first("test_accuracy"), percent),
+            Column("weights", "weights", lambda _, its: its.weights, lambda text: text[:12]),
+        ),
+    ),
 )
+PREDICTED = {"predicted_step_s", "bubble_formula"}
+"""Without one of these the table of predictions is left out."""
 
 
-def cells(comparison: Comparison, columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    """Titles, and one row per point; columns in which nobody has a figure are left out."""
-    figures = [[column.figure(comparison, its) for its in comparison.measured] for column in columns]
-    used = [n for n, values in enumerate(figures) if any(value is not None for value in values)]
-    rows = []
-    for place, its in enumerate(comparison.measured):
-        shown = ["-" if (v := figures[n][place]) is None else columns[n].show(v) for n in used]
-        rows.append([its.point.contestant.name, str(its.point.ranks), *shown])
-    return ["", "ranks", *(columns[n].title for n in used)], rows
+class Cells(NamedTuple):
+    """A table as text."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def tables(comparison: Comparison) -> list[Cells]:
+    """Return all tables; columns in which no trial has a figure are left out, and tables without columns."""
+    axes = [axis for axis in comparison.varied if axis.varies]
+    found = []
+    for table in TABLES:
+        figures = [[column.figure(comparison, its) for its in comparison.results] for column in table.columns]
+        used = [n for n, values in enumerate(figures) if any(value is not None for value in values)]
+        names = {table.columns[n].name for n in used}
+        if not used or ("predicted_step_s" in {c.name for c in table.columns} and not names & PREDICTED):
+            continue
+        rows = []
+        for place, its in enumerate(comparison.results):
+            cells = ["-" if (value := figures[n][place]) is None else table.columns[n].show(value) for n in used]
+            if table.whole or set(cells) != {"-"}:
+                values = its.trial.values
+                place_ = [its.trial.entry.name, str(its.trial.ranks)]
+                rows.append([*place_, *(values.get(axis.name, NOT_APPLICABLE) for axis in axes), *cells])
+        titles = ["", "ranks", *(axis.label for axis in axes), *(table.columns[n].title for n in used)]
+        found.append(Cells(table.title, titles, rows))
+    return found
 
 
 def heading(comparison: Comparison) -> str:
-    """The job, as it was typed."""
-    return shlex.join(comparison.job)
+    """Return the job as it was typed, with the options that are varied."""
+    varied = [f"{axis.label} {', '.join(axis.values)}" for axis in comparison.varied]
+    return "; ".join([shlex.join(comparison.job), *varied])
 
 
 def conditions(comparison: Comparison) -> list[str]:
-    """What the figures hold for, a sentence each."""
-    machine, points = comparison.machine, [its.point for its in comparison.measured]
-    batches = {
-        its.point.ranks: run.figures["work"]["global_batch_size"]
-        for its in comparison.measured
-        for run in its.runs.values()
-        if "global_batch_size" in run.figures["work"]
-    }
+    """Return the conditions under which the figures hold, a sentence each."""
+    machine, trials = comparison.machine, [its.trial for its in comparison.results]
     scaling = (
         "Strong scaling: the global batch is the same" if comparison.strong else "Weak scaling: each rank's batch"
     )
     if not comparison.strong:
         scaling += " is the same"
+    batches = {its.trial.ranks: size for its in comparison.results if (size := its.global_batch_size) is not None}
     sizes = ", ".join(f"{size:,} on {plural(ranks, 'rank')}" for ranks, size in sorted(batches.items()))
+    warmup_steps = plural(trials[0].conditions["warmup_steps"], "step")
     return [
-        f"{scaling} (global batch: {sizes}).",
-        f"{plural(points[0].threads, 'CPU thread')} per rank; the first "
-        f"{plural(points[0].setting['warmup_steps'], 'step')} of each run do not count; medians over the rounds.",
+        f"{scaling}." if comparison.varied else f"{scaling} (global batch: {sizes}).",
+        f"{plural(trials[0].threads, 'CPU thread')} per rank; the first {warmup_steps} of each run do "
+        f"not count; medians over the rounds.",
         "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
     ]
 
 
 def troubles(comparison: Comparison) -> list[str]:
-    """What has no figures, and why."""
-    return [f"{its.point.label}: {its.note}" for its in comparison.measured if its.note]
+    """Return the trials that lack figures, and why; those with the same reason in one line."""
+    labels: dict[str, list[str]] = {}
+    for its in comparison.results:
+        if its.note:
+            note = f"impossible: {its.note}" if its.state == "impossible" else its.note
+            labels.setdefault(note, []).append(its.trial.label)
+    more = {note: f" and {len(its) - MAX_NAMED} more" for note, its in labels.items() if len(its) > MAX_NAMED}
+    return [f"{'; '.join(its[:MAX_NAMED])}{more.get(note, '')}: {note}" for note, its in labels.items()]
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the tables and what they say, and writes all files."""
+    """Print the tables and the verdicts, and write all files."""
     _print(comparison)
-    files = [folder / f"{NAME}.{kind}" for kind in ("json", "md", "html")]
-    files[0].write_text(json.dumps(as_json(comparison), indent=1) + "\n")
-    files[1].write_text(markdown(comparison))
-    tables = [(title, *cells(comparison, columns)) for title, columns in TABLES]
+    files = {kind: folder / f"{NAME}.{kind}" for kind in ("json", "csv", "md", "html")}
+    files["json"].write_text(json.dumps(as_json(comparison), indent=1) + "\n")
+    write_csv(comparison, files["csv"])
+    files["md"].write_text(markdown(comparison))
+    maps = [
+        path
+        for quantity in heat_map.QUANTITIES
+        for path in heat_map.write(comparison, quantity, heading(comparison), folder)
+    ]
     write_page(
         comparison,
-        files[2],
+        files["html"],
         heading=heading(comparison),
-        tables=tables,
+        tables=tables(comparison),
         conditions=conditions(comparison),
+        deviations=comparison.deviations(),
         troubles=troubles(comparison),
     )
-    print("written: " + ", ".join(map(str, files)), flush=True)
+    print("written: " + ", ".join(map(str, [*files.values(), *maps])), flush=True)
 
 
 def _print(comparison: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
     out = console()
-    for title, columns in TABLES:
-        titles, rows = cells(comparison, columns)
-        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-        for number_, name in enumerate(titles):
-            table.add_column(name, justify="left" if number_ == 0 else "right", no_wrap=True)
-        for row in rows:
+    for cells in tables(comparison):
+        table = RichTable(box=SIMPLE_HEAD, title=cells.title, title_justify="left", title_style="bold")
+        for place, name in enumerate(cells.columns):
+            table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+        for row in cells.rows:
             table.add_row(*row)
         out.print(table)
-    for text in [*comparison.verdicts(), *conditions(comparison), *troubles(comparison)]:
+    for text in [
+        *comparison.verdicts(),
+        *comparison.deviations(),
+        *conditions(comparison),
+        *troubles(comparison),
+    ]:
         out.print(text, markup=False)
 
 
 def markdown(comparison: Comparison) -> str:
-    """Verdicts and tables."""
+    """Return verdicts and tables as Markdown."""
     parts = [f"# `{heading(comparison)}`", *comparison.verdicts()]
-    for title, columns in TABLES:
-        titles, rows = cells(comparison, columns)
-        rule = [":--", *("--:" for _ in titles[1:])]
-        lines = [f"| {' | '.join(cells_)} |" for cells_ in (titles, rule, *rows)]
+    for title, columns, rows in tables(comparison):
+        rule = [":--", *("--:" for _ in columns[1:])]
+        lines = [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
         parts += [f"**{title}**", "\n".join(lines)]
+    if deviations := comparison.deviations():
+        parts.append("\n".join(deviations))
     return "\n\n".join([*parts, *conditions(comparison), *troubles(comparison)]) + "\n"
 
 
+def write_csv(comparison: Comparison, file: Path) -> None:
+    """Write a line per trial: its place on each axis, its state, all figures in full, why it has none."""
+    columns = [column for table in TABLES for column in table.columns if column.name != "state"]
+    names = [axis.name for axis in comparison.axes]
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(
+            [
+                *names,
+                *("state", "runs", "global_batch_size"),
+                *(column.name for column in columns),
+                *("predicted_from", "note"),
+            ]
+        )
+        for its in comparison.results:
+            figures = [column.figure(comparison, its) for column in columns]
+            prediction = comparison.predictions.get(its.trial.key)
+            writer.writerow(
+                [
+                    *(its.trial.values.get(name, NOT_APPLICABLE) for name in names),
+                    *(its.state, len(its.runs), its.global_batch_size),
+                    *figures,
+                    "" if prediction is None else prediction.base.label,
+                    its.note,
+                ]
+            )
+
+
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything: verdicts, medians by point, intervals, and each run."""
+    """Return everything: verdicts, medians of each trial, intervals, and each run."""
+    columns = [column for table in TABLES for column in table.columns if column.name != "state"]
     return {
         "job": list(comparison.job),
+        "varied": {axis.name: list(axis.values) for axis in comparison.varied},
         "scaling": "strong" if comparison.strong else "weak",
         "machine": dict(comparison.machine),
         "verdicts": comparison.verdicts(),
-        "points": [
+        "trials": [
             {
-                **its.point.identity,
+                **its.trial.identity,
+                "values": dict(its.trial.variant.values),
+                "state": its.state,
                 "note": its.note,
-                **{column.title: column.figure(comparison, its) for _, columns in TABLES for column in columns},
+                **{column.name: column.figure(comparison, its) for column in columns},
             }
-            for its in comparison.measured
+            for its in comparison.results
         ],
         "pairs": [
             {
-                "ranks": pair.one.point.ranks,
-                "one": pair.one.point.contestant.name,
-                "other": pair.other.point.contestant.name,
+                "ranks": pair.one.trial.ranks,
+                "values": dict(pair.one.trial.variant.values),
+                "one": pair.one.trial.entry.name,
+                "other": pair.other.trial.entry.name,
                 **asdict(pair.speed),
             }
             for pair in comparison.pairs
         ],
-        "runs": [asdict(run) for its in comparison.measured for run in its.runs.values()],
+        "runs": [asdict(run) for its in comparison.results for run in its.runs.values()],
     }

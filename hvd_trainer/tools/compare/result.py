@@ -1,8 +1,9 @@
-"""What the runs of a comparison say: medians of each point, ratios of pairs, and what makes the difference."""
+"""The results of a comparison: medians of each trial, ratios of pairs, and what makes the difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -10,7 +11,10 @@ from statistics import median
 from typing import Any
 
 from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
-from hvd_trainer.tools.compare.trials import Point
+from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
+from hvd_trainer.tools.compare.trials import Trial, axes_of
+from hvd_trainer.tools.compare.variants import Axis
+from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.runs import Run
 from hvd_trainer.tools.runner.step_stats import STEP_PARTS
@@ -25,25 +29,43 @@ PART_TEXTS = {
     "step": "the optimizer's update",
     "other": "the rest",
 }
-WORTH_NAMING = 0.15
-"""Of a difference: a part that makes less of it is not named."""
+MIN_SHARE = 0.15
+"""A part of a step is named if it makes at least this share of a difference."""
+MAX_DEVIATION = 0.1
+"""Relative difference of a measured step from the predicted one, from which it is reported."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One point, and its runs that came to their end, by round."""
+class TrialResult:
+    """A trial, and its runs that came to their end, by round."""
 
-    point: Point
+    trial: Trial
     runs: Mapping[int, Run]
+    state: str
+    """done, failed, killed, impossible, or not run"""
     note: str = ""
-    """what became of the latest run that did not, unless its round went well later"""
+    """why it cannot be, or what became of the latest run that failed, unless its round went well later"""
+
+    @classmethod
+    def of(cls, trial: Trial, runs: Sequence[Run]) -> TrialResult:
+        """Collect the runs of a trial from all runs in a folder; the last one of each round counts."""
+        if trial.reason is not None:
+            return cls(trial, {}, "impossible", trial.reason)
+        last = {run.round: run for run in runs if run.key == trial.key}
+        done = {number: run for number, run in sorted(last.items()) if run.state == "done"}
+        bad = [run for run in last.values() if run.state != "done"]
+        if not last:
+            return cls(trial, {}, "not run", "not run")
+        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}" if bad else ""
+        return cls(trial, done, "done" if done else bad[-1].state, note)
 
     @property
-    def done(self) -> bool:
-        return bool(self.runs) and not self.note
+    def is_complete(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self.state == "impossible" or (self.state == "done" and not self.note)
 
     def by_round(self, name: str) -> dict[int, float]:
-        """A figure of each run that has it."""
+        """Return a figure of each run that has it."""
         return {
             number: run.figures[name] for number, run in self.runs.items() if run.figures.get(name) is not None
         }
@@ -52,8 +74,12 @@ class Measured:
         values = self.by_round(name).values()
         return median(values) if values else None
 
+    def first(self, name: str) -> float | None:
+        """Return a figure of the first run: between two runs there is no loss that a training has had."""
+        return next(iter(self.by_round(name).values()), None)
+
     def part(self, name: str) -> float | None:
-        """The median seconds of one part of a step."""
+        """Return the median seconds of one part of a step."""
         values = [run.figures["parts"][name] for run in self.runs.values() if "parts" in run.figures]
         return median(values) if values else None
 
@@ -69,19 +95,25 @@ class Measured:
         found = {run.figures.get("weights") for run in self.runs.values()}
         return None if not found - {None} else found.pop() if len(found) == 1 else "differ"
 
+    @property
+    def global_batch_size(self) -> int | None:
+        sizes = (run.figures["work"].get("global_batch_size") for run in self.runs.values())
+        return next(sizes, None)
+
 
 @dataclass(frozen=True)
 class Pair:
-    """Two contestants on as many ranks: the speed of one as a multiple of the other's."""
+    """Two entries with the same variant on as many ranks: the speed of one as a multiple of the other's."""
 
-    one: Measured
-    other: Measured
+    one: TrialResult
+    other: TrialResult
     speed: Ratio
 
     def verdict(self) -> str:
-        """In one sentence."""
-        one, other, speed = self.one.point.contestant.name, self.other.point.contestant.name, self.speed
-        where = f"On {plural(self.one.point.ranks, 'rank')}"
+        """Say in one sentence which one is faster."""
+        one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
+        variant = self.one.trial.variant.label
+        where = f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
         if speed.low is None or speed.high is None:
             return (
                 f"{where} {one} has {speed.value:.2f} times the speed of {other} in "
@@ -99,7 +131,7 @@ class Pair:
         return f"{where} {other} is {1 / speed.value:.2f} times as fast as {one} ({interval})."
 
     def why(self) -> str | None:
-        """What of a step makes the difference; None where there is none, or nobody has measured its parts."""
+        """Say which parts of a step make the difference; None where there is none, or no part was measured."""
         if not self.speed.is_clear:
             return None
         slow, fast = (self.other, self.one) if self.speed.value > 1 else (self.one, self.other)
@@ -108,21 +140,18 @@ class Pair:
         total = sum(more.values())
         if not more or total <= 0:
             return None
-        named = sorted(
-            (n for n in more if abs(more[n]) >= WORTH_NAMING * total), key=more.__getitem__, reverse=True
-        )
-        said = ", ".join(f"{PART_TEXTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
-        name = slow.point.contestant.name
-        return f"A step of {name} takes {1000 * total:.2f} ms longer: {said}."
+        named = sorted((n for n in more if abs(more[n]) >= MIN_SHARE * total), key=more.__getitem__, reverse=True)
+        parts_text = ", ".join(f"{PART_TEXTS[name]} {1000 * more[name]:+.2f} ms" for name in named)
+        return f"A step of {slow.trial.entry.name} takes {1000 * total:.2f} ms longer: {parts_text}."
 
     def same_model(self) -> str | None:
-        """Whether both have trained the same; None where nobody has kept the weights."""
+        """Say whether both have trained the same weights; None where they were not kept."""
         left, right = self.one.weights, self.other.weights
         if left is None or right is None:
             return None
         if left == right != "differ":
             return "Both have trained the same weights, to the last bit."
-        losses = [one.median("train_loss") for one in (self.one, self.other)]
+        losses = [one.first("train_loss") for one in (self.one, self.other)]
         if None in losses:
             return "Their weights differ."
         return f"Their weights differ; the final training losses are {losses[0]:.6f} and {losses[1]:.6f}."
@@ -136,81 +165,141 @@ class Comparison:
     strong: bool
     """whether the global batch is the same on any number of ranks"""
     machine: Mapping[str, Any]
-    measured: Sequence[Measured]
+    varied: Sequence[Axis]
+    """the axes of `--vary`"""
+    results: Sequence[TrialResult]
 
     @classmethod
     def of(
-        cls, plan: Sequence[Point], runs: Sequence[Run], *, job: tuple[str, ...], strong: bool, machine: Any
+        cls,
+        trials: Sequence[Trial],
+        runs: Sequence[Run],
+        *,
+        job: tuple[str, ...],
+        strong: bool,
+        machine: Mapping[str, Any],
+        varied: Sequence[Axis] = (),
     ) -> Comparison:
-        """From all runs in a folder, of which only those of the plan count."""
-        measured = []
-        for point in plan:
-            last = {run.round: run for run in runs if run.key == point.key}
-            bad = [run for run in last.values() if run.state != "done"]
-            good = {number: run for number, run in sorted(last.items()) if run.state == "done"}
-            note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}" if bad else ""
-            measured.append(Measured(point, good, note or ("" if good else "not run")))
-        return cls(job, strong, machine, [_with_rates(its, measured) for its in measured])
+        """Collect the results of the trials from all runs in a folder."""
+        results = [TrialResult.of(trial, runs) for trial in trials]
+        return cls(job, strong, machine, varied, [_with_samples(its, results) for its in results])
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Engines, ranks, and the axes of `--vary`."""
+        return axes_of([its.trial for its in self.results], self.varied)
 
     def check_work(self) -> None:
-        """All runs must have done the same.
+        """Check that all runs of a variant have done the same work.
 
         Raises:
             OptionError: two have not.
         """
-        sides = [
-            Side(its.point.contestant.name, its.point.ranks, run.figures["work"])
-            for its in self.measured
-            for run in its.runs.values()
-        ]
+        sides = [side_of(its.trial, run) for its in self.results for run in its.runs.values()]
         for one, other in combinations(sides, 2):
             refuse_unequal(one, other, self.strong)
 
-    def base_of(self, its: Measured) -> Measured | None:
-        """The same contestant on one rank."""
-        contestant = its.point.contestant
-        found = (m for m in self.measured if m.point.ranks == 1 and m.point.contestant == contestant)
-        return next((m for m in found if m.median("samples_per_s") is not None), None)
-
-    def speed_up(self, its: Measured) -> float | None:
-        """How many times the speed of one rank."""
-        base = self.base_of(its)
-        return (
-            None
-            if base is None
-            else _paired(its, base, lambda a, b: median(x / y for x, y in zip(a, b, strict=True)))
+    def speed_up(self, its: TrialResult) -> float | None:
+        """Return the speed as a multiple of that of the same entry and variant on one rank."""
+        trial = its.trial
+        base = next(
+            (
+                other
+                for other in self.results
+                if (other.trial.ranks, other.trial.entry, other.trial.variant) == (1, trial.entry, trial.variant)
+                and other.median("samples_per_s") is not None
+            ),
+            None,
         )
+        if base is None:
+            return None
+        rounds = _common_rounds(its, base)
+        return median(one / other for one, other in zip(*rounds, strict=True)) if rounds[0] else None
 
-    def efficiency(self, its: Measured) -> float | None:
-        """The speed-up by the number of ranks."""
+    def efficiency(self, its: TrialResult) -> float | None:
+        """Return the speed-up by the number of ranks."""
         speed_up = self.speed_up(its)
-        return None if speed_up is None else speed_up / its.point.ranks
+        return None if speed_up is None else speed_up / its.trial.ranks
+
+    def loss_to_first(self, its: TrialResult) -> float | None:
+        """Return the relative difference of the training loss from the first trial's with the same global batch.
+
+        None without `--vary`. Steps of another size make another training, whose loss is not comparable.
+        """
+        loss = its.first("train_loss")
+        if loss is None or not self.varied:
+            return None
+        alike = (other for other in self.results if other.global_batch_size == its.global_batch_size)
+        first = next(value for other in alike if (value := other.first("train_loss")) is not None)
+        return loss / first - 1 if loss != first else 0.0
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """The engines among each other, and each other script beside the engine that it uses."""
         found = []
-        for one, other in combinations(self.measured, 2):
-            first, second = one.point.contestant, other.point.contestant
-            both_ours = first.is_ours and second.is_ours
-            if one.point.ranks != other.point.ranks or not (both_ours or first.engine == second.engine):
+        for one, other in combinations(self.results, 2):
+            first, second = one.trial.entry, other.trial.entry
+            both_ours = first.is_job and second.is_job
+            same_place = (one.trial.ranks, one.trial.variant) == (other.trial.ranks, other.trial.variant)
+            if first == second or not same_place or not (both_ours or first.engine == second.engine):
                 continue
-            speed = _paired(one, other, ratio)
-            if speed is not None:
-                found.append(Pair(one, other, speed))
+            ones, others = _common_rounds(one, other)
+            if ones:
+                found.append(Pair(one, other, ratio(ones, others)))
         return found
 
     def verdicts(self) -> list[str]:
-        """All pairs, in words."""
+        """Return a text for each pair."""
         return [" ".join(filter(None, (pair.verdict(), pair.why(), pair.same_model()))) for pair in self.pairs]
 
+    @cached_property
+    def predictions(self) -> dict[str, Prediction]:
+        """The step times that the formula of the pipeline predicts, by the keys of trials."""
+        measured = {its.trial.key: step_s for its in self.results if (step_s := its.median("step_s")) is not None}
+        return predict([its.trial for its in self.results], measured)
 
-def _with_rates(its: Measured, everyone: Sequence[Measured]) -> Measured:
-    """A script that is not ours takes as many samples in a step as the job does on as many ranks."""
-    if its.point.contestant.is_ours:
+    def deviation(self, its: TrialResult) -> float | None:
+        """Return by which fraction a step takes longer than predicted."""
+        step_s, prediction = its.median("step_s"), self.predictions.get(its.trial.key)
+        return None if step_s is None or prediction is None else step_s / prediction.step_s - 1
+
+    def bubble_formula(self, its: TrialResult) -> float | None:
+        """Return the fraction of a step that stages wait by the formula, of a trial that was measured."""
+        shape = Shape.of(its.trial) if its.runs else None
+        return None if shape is None else shape.bubble
+
+    def deviations(self) -> list[str]:
+        """Return lines about the trials whose steps take another time than predicted, the farthest off first."""
+        off = {its.trial.key: value for its in self.results if (value := self.deviation(its)) is not None}
+        if not off:
+            return []
+        far = [its for its in self.results if abs(off.get(its.trial.key, 0.0)) > MAX_DEVIATION]
+        text = f"Measured and predicted step times differ by more than {MAX_DEVIATION:.0%} in"
+        lines = [f"{text} {len(far)} of {len(off)}{':' if far else '.'}"]
+        cores = None if "gpus" in self.machine else self.machine.get("cores", os.cpu_count())
+        for its in sorted(far, key=lambda its: -abs(off[its.trial.key])):
+            prediction, deviation = self.predictions[its.trial.key], off[its.trial.key]
+            lines.append(
+                f"  {its.trial.label}: {milliseconds(its.median('step_s') or 0)} ms, predicted "
+                f"{milliseconds(prediction.step_s)} ms ({more_or_less(deviation)}) from {prediction.base.label}"
+            )
+            bubble = its.median("bubble")
+            figures = {"off": deviation} | ({} if bubble is None else {"bubble": bubble})
+            lines += [f"    {reason}" for reason in explain(its.trial, prediction.base, figures, cores)]
+        return lines
+
+
+def side_of(trial: Trial, run: Run) -> Side:
+    """Return a run as the check of equal work sees it."""
+    return Side(trial.entry.name, trial.ranks, run.figures["work"], trial.variant.label)
+
+
+def _with_samples(its: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
+    """Give a script its samples per second: a step has as many samples as one of the job on as many ranks."""
+    if its.trial.entry.is_job:
         return its
-    ours = (m for m in everyone if m.point.contestant.is_ours and m.point.ranks == its.point.ranks)
-    sizes = [m.by_round("samples_per_s")[n] * m.by_round("step_s")[n] for m in ours for n in m.by_round("step_s")]
+    ours = (other for other in results if other.trial.entry.is_job and other.trial.ranks == its.trial.ranks)
+    sizes = [o.by_round("samples_per_s")[n] * o.by_round("step_s")[n] for o in ours for n in o.by_round("step_s")]
     if not sizes:
         return its
     runs = {
@@ -220,8 +309,8 @@ def _with_rates(its: Measured, everyone: Sequence[Measured]) -> Measured:
     return replace(its, runs=runs)
 
 
-def _paired(one: Measured, other: Measured, combine: Callable[[list[float], list[float]], Any]) -> Any:
-    """What is made of the speeds of the rounds that both have; None if there are none."""
+def _common_rounds(one: TrialResult, other: TrialResult) -> tuple[list[float], list[float]]:
+    """Return the speeds of the rounds that both have."""
     ones, others = one.by_round("samples_per_s"), other.by_round("samples_per_s")
     rounds = [number for number in ones if number in others]
-    return combine([ones[n] for n in rounds], [others[n] for n in rounds]) if rounds else None
+    return [ones[n] for n in rounds], [others[n] for n in rounds]

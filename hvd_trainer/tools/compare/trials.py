@@ -1,138 +1,140 @@
-"""What a comparison consists of: who takes part, on how many ranks, in which order.
+"""The trials of a comparison: each entry on each number of ranks, with each variant of the job.
 
-Pure: nothing is started here.
+Nothing is started here. A trial that cannot be is found by the checks that the job itself would make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any
 
-from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, option_of, script_checksum
+from hvd_trainer import backends
+from hvd_trainer.config.batch_plan import BatchPlan
+from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.config.rules import check
+from hvd_trainer.errors import UserError
+from hvd_trainer.parallel.grid import check_stages
+from hvd_trainer.parallel.schedule import check_chunks
+from hvd_trainer.tools.compare.entries import Entry
+from hvd_trainer.tools.compare.job_options import with_values
+from hvd_trainer.tools.compare.variants import Axis, Variant
+from hvd_trainer.tools.runner.command import script_checksum
 from hvd_trainer.tools.runner.runs import key_of
 
-
-@dataclass(frozen=True)
-class Entry:
-    """An engine under the job, or a script that is compared with it."""
-
-    name: str
-    engine: str
-    words: tuple[str, ...]
-    """what follows `python`"""
-    is_ours: bool = True
-    """whether it is built on the Trainer, and keeps its own figures"""
-
-    @property
-    def launcher(self) -> str:
-        return LAUNCHER_OF[self.engine]
-
-    def arguments(self, log: Path) -> list[str]:
-        """What follows `python` in a run that is measured."""
-        if not self.is_ours:
-            return ["-m", "hvd_trainer.tools.runner.step_probe", str(log), *self.words]
-        given = {option_of(word) for word in self.words}
-        pairs = zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True)
-        unsaved = [word for name, value in pairs if name not in given for word in (name, value)]
-        return [*self.words, *unsaved, "--backend", self.engine, "--log-dir", str(log), "--record-steps"]
+ENTRIES, RANKS = "engine", "ranks"
+"""The axes that every comparison has."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One contestant on one number of ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One entry on one number of ranks, with one variant of the job."""
 
-    contestant: Entry
+    entry: Entry
     ranks: int
     threads: int
     """of each rank, on the CPU"""
-    setting: Mapping[str, Any]
+    variant: Variant
+    conditions: Mapping[str, Any]
     """what else decides on its figures: versions, steps that do not count"""
+    reason: str | None = None
+    """why it cannot be; None if it can, as far as is known without starting it"""
 
     @property
     def label(self) -> str:
-        return f"{self.contestant.name} x {self.ranks}"
+        """`ddp x 2, chunks 4`."""
+        return ", ".join(filter(None, (f"{self.entry.name} x {self.ranks}", self.variant.label)))
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """Its place on each axis."""
+        return {ENTRIES: self.entry.name, RANKS: str(self.ranks), **self.variant.values}
 
     @property
     def processes(self) -> int:
-        """All that it is made of; DataParallel's ranks are GPUs of one."""
-        return 1 if self.contestant.engine == "data-parallel" else self.ranks
+        """Return how many processes it consists of: the ranks of DataParallel are GPUs of one."""
+        return 1 if self.entry.engine == "data-parallel" else self.ranks
+
+    @property
+    def options(self) -> TrainerOptions | None:
+        """The options on its engine; None without `--vary`."""
+        options = self.variant.options
+        return None if options is None else with_values(options, {"backend": self.entry.engine})
 
     @property
     def identity(self) -> dict[str, Any]:
         """All that decides on its figures, in plain JSON."""
+        script = self.entry.script
+        job = self.variant.identity if script is None else {"words": [*script], "script": script_checksum(script)}
         return {
-            "contestant": self.contestant.name,
-            "engine": self.contestant.engine,
-            "words": list(self.contestant.words),
-            "script": script_checksum(self.contestant.words),
+            "entry": self.entry.name,
+            "engine": self.entry.engine,
             "ranks": self.ranks,
             "threads": self.threads,
-            **self.setting,
+            **job,
+            **self.conditions,
         }
 
-    @property
+    @cached_property
     def key(self) -> str:
         return key_of(self.identity)
 
 
-def entries(
-    job: tuple[str, ...], engines: Sequence[str], baselines: Sequence[str], *, most: int = 1, gpus: int = 0
-) -> list[Entry]:
-    """Who takes part, in the order of the table.
+def make_trials(
+    entries: Sequence[Entry],
+    numbers: Sequence[int],
+    variants: Sequence[Variant],
+    *,
+    threads: int,
+    conditions: Mapping[str, Any],
+) -> list[Trial]:
+    """Return all trials; those that differ only in their entry stand side by side.
 
-    Args:
-        most: ranks at most.
-        gpus: that are visible.
-
-    Raises:
-        OptionError: a name is unknown or comes twice, a baseline does not say what starts it, or there are too few
-            GPUs.
+    `single` is on one rank only, `data-parallel` never is.
     """
-    found = []
-    for name in engines:
-        if name not in LAUNCHER_OF:
-            raise OptionError(f"--engines {name}: there are {', '.join(LAUNCHER_OF)}")
-        if name == "data-parallel" and not 2 <= most <= gpus:
-            raise OptionError(
-                f"--engines data-parallel needs as many GPUs as ranks, two at least (here: {gpus}, and --np "
-                f"{most}): leave it out"
-            )
-        found.append(Entry(name, name, job))
-    for text in baselines:
-        engine, *words = text.split()
-        if engine not in ("horovod", "ddp") or not words:
-            raise OptionError(
-                f"--baseline {text!r}: say what starts it, and the script with its arguments, such as "
-                f"--baseline 'ddp examples/mnist/plain_ddp.py --epochs 1'"
-            )
-        if words[0] != "-m" and not Path(words[0]).is_file():
-            raise OptionError(f"--baseline {text!r}: there is no file {words[0]}")
-        script = words[1] if words[0] == "-m" and len(words) > 1 else Path(words[0]).name
-        found.append(Entry(script, engine, tuple(words), is_ours=False))
-    names = [contestant.name for contestant in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise OptionError(f"{name} takes part twice: leave one out, or give the file another name")
-    return found
-
-
-def points(
-    everyone: Sequence[Entry], numbers: Sequence[int], threads: int, setting: Mapping[str, Any]
-) -> list[Point]:
-    """All points, those on as many ranks side by side; `single` is on one rank only, `data-parallel` never is."""
     return [
-        Point(contestant, ranks, threads, setting)
+        Trial(
+            entry=entry,
+            ranks=ranks,
+            threads=threads,
+            variant=variant,
+            conditions=conditions,
+            reason=None if variant.options is None else why_impossible(variant.options, entry.engine, ranks),
+        )
         for ranks in numbers
-        for contestant in everyone
-        if contestant.engine != ("data-parallel" if ranks == 1 else "single")
+        for variant in variants
+        for entry in entries
+        if entry.engine != ("data-parallel" if ranks == 1 else "single")
     ]
 
 
-def in_rounds(plan: Sequence[Point], rounds: int) -> Iterator[tuple[int, Point]]:
-    """Each point once in each round, forwards in one and backwards in the next: a drift favours nobody."""
-    for number in range(1, rounds + 1):
-        for point in plan if number % 2 else reversed(plan):
-            yield number, point
+def axes_of(trials: Sequence[Trial], varied: Sequence[Axis]) -> list[Axis]:
+    """Return all axes: engines, ranks, and those of `--vary`."""
+    return [
+        *(Axis(name, tuple(dict.fromkeys(trial.values[name] for trial in trials))) for name in (ENTRIES, RANKS)),
+        *varied,
+    ]
+
+
+def why_impossible(options: TrainerOptions, engine: str, ranks: int) -> str | None:
+    """Return why a job with these options cannot be started so; None if nothing is known against it."""
+    parallel, options = options.parallel, with_values(options, {"backend": engine})
+    try:
+        check(options)
+        check_stages(parallel.stages, ranks)
+        _check_engine(options.engine)
+        batch_size = BatchPlan.of(options.train, ranks // parallel.stages).batch_size
+        if parallel.is_staged:
+            check_chunks(parallel.schedule, parallel.stages, parallel.num_chunks)
+    except UserError as error:
+        return str(error)
+    if parallel.is_staged and parallel.num_chunks > batch_size:
+        return f"{parallel.num_chunks} chunks cut a batch of {batch_size} into less than one sample"
+    return None
+
+
+@cache
+def _check_engine(options: backends.EngineOptions) -> None:
+    """Create the engine, which checks its options, without starting it."""
+    backends.create(options, {})

@@ -38,10 +38,18 @@ from hvd_trainer.tools.diagnose.causes import (
     shares,
 )
 from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, read_job, with_options
+from hvd_trainer.tools.runner.command import (
+    ENDLESS,
+    LAUNCHER_OF,
+    NOT_SAVED,
+    command_for,
+    measured_job,
+    read_job,
+    with_options,
+)
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import busy
-from hvd_trainer.tools.runner.runs import Run, locked_folder, log_dir, run_once, split
+from hvd_trainer.tools.runner.runs import Run, in_rounds, locked_folder, log_dir, run_once, split
 from hvd_trainer.tools.runner.step_stats import medians, read_figures
 from hvd_trainer.utils.text import COMMAND, plural
 
@@ -51,7 +59,6 @@ FEWEST, MOST = 10, 2000
 """Counted steps of a run."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
 """Of a gradient's number on the wire; PowerSGD sends far fewer numbers, and how many depends on their shapes."""
-ENDLESS = ("--epochs", "1000000", "--until", "None")
 
 
 @dataclass(frozen=True)
@@ -105,9 +112,8 @@ class Bench:
         """One run; its figures are kept under the trial's name."""
         engine = self._options.backend if trial.ranks > 1 else "single"
         words = with_options(self._job, [*ENDLESS, *NOT_SAVED, *trial.words, "--max-steps", str(WARM_UP + steps)])
-        own = ["--backend", engine, "--log-dir", str(log_dir(self._folder)), "--record-steps"]
         read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARM_UP)
-        run = self._carry_out(engine, trial, [*words, *own], read)
+        run = self._carry_out(engine, trial, measured_job(words, engine, log_dir(self._folder)), read)
         figures = {**run.figures, **run.figures["typical"]}
         self.figures.setdefault(trial.name, []).append(figures)
         return figures
@@ -164,10 +170,9 @@ def diagnose(bench: Bench, options: Options, folder: Path) -> None:
     trials = plan(options, facts)
     count = options.rounds * len(trials)
     print(f"{plural(count, 'run')} of {plural(WARM_UP + steps, 'step')} each ({plural(options.rounds, 'round')})")
-    for number in range(options.rounds):
-        for place, trial in enumerate(trials if number % 2 == 0 else trials[::-1], number * len(trials) + 1):
-            figures = bench.run(trial, steps)
-            print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)
+    for place, (_, trial) in enumerate(in_rounds(trials, options.rounds), 1):
+        figures = bench.run(trial, steps)
+        print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)
     line = bench.exchanges(options.threads)
     runs = {trial.name: medians(bench.figures[trial.name]) for trial in trials}
     gradient_bytes = facts["parameters"] * BYTES[facts["compression"]]
@@ -213,9 +218,8 @@ def attempt(
         before = Trial("before", options.np, (), options.threads)
         after = Trial(f"after: {action.text.partition(':')[0]}", options.np, action.words, threads)
         bench.figures.pop("before", None)
-        for number in range(options.rounds):
-            for trial in (before, after)[:: 1 if number % 2 == 0 else -1]:
-                bench.run(trial, max(FEWEST, steps // action.batch_factor) if trial is after else steps)
+        for _, trial in in_rounds((before, after), options.rounds):
+            bench.run(trial, max(FEWEST, steps // action.batch_factor) if trial is after else steps)
         rates = [medians(bench.figures[trial.name])["samples_per_s"] for trial in (before, after)]
         tried.append((action, rates[0], rates[1]))
     return tried

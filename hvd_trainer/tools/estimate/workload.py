@@ -99,6 +99,10 @@ def compared(file: Path) -> Job:
     wanted = f"type one that `{COMMAND} compare` has written, such as runs/compare/comparison.json"
     try:
         content = json.loads(file.read_text())
+        if content.get("varied"):
+            raise OptionError(
+                f"--from {file} has several values of options: measure the job that is meant alone, without --vary"
+            )
         runs = [
             run for run in content["runs"] if run["state"] == "done" and "batch_size" in run["figures"]["work"]
         ]

@@ -16,8 +16,10 @@ LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "
 """What starts an engine as its own documentation does."""
 OURS = ("--backend", "--log-dir", "--record-steps")
 """Options that the tools give to the job themselves."""
-# What is saved takes time that is no engine's.
 NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
+"""Options that save nothing: a checkpoint takes time that is no engine's."""
+ENDLESS = ("--epochs", "1000000", "--until", "None")
+"""Options with which a job trains until --max-steps, however much data it has."""
 
 
 def read_job(words: Sequence[str]) -> tuple[str, ...]:
@@ -69,6 +71,15 @@ def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
         if not dropping:
             kept.append(word)
     return [*kept, *words]
+
+
+def measured_job(job: Sequence[str], engine: str, log: Path) -> list[str]:
+    """Return a job's words with those of a measured run: it keeps the times of its steps, and saves nothing unless
+    the job asks for it."""
+    given = {option_of(word) for word in job}
+    pairs = zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True)
+    unsaved = [word for name, value in pairs if name not in given for word in (name, value)]
+    return [*job, *unsaved, "--backend", engine, "--log-dir", str(log), "--record-steps"]
 
 
 def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:

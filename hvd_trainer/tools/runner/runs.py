@@ -22,13 +22,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.launch.launchers import LAUNCHERS
 from hvd_trainer.utils.files import find_unsafe_path, open_regular
+
+T = TypeVar("T")
 
 MARK = "HVD_TRAINER_RUN"
 """Every process of a run has it in its environment, with the tool's folder: launchers put ranks into sessions of
@@ -69,6 +71,16 @@ class Run:
     @property
     def key(self) -> str:
         return key_of(self.identity)
+
+
+def in_rounds(plan: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield (round, trial): each trial once in each round, forwards in one and backwards in the next.
+
+    So each has nearly the same mean position in time, and a drift of the machine favours none.
+    """
+    for number in range(1, rounds + 1):
+        for trial in plan if number % 2 else reversed(plan):
+            yield number, trial
 
 
 def key_of(identity: Mapping[str, Any]) -> str:

@@ -21,15 +21,16 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import yaml
 
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
 from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s
-from hvd_trainer.observe.run_folder import FACTS, METRICS
+from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS
 from hvd_trainer.observe.step_timer import FOLDER, PARTS
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """What a step's time is made of, over all ranks."""
-SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s")
+SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
 LISTS = ("computing_s", "cpu_s", "percentiles_s")
 POINTS = 200
 """Of a curve that is kept."""
@@ -70,7 +71,12 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
         work = json.loads((log / FACTS).read_text()) | _work(everyone)
         results = {name: end[name] for name in RESULTS if isinstance(end.get(name), int | float)}
         known = {"work": work, "curve": curve(everyone), "weights": checksum(log)}
-        return known | results | _started(everyone) | speed(everyone, warmup_steps)
+        figures = known | results | _started(everyone) | speed(everyone, warmup_steps)
+        length = yaml.safe_load((log / CONFIG).read_text()).get("sequence_length")
+        if isinstance(length, int) and "samples_per_s" in figures:
+            # Padding counts: it is computed like any other token.
+            figures["tokens_per_s"] = figures["samples_per_s"] * length
+        return figures
     return None
 
 
@@ -102,6 +108,7 @@ def are_figures(figures: Mapping[str, Any]) -> bool:
         steps = work["steps"]
         numbers = [figures["first_step_at"], *(figures[name] for name in RESULTS if name in figures)]
         numbers += [its[name] for its in parts for name in STEP_PARTS]
+        numbers += [figures[name] for name in ("bubble",) if name in figures]
         numbers += [number for name in LISTS for number in figures.get(name, [])]
         numbers += [number for point in figures.get("curve", []) for number in _pair(point)]
         numbers += [rate for rate, _ in map(_pair, work["rates"])]
@@ -159,6 +166,9 @@ def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
     rate = {}
     if "samples" in ranks[0]:
         rate["samples_per_s"] = float(ranks[0]["samples"][warmup_steps:].sum() / steps.sum())
+    if "busy_s" in ranks[0]:
+        busy = sum(float(rank["busy_s"][warmup_steps:].sum()) for rank in ranks)
+        rate["bubble"] = 1 - busy / float(seconds.sum())
     return {
         **rate,
         **times(seconds),

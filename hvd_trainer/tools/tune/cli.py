@@ -27,9 +27,11 @@ from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
+    ENDLESS,
     LAUNCHER_OF,
     NOT_SAVED,
     command_for,
+    measured_job,
     option_of,
     read_job,
     script_checksum,
@@ -57,7 +59,6 @@ WARM_UP = 5
 """Steps that do not count."""
 FEWEST, MOST = 20, 2000
 """Counted steps of a run."""
-ENDLESS = ("--epochs", "1000000", "--until", "None")
 
 
 FACTS: Mapping[str, type] = {
@@ -194,9 +195,10 @@ class Bench:
         number_, done = self._used[key_of(identity)], self._known.get(key_of(identity), [])
         if len(done) >= number_:
             return done[number_ - 1]
-        own = ["--backend", self._backend, "--log-dir", str(log_dir(self._folder)), "--record-steps"]
         run = run_once(
-            command_for(LAUNCHER_OF[self._backend], options.np, [*job, *own]),
+            command_for(
+                LAUNCHER_OF[self._backend], options.np, measured_job(job, self._backend, log_dir(self._folder))
+            ),
             self._folder,
             identity,
             number_,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.formats import percent
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
+from hvd_trainer.tools.runner.runs import in_rounds
 from hvd_trainer.tools.tune.race import FEWEST, Noise, Race, Standing
 from hvd_trainer.tools.tune.settings import GROUPS, Change, Group, changes
 
@@ -203,9 +204,8 @@ class Search:
     def _prove(self) -> None:
         both = {"before": {}, "tuned": self.found.settings}
         speeds: dict[str, list[float]] = {label: [] for label in both}
-        for number in range(self._rounds):
-            for label in list(both)[:: -1 if number % 2 else 1]:
-                speeds[label].append(self._must_run(label, both[label]))
+        for _, label in in_rounds(list(both), self._rounds):
+            speeds[label].append(self._must_run(label, both[label]))
         self.found.gain = gain = ratio(speeds["tuned"], speeds["before"])
         if not gain.is_clear or gain.value < 1:
             self._say(f"not confirmed: {percent(gain.value - 1)} faster in runs of its own, which may be noise")

@@ -1,0 +1,105 @@
+"""The runs of jobs that tools measure: their order, record, folder and time limit, and why they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.runner.runs import (
+    Run,
+    append_run,
+    in_rounds,
+    locked_folder,
+    read_runs,
+    run_once,
+    why_it_failed,
+)
+
+
+def test_rounds_go_forwards_and_backwards() -> None:
+    order = list(in_rounds((1, 2, 4), 3))
+    assert order == [(1, 1), (1, 2), (1, 4), (2, 4), (2, 2), (2, 1), (3, 1), (3, 2), (3, 4)]
+
+
+def test_a_torn_line_is_no_run_and_spoils_no_other(tmp_path: Path) -> None:
+    identity = {"ranks": 2, "words": ["-m", "hvd_trainer.mnist"]}
+    append_run(tmp_path, Run(identity, 1, "done", 1.0, figures={"step_s": 0.1}))
+    file = tmp_path / "runs.jsonl"
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:40])
+    append_run(tmp_path, Run(identity, 2, "done", 1.0, figures={"step_s": 0.1}))
+    assert [run.round for run in read_runs(tmp_path)] == [1, 2]
+    assert [run.identity for run in read_runs(tmp_path)] == [identity, identity]
+    assert len({run.key for run in read_runs(tmp_path)}) == 1
+    assert read_runs(tmp_path / "elsewhere") == []
+
+
+def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    """A launcher's ranks have sessions of their own."""
+    code = (
+        "import subprocess, time; "
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "
+        "time.sleep(60)"
+    )
+    ended = run_once(
+        [sys.executable, "-c", code],
+        tmp_path,
+        {"job": "sleep"},
+        1,
+        threads=1,
+        limit_s=2.0,
+        read=lambda log: None,
+    )
+    assert (ended.state, ended.note) == ("killed", "had not ended after 2 s (--timeout-s)")
+    child = int((tmp_path / ended.output).read_text())
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    assert not (tmp_path / "running").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "output", "reason"),
+    [
+        ("--stages 9 is too many\nType less", "", "--stages 9 is too many"),
+        (
+            "failure: rank 0\nTraceback (most recent call last):\n  File x\nMemoryError: much\n",
+            "",
+            "MemoryError: much",
+        ),
+        (None, "banner\n[rank 0] error: No such data\nW1122 torchrun speaks\n", "No such data"),
+        (
+            None,
+            "error: Traceback (most recent call last):\n  File x\n    line\nKeyError: 1\n\nE1122",
+            "KeyError: 1",
+        ),
+        (None, "nothing of use", "exit code 3"),
+    ],
+)
+def test_the_reason_is_one_line(message: str | None, output: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "output").write_text(output)
+    if message is not None:
+        (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    assert why_it_failed(tmp_path, 3) == reason
+
+
+def test_a_folder_belongs_to_one_command(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(OptionError, match="another one is using it"), locked_folder(tmp_path):
+            pass
+        other.communicate()
+    with locked_folder(tmp_path):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file"):
+        pass
