@@ -84,7 +84,7 @@ def as_points(measured: Measured, cases: Sequence[Case], machine: str) -> dict[s
 def markdown(measured: Measured, plan: Plan, cases: Sequence[Case], machine: str) -> str:
     """The table, the further points below it, and above them what they were measured on."""
     gradient_mb, num_tensors = gradients(plan.width)
-    epoch = f"{plan.samples:,} images of MNIST" if plan.images == "mnist" else "scikit-learn's digits"
+    epoch = f"{plan.samples:,} images of MNIST" if plan.images == "mnist" else "the embedded digits"
     lines = [
         machine,
         "",

@@ -1,4 +1,4 @@
-"""The IMDB job: its archive, tokens and cache, its model, and real runs of it on both engines."""
+"""The IMDB job: its data, tokens and cache, its model, and runs of it on both engines."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_label_without_reviews_is_named(tmp_path: Path) -> None:
         imdb_archive.read(place)
 
 
-def test_missing_reviews_say_how_to_get_them(
+def test_missing_reviews_name_what_to_type(
     tmp_path: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(imdb_module, "URL", "http://localhost:9/a.tar.gz")
@@ -253,7 +253,7 @@ def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: 
 # Tokens and their cache.
 
 
-def test_tokens_are_learnt_from_the_training_reviews_alone(folder: Path) -> None:
+def test_the_tokenizer_is_trained_on_the_training_reviews_alone(folder: Path) -> None:
     reviews = imdb_archive.read(folder)
     tokens = imdb_tokens.encode(reviews, VOCABULARY, LENGTH)
     pieces = json.loads(tokens.tokenizer)["model"]["vocab"]
@@ -357,7 +357,7 @@ def test_other_sizes_and_other_reviews_have_caches_of_their_own(
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_cache_that_cannot_be_written_says_where_else(
+def test_a_cache_that_cannot_be_written_names_another_place(
     tmp_path: Path, folder: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -367,7 +367,7 @@ def test_a_cache_that_cannot_be_written_says_where_else(
 
 
 def load_on_nodes_of_their_own(folders: list[str], caches: str) -> tuple[int, str]:
-    """Each rank on another machine, by its name, with another cache; what it has loaded, or the error."""
+    """Load as a rank on a node of its own, with a cache of its own; return the ids, or the error."""
     rank = int(os.environ["RANK"])
     os.environ["XDG_CACHE_HOME"] = f"{caches}/cache{rank}"
     socket.gethostname = lambda: f"node{rank}"
@@ -380,8 +380,8 @@ def load_on_nodes_of_their_own(folders: list[str], caches: str) -> tuple[int, st
         return rank, str(texts.train.inputs.tolist())
 
 
-def test_nodes_with_different_reviews_are_told_apart(tmp_path: Path, folder: Path) -> None:
-    """Each node has a cache of its own, of whose contents the other ranks know nothing."""
+def test_nodes_with_different_reviews_are_an_error(tmp_path: Path, folder: Path) -> None:
+    """Nodes compare the hashes of their tokens, since each has a cache of its own."""
     other = fake_imdb.write_folder(tmp_path / "other", fake_imdb.reviews(13))
     one, two = run_ranks(
         load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(folder)], str(tmp_path))
@@ -432,7 +432,7 @@ def some_ids(*lengths: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_every_block_hands_on_the_same_kind_of_value(model: nn.Sequential, precision: torch.dtype) -> None:
+def test_every_block_returns_the_same_kind_of_value(model: nn.Sequential, precision: torch.dtype) -> None:
     """So that any of them may begin a pipeline stage, in any precision."""
     assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
     ids = some_ids(16, 5, 1)
@@ -479,7 +479,7 @@ def test_a_text_without_tokens_is_finite(model: nn.Sequential) -> None:
 
 
 def test_training_and_evaluation_compute_alike(model: nn.Sequential) -> None:
-    """nn.TransformerEncoderLayer takes another way through evaluation."""
+    """nn.TransformerEncoderLayer computes differently in evaluation."""
     ids = some_ids(16, 7)
     trained = model.train()(ids)
     with torch.no_grad():
@@ -507,7 +507,7 @@ def test_it_learns_one_text_by_deterministic_operations(model: nn.Sequential) ->
 # Options.
 
 
-def test_what_is_typed_wins_over_the_preset(tmp_path: Path) -> None:
+def test_typed_options_win_over_the_preset(tmp_path: Path) -> None:
     assert TextModelOptions().sizes == TextSizes(2, 64, 2, 128, 0.2, 256, 8000)
     typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).filled()
     reference = PRESETS["reference"].sizes
@@ -528,7 +528,7 @@ def test_presets_are_whole_and_of_their_size() -> None:
             assert sum(p.numel() for p in transformer(options.network.sizes).parameters()) == count
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     wrong = ["--layers=0", "--heads=3", "--dropout=1", "--vocabulary=10", "--lr=0", "--synthetic-reviews=0"]
     options = parse(ImdbOptions, [*wrong, "--dataset=synthetic", "--data-dir=x", "--epochs=0"])
     with pytest.raises(OptionError) as caught:
@@ -570,7 +570,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Resul
     return reviews, folder / "ddp", run("ddp", folder / "ddp", reviews)
 
 
-def test_a_run_says_what_it_has_read_and_keeps_what_is_needed(trained: tuple[Path, Path, Result]) -> None:
+def test_a_run_reports_its_data_and_keeps_options_and_tokenizer(trained: tuple[Path, Path, Result]) -> None:
     _, folder, result = trained
     for words in ("imdb: makes tokens of", "imdb: 24 + 24 reviews", "data     IMDB: 24 samples", "epoch 2/2"):
         assert result.stdout.count(words) == 1, result.stdout
@@ -590,8 +590,8 @@ def test_both_engines_give_the_same_weights(trained: tuple[Path, Path, Result], 
     assert weights(tmp_path) == weights(folder)
 
 
-def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
-    """Also with the tokens from the cache, which the first run has made."""
+def test_a_resumed_run_gives_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+    """The second run takes the tokens from the cache of the first."""
     reviews, folder, _ = trained
     first = run("ddp", tmp_path, reviews, "--epochs", "1")
     second = run("ddp", tmp_path, reviews, "--resume", "auto")
@@ -601,7 +601,7 @@ def test_it_resumes_to_the_same_weights(trained: tuple[Path, Path, Result], tmp_
     assert weights(tmp_path) == weights(folder)
 
 
-def test_reproducible_on_one_rank_and_two(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+def test_reproducible_runs_agree_on_one_rank_and_two(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
     reviews = trained[0]
     for size in (1, 2):
         backend = "ddp" if size > 1 else "single"

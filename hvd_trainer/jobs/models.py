@@ -1,4 +1,4 @@
-"""The networks of the jobs, each a sequence of blocks, so that it can be cut into stages."""
+"""The networks of the MNIST job, each a sequence of blocks, so that it can be cut into pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def conv_net() -> nn.Sequential:
-    """The small convolutional network of the PyTorch and Horovod tutorials: 21,840 parameters.
+    """Build the small convolutional network of the PyTorch and Horovod tutorials: 21,840 parameters.
 
-    Takes (N, 1, 28, 28) and gives the logits of 10 classes, (N, 10). It has dropout after the second convolution
+    It maps images (N, 1, 28, 28) to the logits of 10 classes, (N, 10). It has dropout after the second convolution
     (whole channels) and between the linear layers.
     """
     return nn.Sequential(
@@ -32,7 +32,7 @@ def conv_net() -> nn.Sequential:
 
 
 def mlp(width: int = 256) -> nn.Sequential:
-    """Two hidden layers on the flattened image: (N, 1, 28, 28) to (N, 10) logits."""
+    """Build two hidden layers on the flattened image: (N, 1, 28, 28) to logits (N, 10)."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -46,9 +46,9 @@ def mlp(width: int = 256) -> nn.Sequential:
 
 
 def quick_net() -> nn.Sequential:
-    """A convolutional network that learns MNIST within an epoch or two: 67,570 parameters.
+    """Build a convolutional network that learns MNIST within an epoch or two: 67,570 parameters.
 
-    Takes (N, 1, 28, 28) and gives the logits of 10 classes, (N, 10). Batch norm lets it learn at a high rate.
+    It maps images (N, 1, 28, 28) to the logits of 10 classes, (N, 10). Batch norm lets it learn at a high rate.
     """
     return nn.Sequential(
         OrderedDict(

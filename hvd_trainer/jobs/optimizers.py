@@ -1,4 +1,4 @@
-"""The optimizers that the jobs offer."""
+"""Make the optimizers of the jobs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_optimizer(
 
 
 def _keep_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Load a state with this machine's own way to compute an update, whichever saved it."""
+    """Keep this machine's own setting of `fused` when a state is loaded, whichever machine saved it."""
     groups = [
         {**theirs, "fused": ours["fused"]}
         for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False)

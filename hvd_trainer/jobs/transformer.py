@@ -1,10 +1,10 @@
-"""A Transformer that classifies texts, as a sequence of blocks of which any may begin a pipeline stage.
+"""A Transformer that classifies texts: a sequence of blocks, any of which may begin a pipeline stage.
 
     ids (N, T) -> embedding -> (hidden, padding) -> layer0 -> ... -> (hidden, padding) -> head -> logits (N, 2)
 
 Between blocks the value is a pair: `hidden`, float32 (N, T, d_model), in whatever precision a block computes, and
-`padding`, float32 (N, T), 1 where there is no token: what goes between pipeline stages is of floating point. No
-block shares weights with another.
+`padding`, float32 (N, T), 1 where there is no token: pipeline stages exchange floating-point tensors only. Blocks
+share no weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from hvd_trainer.jobs.options import TextSizes
 
 PADDING = 0
-"""The id of no token."""
+"""The id that stands for no token."""
 CLASSES = 2
 INIT_STD = 0.02
-"""Of the embeddings and of positions, as in BERT and GPT-2."""
+"""Standard deviation of the embeddings and positions at the start, as in BERT and GPT-2."""
 
 Hidden = tuple[Tensor, Tensor]
 
 
 def transformer(sizes: TextSizes) -> nn.Sequential:
-    """A Transformer encoder with a mean over all tokens and two classes: `embedding`, `layer0`, ..., `head`.
+    """Build a Transformer encoder with a mean over all tokens and two classes: `embedding`, `layer0`, ..., `head`.
 
-    Takes ids (N, T) with 0 for padding and T up to `sizes.sequence_length`; gives logits (N, 2). What padding a
-    text has does not change its logits, and a text without tokens gets the logits of the bias.
+    It maps ids (N, T), with 0 for padding and T up to `sizes.sequence_length`, to logits (N, 2). Padding does not
+    change the logits of a text, and a text without tokens gets the bias as logits.
     """
     blocks: OrderedDict[str, nn.Module] = OrderedDict(embedding=TextEmbedding(sizes))
     for number in range(sizes.layers):
@@ -39,12 +39,12 @@ def transformer(sizes: TextSizes) -> nn.Sequential:
 
 
 class TextEmbedding(nn.Module):
-    """Ids (N, T) to (hidden, padding): what the token is plus where it stands, both learnt."""
+    """Map ids (N, T) to (hidden, padding) by the sum of a token's and a position's learnt vectors."""
 
     def __init__(self, sizes: TextSizes) -> None:
         super().__init__()
         self.token = nn.Embedding(sizes.vocabulary, sizes.d_model, padding_idx=PADDING)
-        # Learnt and not computed: a buffer of floats would be averaged over the ranks again and again.
+        # A parameter and not a computed buffer: buffers of floats are averaged over the ranks.
         self.position = nn.Parameter(torch.empty(sizes.sequence_length, sizes.d_model))
         self.dropout = nn.Dropout(sizes.dropout)
         nn.init.normal_(self.token.weight, std=INIT_STD)
@@ -58,10 +58,10 @@ class TextEmbedding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention among the tokens of a text, then two linear layers on each token; both normalise their input.
+    """Apply attention among the tokens of a text, then two linear layers to each; both normalise their input.
 
-    `nn.TransformerEncoderLayer` computes another way in evaluation than in training, and its mask makes a text
-    that is all padding NaN.
+    `nn.TransformerEncoderLayer` computes differently in evaluation and in training, and its mask makes a text that
+    is all padding NaN.
     """
 
     def __init__(self, sizes: TextSizes) -> None:
@@ -83,19 +83,19 @@ class EncoderLayer(nn.Module):
         return hidden + self.dropout(self.narrow(inner)), padding
 
     def _attend(self, hidden: Tensor, padding: Tensor) -> Tensor:
-        """Each token's mean of the values of all tokens, weighted by how its query suits their keys."""
+        """Return per token the mean of all tokens' values, weighted by how well its query matches their keys."""
         parts = self.query_key_value(hidden).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, values = parts.unbind(0)
-        # A text that is all padding attends to its padding: the mean of nothing would be NaN.
+        # A text that is all padding attends to its padding: a mean over nothing would be NaN.
         visible = (padding == 0) | padding.all(dim=1, keepdim=True)
-        # Without dropout of its weights: only so do CPUs and GPUs have kernels that never write them down.
+        # Without dropout of the attention weights, CPUs and GPUs have kernels that never store them.
         mixed = nn.functional.scaled_dot_product_attention(query, key, values, attn_mask=visible[:, None, None, :])
         out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
 class PooledHead(nn.Module):
-    """(hidden, padding) to logits (N, 2), from the mean over the tokens that are there."""
+    """Map (hidden, padding) to logits (N, 2) by the mean over the tokens that are not padding."""
 
     def __init__(self, sizes: TextSizes) -> None:
         super().__init__()
