@@ -102,7 +102,7 @@ def test_a_decay_goes_on_where_an_epoch_has_other_steps() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rate = StepRate(optimizer, 1.0, 0, "linear")
     rate.resume(500, 0.5)
-    with rate.applied(500, 0.5):
+    with rate.apply(500, 0.5):
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 

@@ -200,7 +200,7 @@ class CheckpointManager:
         return {f"{name} fit {self._snapshot.fit}" for name in names}
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def open_writer(self) -> Iterator[None]:
         """Save inside; on exit the last checkpoint is written."""
         with self._writer:
             if self._backend.session.driver is not None and self._snapshot.state is None:

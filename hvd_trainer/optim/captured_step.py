@@ -129,7 +129,7 @@ class CapturedStep(TrainStep):
 
     def _capture_step(self) -> None:
         with self.backend.gradient_sync(self.model, enabled=True):
-            self._forward_result = self._detached(self.forward_backward(self._batch, 1))
+            self._forward_result = self._detach(self.forward_backward(self._batch, 1))
         with self._rates_on_device():
             self._result = self.backend.step(
                 self.optimizer, max_norm=self.max_norm, norm=self.needs_norm, total_norm=self.total_norm
@@ -138,11 +138,11 @@ class CapturedStep(TrainStep):
 
     def _capture_passes(self) -> None:
         with self.backend.gradient_sync(self.model, enabled=False):
-            self._forward_result = self._detached(self.forward_backward(self._batch, 1))
+            self._forward_result = self._detach(self.forward_backward(self._batch, 1))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 
-    def _detached(self, result: ForwardResult) -> ForwardResult:
+    def _detach(self, result: ForwardResult) -> ForwardResult:
         """Return the result without its autograd graph, whose memory would stay allocated between launches."""
         return result._replace(outputs=tree_map_only(Tensor, Tensor.detach, result.outputs))
 

@@ -61,12 +61,12 @@ class StepRate:
 
         Args:
             step: steps done.
-            done: as in `applied`.
+            done: as in `apply`.
         """
         self.last = self.full * self._fraction(max(0, step - 1), done)
 
     @contextmanager
-    def applied(self, step: int, done: float) -> Iterator[None]:
+    def apply(self, step: int, done: float) -> Iterator[None]:
         """Set the optimizer's rates to the effective ones of this step inside.
 
         Args:

@@ -40,7 +40,7 @@ class Interrupts:
         self._signal: StopRequest | None = None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """Listen for signals inside. Where nothing can be saved, a signal ends the process as usual."""
         if not self._manager.is_enabled:
             yield

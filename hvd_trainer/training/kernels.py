@@ -39,7 +39,7 @@ def check_kernels(train: TrainOptions, device: torch.device) -> None:
 
 
 @contextmanager
-def chosen_kernels(train: TrainOptions, device: torch.device) -> Iterator[None]:
+def use_kernels(train: TrainOptions, device: torch.device) -> Iterator[None]:
     """Compute inside with TF32, cuDNN's benchmark or deterministic algorithms, as the options ask for."""
     deterministic = nullcontext() if train.reproducible is None else deterministic_algorithms(device)
     with accelerator.fast_kernels(tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark), deterministic:

@@ -25,7 +25,7 @@ from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
 from hvd_trainer.training.interrupts import Interrupts
-from hvd_trainer.training.kernels import chosen_kernels
+from hvd_trainer.training.kernels import use_kernels
 from hvd_trainer.training.run import TrainingRun
 
 
@@ -52,10 +52,10 @@ class TrainingLoop:
         """
         run, activity = self._run, self._run.backend.activity
         with ExitStack() as stack:
-            stack.enter_context(run.manager.writing())
+            stack.enter_context(run.manager.open_writer())
             stack.callback(self._lift_time_limits)
-            stack.enter_context(self._interrupts.listening())
-            stack.enter_context(chosen_kernels(run.options.train, run.device))
+            stack.enter_context(self._interrupts.listen())
+            stack.enter_context(use_kernels(run.options.train, run.device))
             for observer in run.observers:
                 stack.enter_context(observer.around_training(run))
             started = time.perf_counter()
@@ -79,7 +79,7 @@ class TrainingLoop:
         samples_before, started = progress.samples, time.perf_counter()
         with Bar(run.log.prints, progress, run.options.train.epochs, run.train_loader.num_samples) as bar:
             for batches in batches_of_steps:
-                with run.rate.applied(progress.step, run.fraction_done):
+                with run.rate.apply(progress.step, run.fraction_done):
                     result = run.step(batches, meter, batches_of_steps.prefetch)
                 self._finish_step(batches, result, meter)
                 bar.advance(progress.consumed, meter)
@@ -96,7 +96,7 @@ class TrainingLoop:
             raise NonFiniteError(f"Every step of epoch {progress.epoch + 1} was skipped: no gradient was finite")
         seconds = time.perf_counter() - started
         speed = {"seconds": seconds, "samples_per_s": samples / seconds}
-        record = self._position() | prefixed("train", figures) | speed | run.layout.figures(seconds)
+        record = self._position() | add_prefix("train", figures) | speed | run.layout.figures(seconds)
         return record, is_complete
 
     def _make_meter(self) -> Meter:
@@ -132,7 +132,7 @@ class TrainingLoop:
         for callback in run.callbacks:
             callback.on_step_end(run, result)
         if progress.step % run.options.log.log_every == 0:
-            run.log.record("step", self._position() | prefixed("train", meter.recent()))
+            run.log.record("step", self._position() | add_prefix("train", meter.recent()))
             run.guard.check()
         self._interrupts.after_step(meter)
         run.backend.activity.enter("data")
@@ -188,7 +188,7 @@ class TrainingLoop:
             activity.enter("evaluate")
             self._interrupts.note_progress()
         activity.enter("epoch")
-        return prefixed("test", meter.compute())
+        return add_prefix("test", meter.compute())
 
     def _finish(self, started: float) -> None:
         """Write the weights and the record of the end, and say what came of the run."""
@@ -225,6 +225,6 @@ class TrainingLoop:
         }
 
 
-def prefixed(split: str, figures: Mapping[str, float]) -> dict[str, float]:
+def add_prefix(split: str, figures: Mapping[str, float]) -> dict[str, float]:
     """Return figures under names such as `test_loss`; without the number of samples, which the counters have."""
     return {f"{split}_{name}": value for name, value in figures.items() if name != "samples"}
