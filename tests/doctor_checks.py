@@ -1,4 +1,4 @@
-"""How tests of the doctor run it: whole, or some of its checks by themselves."""
+"""Run the doctor as a whole, or some of its checks by themselves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hvd_trainer.horovod_build.facts import TorchFacts
 from hvd_trainer.tools.doctor import cli
 from hvd_trainer.tools.doctor.context import Context, Options, look_up, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
-from hvd_trainer.tools.doctor.programs import Programs, side_by_side
-from hvd_trainer.tools.doctor.torch_facts import Seen, TorchSeen
+from hvd_trainer.tools.doctor.programs import Programs, start_threads
+from hvd_trainer.tools.doctor.torch_facts import ProbeResult, VisibleTorch
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
-TORCH = TorchSeen(
+TORCH = VisibleTorch(
     version="2.15.0+cu132",
     cuda="13.2",
     kind="cuda",
@@ -41,12 +41,12 @@ PATIENT = ("--timeout-s", "40")
 
 
 def run(*options: str, **more: Any) -> Result:
-    """The tool as a user starts it."""
+    """Run the tool as a user starts it."""
     return launch("python", 1, [*DOCTOR, *options], check=False, timeout_s=60, **more)
 
 
 def document(result: Result) -> dict[str, Any]:
-    """What --json has printed, and nothing but that."""
+    """Parse the document that --json printed and check its form."""
     found: dict[str, Any] = json.loads(result.stdout)
     names = [finding["name"] for finding in found["findings"]]
     assert len(names) == len(set(names)), names
@@ -60,35 +60,35 @@ def document(result: Result) -> dict[str, Any]:
     return found
 
 
-def examine(
+def run_checks(
     *names: str,
     environ: Mapping[str, str] | None = None,
-    seen: Seen | None = None,
+    probe_result: ProbeResult | None = None,
     limit_s: float = 40.0,
     look_up: Callable[[str], list[str]] = look_up,
     **options: Any,
 ) -> list[Finding]:
-    """Some of the checks, as the tool makes them, without asking PyTorch."""
+    """Run some of the checks as the tool runs them, without the probe of PyTorch."""
     chosen = Options(**options)
     hosts = read_hosts(chosen.hosts)
     variables = {**os.environ, **(environ or {})}
     known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
-    lookups = dict(zip(known, side_by_side([partial(look_up, name) for name in known]), strict=True))
-    seeing: Future[Seen] = Future()
-    seeing.set_result(seen or Seen(TorchSeen(version="2.15.0")))
+    lookups = dict(zip(known, start_threads([partial(look_up, name) for name in known]), strict=True))
+    probe: Future[ProbeResult] = Future()
+    probe.set_result(probe_result or ProbeResult(VisibleTorch(version="2.15.0")))
     with Programs(variables, time.monotonic() + limit_s) as programs:
-        situation = Context(chosen, hosts, variables, programs, seeing, lookups)
-        return cli.examine(situation, {name: cli.CHECKS[name] for name in names})
+        context = Context(chosen, hosts, variables, programs, probe, lookups)
+        return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})
 
 
 def only(findings: list[Finding], name: str) -> Finding:
-    """The finding of that name."""
+    """Return the one finding of a name."""
     (found,) = [finding for finding in findings if finding.name == name]
     return found
 
 
 def write_ssh(folder: Path, script: str) -> None:
-    """An `ssh` that runs this; `$command` is what the other host should run."""
+    """Write an `ssh` that runs a script; `$command` in it is the command for the other host."""
     program = folder / "ssh"
     program.write_text(f"#!/bin/sh\nfor command; do :; done\n{textwrap.dedent(script)}\n")
     program.chmod(0o755)

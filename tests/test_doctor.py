@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer doctor`: the whole tool, and how its checks are made."""
+"""Test `python -m hvd_trainer doctor` as a whole, and how it runs its checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import process_tree
 import pytest
 import torch
-from doctor_checks import DOCTOR, FACTS, OTHER, PATIENT, STATUSES, TORCH, document, examine, run, write_ssh
+from doctor_checks import DOCTOR, FACTS, OTHER, PATIENT, STATUSES, TORCH, document, run, run_checks, write_ssh
 from launchers import launch, requires, start
 
 from hvd_trainer.backends import EngineOptions, create
@@ -29,12 +29,12 @@ from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
 from hvd_trainer.tools.doctor.programs import Programs
 from hvd_trainer.tools.doctor.report import lines_of, summary
-from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen, TorchSeen
+from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult, VisibleTorch
 
 # The whole.
 
 
-def test_lines_for_people() -> None:
+def test_report_has_a_line_per_check() -> None:
     result = run(*PATIENT)
     lines = result.stdout.splitlines()
     assert "\x1b" not in result.stdout
@@ -65,8 +65,8 @@ runpy.run_module("hvd_trainer", run_name="__main__", alter_sys=True)
 """
 
 
-def test_many_troubles_at_once(small_disk: Path, tmp_path: Path) -> None:
-    """All that can be wrong with a shell and its surroundings, in one document."""
+def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) -> None:
+    """Report every fault of a shell and its machine in one document."""
     write_ssh(tmp_path, 'echo "ssh: connect to host b port 22: No route to host" >&2; exit 255')
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -103,7 +103,7 @@ def test_many_troubles_at_once(small_disk: Path, tmp_path: Path) -> None:
         assert remedy in by_name[name]["remedy"], by_name[name]
 
 
-def test_a_torch_that_crashes_takes_nothing_along(tmp_path: Path) -> None:
+def test_crash_of_torch_spares_other_checks(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     result = run("--json", env={"PYTHONPATH": str(tmp_path)})
     by_name = {finding["name"]: finding for finding in document(result)["findings"]}
@@ -113,7 +113,7 @@ def test_a_torch_that_crashes_takes_nothing_along(tmp_path: Path) -> None:
     assert {by_name[name]["status"] for name in ("CUDA", "CPU", "free ports")} == {"ok"}
 
 
-def test_a_signal_ends_all_that_it_has_started(tmp_path: Path) -> None:
+def test_signal_ends_started_programs(tmp_path: Path) -> None:
     write_ssh(tmp_path, f"touch {tmp_path}/started; sleep 60 & sleep 60")
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with start("python", 1, [*DOCTOR, *PATIENT, "--hosts", OTHER], env=environ) as job:
@@ -125,8 +125,8 @@ def test_a_signal_ends_all_that_it_has_started(tmp_path: Path) -> None:
         assert job.wait(10).returncode == 128 + signal.SIGTERM
 
 
-def test_nothing_holds_it_up(tmp_path: Path) -> None:
-    """An ssh that never ends, and has started others: it is over in its time, and nothing is left of it."""
+def test_hanging_ssh_ends_at_time_limit(tmp_path: Path) -> None:
+    """End in time, and with all processes, although ssh never ends and has started others."""
     write_ssh(tmp_path, "sleep 60 & sleep 60")
     began = time.monotonic()
     result = run("--hosts", "127.0.0.2,127.0.0.3", "--json", env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
@@ -151,7 +151,7 @@ def test_nothing_holds_it_up(tmp_path: Path) -> None:
         (["--nonesuch"], "--nonesuch"),
     ],
 )
-def test_mistakes_of_a_user(options: list[str], words: str) -> None:
+def test_invalid_options_are_refused(options: list[str], words: str) -> None:
     result = run(*options)
     assert result.returncode == 2
     assert words in result.stdout + result.stderr
@@ -160,7 +160,7 @@ def test_mistakes_of_a_user(options: list[str], words: str) -> None:
 
 @pytest.mark.long
 @requires("horovod")
-def test_both_engines_are_proved() -> None:
+def test_run_proves_both_engines() -> None:
     result = run("--run", "--json", *PATIENT)
     by_name = {finding["name"]: finding for finding in document(result)["findings"]}
     for engine, words in (("ddp", "2 ranks by torchrun"), ("horovod", "2 ranks by horovodrun")):
@@ -172,7 +172,7 @@ def test_both_engines_are_proved() -> None:
     assert by_name["torch"]["status"] == "ok"
 
 
-def test_an_engine_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_why_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
     found = all_reduce.prove_engine("ddp", "cpu")
     assert found.status == "error"
@@ -180,29 +180,35 @@ def test_an_engine_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.all_reduce_job" in found.remedy
 
 
-def test_an_engine_without_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_missing_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     found = all_reduce.prove_engine("horovod", "cpu")
     assert (found.status, found.found) == ("error", "there is no horovodrun here")
 
 
-def test_which_engines_are_proved() -> None:
+def test_engines_and_devices_of_run() -> None:
     facts = Facts(FACTS, HorovodFacts())
     gpu = Gpu("A", 1, "9.0")
-    assert all_reduce.engines(Seen(TORCH, facts)) == ["ddp", "horovod"]
-    assert all_reduce.engines(Seen(TORCH, Facts(FACTS, None))) == all_reduce.engines(Seen(TORCH)) == ["ddp"]
-    assert all_reduce.engines(Seen(TorchSeen(error="broken"))) == []
-    devices = [all_reduce.device_of(Seen(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
+    assert all_reduce.engines(ProbeResult(TORCH, facts)) == ["ddp", "horovod"]
+    assert (
+        all_reduce.engines(ProbeResult(TORCH, Facts(FACTS, None)))
+        == all_reduce.engines(ProbeResult(TORCH))
+        == ["ddp"]
+    )
+    assert all_reduce.engines(ProbeResult(VisibleTorch(error="broken"))) == []
+    devices = [
+        all_reduce.device_of(ProbeResult(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)
+    ]
     assert devices == ["cpu", "cpu", "cuda"]
     pair = replace(TORCH, gpus=[gpu] * 2)
-    assert all_reduce.device_of(Seen(pair, facts), "horovod") == "cpu"
+    assert all_reduce.device_of(ProbeResult(pair, facts), "horovod") == "cpu"
     with_nccl = Facts(FACTS, HorovodFacts(record={"cuda": "13.0"}))
-    assert all_reduce.device_of(Seen(pair, with_nccl), "horovod") == "cuda"
-    assert all_reduce.device_of(Seen(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
+    assert all_reduce.device_of(ProbeResult(pair, with_nccl), "horovod") == "cuda"
+    assert all_reduce.device_of(ProbeResult(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
 
 
-def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     with create(EngineOptions(backend="single"), {}) as backend:
         check_sum(backend)
         right = backend.all_reduce
@@ -216,20 +222,20 @@ def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # How checks are made.
 
 
-def test_a_check_that_fails_is_a_finding_and_so_is_one_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_and_endless_checks_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = threading.Event()
 
-    def broken(situation: Context) -> list[Finding]:
+    def broken(context: Context) -> list[Finding]:
         raise KeyError("planted")
 
-    def endless(situation: Context) -> list[Finding]:
+    def endless(context: Context) -> list[Finding]:
         ending.wait()
         return []
 
     monkeypatch.setattr(
         cli, "CHECKS", {"broken": broken, "endless": endless, "open files": cli.CHECKS["open files"]}
     )
-    found = examine("broken", "endless", "open files", limit_s=1.0)
+    found = run_checks("broken", "endless", "open files", limit_s=1.0)
     ending.set()
     assert [finding.name for finding in found] == ["broken", "endless", "open files"]
     assert re.fullmatch(r"the check itself failed: KeyError: 'planted' \(line \d+ in broken\)", found[0].found)
@@ -238,7 +244,7 @@ def test_a_check_that_fails_is_a_finding_and_so_is_one_that_never_ends(monkeypat
     assert found[1].remedy.startswith("python -m hvd_trainer doctor --timeout-s 60")
 
 
-def test_programs_are_ended_with_all_that_they_started() -> None:
+def test_programs_end_with_their_children() -> None:
     mark = f"{os.environ[process_tree.MARK]}/programs"
     with Programs({**os.environ, process_tree.MARK: mark}, time.monotonic() + 30) as programs:
         quick = programs.ask("sh", "-c", "echo out; echo err >&2; exit 3")
@@ -251,13 +257,13 @@ def test_programs_are_ended_with_all_that_they_started() -> None:
 
 
 class Terminal(io.StringIO):
-    """Says that it is one."""
+    """A text buffer that passes for a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_how_lines_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_aligned_and_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = warning("/dev/shm", "64 MB free of 64 MB", "docker run --shm-size 8g")
     assert lines_of(finding, 10, io.StringIO()) == [
         "warning  /dev/shm    64 MB free of 64 MB",

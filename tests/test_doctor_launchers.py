@@ -1,4 +1,4 @@
-"""What the doctor says of the shell that it is started from, of MPI and of Slurm."""
+"""Test the doctor's checks of the shell, of MPI and of Slurm."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doctor_checks import TORCH, examine, only
+from doctor_checks import TORCH, only, run_checks
 from launchers import REPOSITORY
 from slurm_cluster import SlurmCluster
 
 from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nodes_by_state
-from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen
+from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult
 
 # The shell.
 
@@ -45,31 +45,31 @@ from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "ok", "no rank variables", ""),
     ],
 )
-def test_variables_of_launchers(environ: dict[str, str], status: str, words: str, remedy: str) -> None:
+def test_launcher_variables_in_shell(environ: dict[str, str], status: str, words: str, remedy: str) -> None:
     found = judge_variables(environ)
     assert (found.status, found.remedy) == (status, remedy)
     assert words in found.found
 
 
-def test_python_is_the_one_that_launchers_start(tmp_path: Path) -> None:
+def test_python_on_path_is_compared(tmp_path: Path) -> None:
     other = tmp_path / "python"
     other.write_text("#!/bin/sh\necho /somewhere/else\n")
     other.chmod(0o755)
-    found = only(examine("python", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"}), "python")
+    found = only(run_checks("python", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"}), "python")
     assert found.status == "warning"
     assert f"is another one: {other}" in found.found
     assert re.match(r"source .*/activate|export PATH=", found.remedy)
     beside = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    assert only(examine("python", environ=beside), "python").status == "ok"
+    assert only(run_checks("python", environ=beside), "python").status == "ok"
 
 
-def test_packages_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(examine("packages"), "packages").status == "ok"
+def test_unmet_requirements_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(run_checks("packages"), "packages").status == "ok"
     for name, version in (("tqdm", "0.1"), ("torch", "2.0.1")):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
         (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = only(examine("packages"), "packages")
+    found = only(run_checks("packages"), "packages")
     assert found.status == "error"
     assert "0.1 tqdm is installed, where tqdm>=" in found.found
     # torchvision asks for a newer torch than this package does, or for one only.
@@ -81,7 +81,7 @@ def test_packages_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # MPI and Slurm.
 
 
-def test_versions_of_mpi() -> None:
+def test_mpi_version() -> None:
     assert mpi_version("mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n") == "Open MPI 4.1.4"
     hydra = "HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: ...\n"
     assert mpi_version(hydra) == "MPICH 4.0.2"
@@ -90,8 +90,8 @@ def test_versions_of_mpi() -> None:
     assert mpi_version("") == "of unknown version"
 
 
-def test_neither_mpi_nor_slurm_is_needed(tmp_path: Path) -> None:
-    found = examine("MPI", "Slurm", environ={"PATH": str(tmp_path)})
+def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
+    found = run_checks("MPI", "Slurm", environ={"PATH": str(tmp_path)})
     if not any(Path(folder, name).exists() for folder in ("/usr/sbin", "/sbin") for name in ("mpirun", "srun")):
         assert [finding.status for finding in found] == ["ok", "ok"]
         assert all("not needed" in finding.found for finding in found)
@@ -101,13 +101,15 @@ INSIDE = """
 import sys
 sys.path.insert(0, "tests")
 import doctor_checks
-found = doctor_checks.only(doctor_checks.examine("Slurm"), "Slurm")
+found = doctor_checks.only(doctor_checks.run_checks("Slurm"), "Slurm")
 print(found.status, found.found)
 """
 
 
-def test_slurm(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = only(examine("Slurm", environ=slurm.environ), "Slurm")
+def test_slurm_inside_and_outside_of_a_job(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = only(run_checks("Slurm", environ=slurm.environ), "Slurm")
     assert found.status == "ok"
     assert re.search(r"outside of a job; 3 nodes: 3 \w+", found.found)
     monkeypatch.chdir(REPOSITORY)
@@ -116,10 +118,10 @@ def test_slurm(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     # A cluster whose controller is down, and no cluster at all.
     text = Path(slurm.environ["SLURM_CONF"]).read_text()
     (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", text))
-    down = only(examine("Slurm", environ={"SLURM_CONF": str(tmp_path / "slurm.conf")}), "Slurm")
+    down = only(run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "slurm.conf")}), "Slurm")
     assert down.status == "warning"
     assert "its controller does not answer" in down.found
-    none = only(examine("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")}), "Slurm")
+    none = only(run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")}), "Slurm")
     assert none.status == "ok"
     assert "this machine is in no cluster" in none.found
 
@@ -127,8 +129,8 @@ def test_slurm(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(
     ("ranks", "num_gpus", "words"), [("4(x2)", 1, "4 ranks"), ("4(x2)", 4, ""), ("1(x2)", 1, "")]
 )
-def test_a_rank_that_sees_its_own_gpu_only(ranks: str, num_gpus: int, words: str) -> None:
-    """As by --gpus-per-task=1: NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
+def test_rank_that_sees_only_its_gpu_is_warned(ranks: str, num_gpus: int, words: str) -> None:
+    """Warn of --gpus-per-task=1, with which NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
     step = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -136,14 +138,14 @@ def test_a_rank_that_sees_its_own_gpu_only(ranks: str, num_gpus: int, words: str
         "SLURM_STEP_TASKS_PER_NODE": ranks,
         "SLURM_NODEID": "1",
     }
-    seen = Seen(replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * num_gpus))
-    found = examine("visible GPUs", environ=step, seen=seen)
+    probe_result = ProbeResult(replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * num_gpus))
+    found = run_checks("visible GPUs", environ=step, probe_result=probe_result)
     assert [finding.status for finding in found] == ["warning"] * bool(words)
     assert all(words in finding.found for finding in found)
     assert all("--gres=gpu:4 --gpu-bind=none" in finding.remedy for finding in found)
-    assert examine("visible GPUs", environ={"SLURM_STEP_ID": "0"}, seen=seen) == []
+    assert run_checks("visible GPUs", environ={"SLURM_STEP_ID": "0"}, probe_result=probe_result) == []
 
 
-def test_nodes_are_counted_once() -> None:
+def test_nodes_of_several_partitions_count_once() -> None:
     assert nodes_by_state("a idle\nb down*\na idle\nc idle\n") == "3 nodes: 2 idle, 1 down*"
     assert nodes_by_state("") == "no nodes"

@@ -1,4 +1,4 @@
-"""What the doctor says of CPUs, memory, limits and folders."""
+"""Test the doctor's checks of CPUs, memory, limits and folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from doctor_checks import examine, only
+from doctor_checks import only, run_checks
 
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.folders import file_system
@@ -42,7 +42,7 @@ from hvd_trainer.utils.paths import default_data_dir
         ("3:memory:/\n", {}, None),
     ],
 )
-def test_quotas_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], quota: float | None) -> None:
+def test_cpu_quota_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], quota: float | None) -> None:
     (tmp_path / "self").write_text(own)
     for name, text in files.items():
         file = tmp_path / "root" / name
@@ -52,7 +52,7 @@ def test_quotas_of_control_groups(tmp_path: Path, own: str, files: dict[str, str
     assert cpu_quota(tmp_path / "nonesuch", tmp_path / "root") is None
 
 
-def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
+def test_hardware_threads_share_a_core(tmp_path: Path) -> None:
     for cpu in range(4):
         (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
@@ -72,7 +72,7 @@ def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
         ("0", 2, "warning"),
     ],
 )
-def test_threads(setting: str | None, limit: int, status: str) -> None:
+def test_omp_num_threads(setting: str | None, limit: int, status: str) -> None:
     assert judge_threads(setting, limit).status == status
 
 
@@ -95,7 +95,7 @@ def test_open_files() -> None:
     assert "Docker: --ulimit nofile" in judge_open_files(256, 512, 1024).remedy
 
 
-def test_infiniband(tmp_path: Path) -> None:
+def test_infiniband_ports_and_locked_memory(tmp_path: Path) -> None:
     assert judge_infiniband(tmp_path, 8 * 2**20) == []
     port = tmp_path / "mlx5_0/ports/1"
     port.mkdir(parents=True)
@@ -113,38 +113,38 @@ def test_infiniband(tmp_path: Path) -> None:
 # Folders.
 
 
-def test_folders_are_left_as_they_were(tmp_path: Path) -> None:
+def test_folder_checks_leave_no_files(tmp_path: Path) -> None:
     new = tmp_path / "a/b"
-    data, logs = examine("data folder", "log folder", data_dir=new, log_dir=tmp_path)
+    data, logs = run_checks("data folder", "log folder", data_dir=new, log_dir=tmp_path)
     assert (data.status, logs.status) == ("ok", "ok")
     assert f"{new} (can be made): " in data.found
     assert data.figures["free_mb"] > 0
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    assert "it is a file" in only(examine("log folder", log_dir=tmp_path / "file"), "log folder").found
-    assert examine("log folder") == []
+    assert "it is a file" in only(run_checks("log folder", log_dir=tmp_path / "file"), "log folder").found
+    assert run_checks("log folder") == []
 
 
-def test_a_small_disk(small_disk: Path) -> None:
-    data, logs = examine("data folder", "log folder", data_dir=small_disk, log_dir=small_disk)
+def test_folders_on_small_disk(small_disk: Path) -> None:
+    data, logs = run_checks("data folder", "log folder", data_dir=small_disk, log_dir=small_disk)
     assert (data.status, logs.status) == ("warning", "warning")
     assert "4 MB free on memory (tmpfs): little for data sets" in data.found
     (small_disk / "fill").write_bytes(bytes(4 * 2**20))
-    assert "No space left" in only(examine("log folder", log_dir=small_disk), "log folder").found
+    assert "No space left" in only(run_checks("log folder", log_dir=small_disk), "log folder").found
     # Data that are there need no room.
     (small_disk / "fill").unlink()
     (small_disk / "train-images-idx3-ubyte.gz").write_text("")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert "data are there" in only(examine("data folder", data_dir=small_disk), "data folder").found
+    assert "data are there" in only(run_checks("data folder", data_dir=small_disk), "data folder").found
 
 
-def test_the_default_data_folder_is_the_jobs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_folder_defaults_to_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_data_dir().is_relative_to(tmp_path)
-    assert str(default_data_dir()) in only(examine("data folder"), "data folder").found
+    assert str(default_data_dir()) in only(run_checks("data folder"), "data folder").found
 
 
-def test_kinds_of_file_systems() -> None:
+def test_file_system_kinds() -> None:
     mounts = (
         "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
         "/dev/sdb /home/my\\040disk xfs rw 0 0\n"

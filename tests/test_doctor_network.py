@@ -1,4 +1,4 @@
-"""What the doctor says of interfaces, names, ports and other hosts."""
+"""Test the doctor's checks of interfaces, names, ports and other hosts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_checks import OTHER, examine, only, write_ssh
+from doctor_checks import OTHER, only, run_checks, write_ssh
 from requirements import missing
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.doctor.context import Host, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
 from hvd_trainer.tools.doctor.hosts import Visit, judge_visit
-from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, matching
+from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, select_interfaces
 
 # The network.
 
@@ -40,40 +40,40 @@ from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, ma
         ("ib,eth1", ["eth10", "ib0"]),
     ],
 )
-def test_patterns_of_nccl(pattern: str, names: list[str]) -> None:
-    assert matching(pattern, ["lo", "eth0", "eth10", "ib0", "docker0"]) == names
+def test_nccl_interface_patterns(pattern: str, names: list[str]) -> None:
+    assert select_interfaces(pattern, ["lo", "eth0", "eth10", "ib0", "docker0"]) == names
 
 
-def test_interfaces() -> None:
-    found = only(examine("interfaces"), "interfaces")
+def test_interfaces_and_variables() -> None:
+    found = only(run_checks("interfaces"), "interfaces")
     assert found.status == "ok"
     assert "lo 127.0.0.1" in found.found
     chosen = {"HOROVOD_GLOO_IFACE": "lo", "NCCL_SOCKET_IFNAME": "^nonesuch", "GLOO_SOCKET_IFNAME": "lo"}
-    assert only(examine("interfaces", environ=chosen), "interfaces").status == "ok"
-    _, wrong = examine("interfaces", environ={**chosen, "NCCL_SOCKET_IFNAME": "nonesuch"})
+    assert only(run_checks("interfaces", environ=chosen), "interfaces").status == "ok"
+    _, wrong = run_checks("interfaces", environ={**chosen, "NCCL_SOCKET_IFNAME": "nonesuch"})
     assert (wrong.name, wrong.status) == ("NCCL_SOCKET_IFNAME", "error")
     assert "nonesuch names no interface that is up" in wrong.found
-    _, *alone = examine("interfaces", environ={**chosen, "NCCL_SOCKET_IFNAME": ""}, hosts=OTHER)
+    _, *alone = run_checks("interfaces", environ={**chosen, "NCCL_SOCKET_IFNAME": ""}, hosts=OTHER)
     assert [finding.name for finding in alone] == ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"]
     assert all("lo leads to no other host" in finding.found for finding in alone)
 
 
-def test_which_interface_the_engines_take() -> None:
-    found = only(examine("network"), "network")
+def test_route_names_interface_of_engines() -> None:
+    found = only(run_checks("network"), "network")
     assert found.found.startswith("on this host alone both engines use lo")
-    chosen = only(examine("network", environ={"GLOO_SOCKET_IFNAME": "lo"}), "network")
+    chosen = only(run_checks("network", environ={"GLOO_SOCKET_IFNAME": "lo"}), "network")
     assert "GLOO_SOCKET_IFNAME=lo in this shell comes first" in chosen.found
-    near = only(examine("network", hosts=f"{socket.gethostname()},{OTHER}"), "network")
+    near = only(run_checks("network", hosts=f"{socket.gethostname()},{OTHER}"), "network")
     assert near.status == "ok"
     assert re.search(rf"the engines use \S+ to reach {OTHER}$", near.found)
-    (lost,) = examine("network", hosts="240.0.0.1,nowhere.invalid")
+    (lost,) = run_checks("network", hosts="240.0.0.1,nowhere.invalid")
     assert lost.status in ("ok", "error")
     assert "240.0.0.1" in lost.found
-    assert examine("network", hosts="nowhere.invalid") == []
+    assert run_checks("network", hosts="nowhere.invalid") == []
 
 
-def test_a_name_server_that_never_answers(tmp_path: Path) -> None:
-    """It holds up what waits for it, in one and the same time, and nothing else."""
+def test_silent_name_server_delays_only_its_checks(tmp_path: Path) -> None:
+    """Let checks that need a name wait together until the limit, and all others answer at once."""
     write_ssh(tmp_path, "exit 255")
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ending = threading.Event()
@@ -83,7 +83,7 @@ def test_a_name_server_that_never_answers(tmp_path: Path) -> None:
         return []
 
     names = ("interfaces", "network", "host names", "MPI", "ssh", "ports")
-    found = examine(*names, environ=environ, limit_s=1.5, look_up=endless, hosts="node1,node2")
+    found = run_checks(*names, environ=environ, limit_s=1.5, look_up=endless, hosts="node1,node2")
     ending.set()
     by_name = {finding.name: finding for finding in found}
     assert {by_name[name].status for name in ("host name", "host node1", "host node2")} == {"error"}
@@ -91,8 +91,8 @@ def test_a_name_server_that_never_answers(tmp_path: Path) -> None:
     assert not any("no answer in 9 s" in by_name[name].found for name in ("interfaces", "MPI", "host name"))
 
 
-def test_names_that_lead_home() -> None:
-    """Debian gives a host's own name the address 127.0.1.1, by which every other host would reach itself."""
+def test_own_names_that_lead_to_loopback() -> None:
+    """Warn of 127.0.1.1, Debian's address of a host's own name, by which other hosts would reach themselves."""
     assert judge_own_name("node1", ["127.0.1.1"], several_hosts=False).status == "ok"
     trap = judge_own_name("node1", ["127.0.1.1"], several_hosts=True)
     assert trap.status == "warning"
@@ -104,8 +104,8 @@ def test_names_that_lead_home() -> None:
 
 
 def test_names_of_other_hosts() -> None:
-    """An address is no name, and leads to itself."""
-    mine, lost = examine("host names", hosts=f"{OTHER},nowhere.invalid")
+    """Check names of other hosts, but no addresses, which need no look-up."""
+    mine, lost = run_checks("host names", hosts=f"{OTHER},nowhere.invalid")
     assert mine.name == "host name"
     assert (lost.name, lost.status) == ("host nowhere.invalid", "error")
     assert judge_localhost(["127.0.0.1", "::1"]) == []
@@ -113,8 +113,8 @@ def test_names_of_other_hosts() -> None:
     assert (wrong.status, wrong.remedy) == ("error", "echo '127.0.0.1 localhost' >> /etc/hosts")
 
 
-def test_the_port_of_torchrun() -> None:
-    """Taken by this test, or by whoever has it already."""
+def test_port_of_torchrun_in_use() -> None:
+    """Report the port as in use, by this test or by another process."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -122,18 +122,18 @@ def test_the_port_of_torchrun() -> None:
             trial.listen()
         except OSError:
             pass
-        taken, handed_out = examine("ports")
+        taken, handed_out = run_checks("ports")
     assert (taken.name, taken.status, handed_out.status) == ("port 29500", "warning", "ok")
     assert re.match(r"torchrun --master-port 295\d\d .*--standalone", taken.remedy)
 
 
 @pytest.mark.parametrize("text", ["", "a,", "-oProxyCommand=x", "a:0", "a:b", "a b", "a:1:2", "a,a:2"])
-def test_malformed_hosts(text: str) -> None:
+def test_malformed_hosts_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match="--hosts"):
         read_hosts(text)
 
 
-def test_hosts() -> None:
+def test_hosts_are_parsed() -> None:
     assert read_hosts(None) == ()
     assert read_hosts("a:4, b-1.c,10.0.0.2:1") == (Host("a", 4), Host("b-1.c"), Host("10.0.0.2", 1))
 
@@ -141,15 +141,15 @@ def test_hosts() -> None:
 # Other hosts.
 
 
-def visit(folder: Path, script: str, hosts: str = OTHER, **more: Any) -> list[Finding]:
+def check_ssh(folder: Path, script: str, hosts: str = OTHER, **more: Any) -> list[Finding]:
     write_ssh(folder, script)
-    return examine("ssh", environ={"PATH": f"{folder}:{os.environ['PATH']}"}, hosts=hosts, **more)
+    return run_checks("ssh", environ={"PATH": f"{folder}:{os.environ['PATH']}"}, hosts=hosts, **more)
 
 
-def test_a_host_like_this_one(tmp_path: Path) -> None:
-    """Its login script prints something, and it has too few CPUs for its ranks."""
+def test_host_with_equal_software(tmp_path: Path) -> None:
+    """Accept a host whose login script prints, and warn that it has too few CPUs for its ranks."""
     script = f'echo "$@" > {tmp_path}/said; echo Welcome; exec sh -c "$command"'
-    reached, ranks, clock = visit(tmp_path, script, hosts=f"{OTHER}:999,localhost:1", ssh_port=2222)[:3]
+    reached, ranks, clock = check_ssh(tmp_path, script, hosts=f"{OTHER}:999,localhost:1", ssh_port=2222)[:3]
     assert (reached.name, reached.status) == (f"ssh {OTHER}", "ok"), reached
     assert re.match(r"opens; Python 3\S+, torch 2\S+ and all else as here; \d+ CPUs?, \d+ GPU", reached.found)
     assert (ranks.name, ranks.status) == (f"ranks {OTHER}", "warning")
@@ -161,28 +161,28 @@ def test_a_host_like_this_one(tmp_path: Path) -> None:
     assert f"-p 2222 {OTHER} sh -c" in said
 
 
-def test_this_host_is_not_reached_by_ssh(tmp_path: Path) -> None:
-    found = visit(tmp_path, "exit 255", hosts=f"localhost,127.0.0.1,{socket.gethostname()}")
+def test_own_host_needs_no_ssh(tmp_path: Path) -> None:
+    found = check_ssh(tmp_path, "exit 255", hosts=f"localhost,127.0.0.1,{socket.gethostname()}")
     assert [finding.found for finding in found] == ["this host itself: nothing to reach"] * 3
 
 
 @pytest.mark.parametrize(
     ("shift", "status", "words"), [("-5", "warning", "5.0 s behind"), ("+90000", "error", "1,500 min ahead of")]
 )
-def test_a_clock_that_is_wrong(tmp_path: Path, shift: str, status: str, words: str) -> None:
+def test_clock_skew(tmp_path: Path, shift: str, status: str, words: str) -> None:
     (tmp_path / "there").mkdir()
     date = tmp_path / "there/date"
     date.write_text(f'#!/bin/sh\nexec {shutil.which("date")} -d "{shift} seconds" "$@"\n')
     date.chmod(0o755)
-    clock = visit(tmp_path, f'PATH={tmp_path}/there:$PATH exec sh -c "$command"')[-1]
+    clock = check_ssh(tmp_path, f'PATH={tmp_path}/there:$PATH exec sh -c "$command"')[-1]
     assert (clock.name, clock.status) == (f"clock {OTHER}", status)
     assert words in clock.found
     assert clock.figures["skew_s"] == pytest.approx(float(shift), abs=1)
     assert "set-ntp true" in clock.remedy
 
 
-def test_another_torch_there(tmp_path: Path) -> None:
-    """And another package under the same version."""
+def test_host_with_other_torch(tmp_path: Path) -> None:
+    """Report another PyTorch, and another package under an equal version."""
     other = tmp_path / "other"
     for name, version in (("torch", "9.9.9"), ("horovod", "0.28.1")):
         (other / f"{name}-{version}.dist-info").mkdir(parents=True)
@@ -190,15 +190,17 @@ def test_another_torch_there(tmp_path: Path) -> None:
     (other / "horovod").mkdir()
     (other / "horovod/__init__.py").write_text("")
     (other / "horovod/hvd_trainer_build.py").write_text("RECORD = {}\n")
-    reached = visit(tmp_path, f'PYTHONPATH={other} exec sh -c "$command"')[0]
+    reached = check_ssh(tmp_path, f'PYTHONPATH={other} exec sh -c "$command"')[0]
     assert reached.status == "error"
     assert re.search(r"torch is 9\.9\.9 there and 2\.\S+ here", reached.found)
     if shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
         assert "horovod 0.28.1 has other files there than here" in reached.found
 
 
-def test_no_python_there_and_no_folder(tmp_path: Path) -> None:
-    lost, clock = visit(tmp_path, f"""exec sh -c "$(echo "$command" | sed 's#{sys.executable}#/nonesuch#')" """)
+def test_host_without_python_or_folder(tmp_path: Path) -> None:
+    lost, clock = check_ssh(
+        tmp_path, f"""exec sh -c "$(echo "$command" | sed 's#{sys.executable}#/nonesuch#')" """
+    )
     assert (lost.status, clock.status) == ("error", "ok")
     assert f"{sys.executable} cannot be started there" in lost.found
     here = {"versions": {"python": "3.11.7", "torch": "2.15.0"}, "files": {}, "cpus": 8, "gpus": 2}
@@ -220,8 +222,8 @@ def test_no_python_there_and_no_folder(tmp_path: Path) -> None:
         ("something else", f"ssh {OTHER} true"),
     ],
 )
-def test_an_ssh_that_does_not_open(tmp_path: Path, said: str, remedy: str) -> None:
-    (found,) = visit(tmp_path, f"echo '{said}' >&2; exit 255")
+def test_failed_ssh_has_a_remedy(tmp_path: Path, said: str, remedy: str) -> None:
+    (found,) = check_ssh(tmp_path, f"echo '{said}' >&2; exit 255")
     assert found.status == "error"
     assert said in found.found
     assert remedy in found.remedy
@@ -229,7 +231,7 @@ def test_an_ssh_that_does_not_open(tmp_path: Path, said: str, remedy: str) -> No
 
 @pytest.fixture
 def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A real one on 127.0.0.2, that lets one key in: the options by which it is reached."""
+    """Run an sshd on 127.0.0.2 that accepts one key; yield the options by which it is reached."""
     reason = missing("sshd")
     if reason is not None:
         pytest.skip(reason)
@@ -268,25 +270,25 @@ def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
         jail.rmdir()
 
 
-def test_a_real_ssh(sshd: dict[str, Any], tmp_path: Path) -> None:
-    reached, clock = examine("ssh", hosts=OTHER, **sshd)
+def test_sshd_of_this_machine(sshd: dict[str, Any], tmp_path: Path) -> None:
+    reached, clock = run_checks("ssh", hosts=OTHER, **sshd)
     assert (reached.status, clock.status) == ("ok", "ok"), reached
-    (refused,) = examine("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
+    (refused,) = run_checks("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
     assert "Permission denied" in refused.found
     assert refused.remedy.startswith(f"ssh-copy-id {OTHER}")
 
 
-def test_a_host_with_another_key_than_the_known_one(
+def test_changed_host_key_is_refused(
     sshd: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that stands between would answer. What is known is read, and nothing is added to it."""
+    """Refuse a changed key, as a man in the middle would show it; read the known hosts and write none."""
     known = tmp_path / ".ssh/known_hosts"
     known.parent.mkdir()
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path)))
     for key, status in (("host", "ok"), ("user", "error")):
         line = f"[{OTHER}]:{sshd['ssh_port']} {(tmp_path / f'{key}.pub').read_text()}"
         known.write_text(line)
-        found = examine("ssh", hosts=OTHER, **sshd)[0]
+        found = run_checks("ssh", hosts=OTHER, **sshd)[0]
         assert found.status == status, found
         assert known.read_text() == line
     assert "Host key verification failed" in found.found

@@ -1,4 +1,4 @@
-"""What the doctor says of PyTorch, Horovod and GPUs."""
+"""Test the doctor's checks of PyTorch, Horovod and GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_checks import FACTS, TORCH, examine
+from doctor_checks import FACTS, TORCH, run_checks
 from launchers import requires
 
 from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
@@ -31,7 +31,7 @@ from hvd_trainer.tools.doctor.gpus import (
 )
 from hvd_trainer.tools.doctor.programs import Answer
 from hvd_trainer.tools.doctor.software import judge_horovod, judge_torch
-from hvd_trainer.tools.doctor.torch_facts import Gpu, Seen, TorchSeen
+from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult, VisibleTorch
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # PyTorch and Horovod.
@@ -52,17 +52,17 @@ RECORD = {
     ("torch", "status", "words"),
     [
         (TORCH, "ok", "2.15.0+cu132, built for CUDA 13.2, no GPU visible"),
-        (TorchSeen(version="2.12.1+cpu"), "ok", "2.12.1+cpu, built for the CPU only, no GPU visible"),
-        (TorchSeen(version="2.4.0"), "error", "too old, 2.11 to 2.15 are tested"),
-        (TorchSeen(version="2.16.0"), "warning", "2.11 to 2.15 are tested"),
+        (VisibleTorch(version="2.12.1+cpu"), "ok", "2.12.1+cpu, built for the CPU only, no GPU visible"),
+        (VisibleTorch(version="2.4.0"), "error", "too old, 2.11 to 2.15 are tested"),
+        (VisibleTorch(version="2.16.0"), "warning", "2.11 to 2.15 are tested"),
         (
-            TorchSeen(error="OSError: libtorch.so: cannot open"),
+            VisibleTorch(error="OSError: libtorch.so: cannot open"),
             "error",
             "cannot be imported: OSError: libtorch.so",
         ),
     ],
 )
-def test_torch(torch: TorchSeen, status: str, words: str) -> None:
+def test_torch_versions(torch: VisibleTorch, status: str, words: str) -> None:
     found = judge_torch(torch)
     assert found.status == status
     assert words in found.found
@@ -105,14 +105,16 @@ def test_torch(torch: TorchSeen, status: str, words: str) -> None:
     ],
 )
 @requires("horovod")
-def test_horovod(horovod: HorovodFacts | None, torch: TorchFacts, status: str, words: str, remedy: str) -> None:
+def test_horovod_must_fit_torch(
+    horovod: HorovodFacts | None, torch: TorchFacts, status: str, words: str, remedy: str
+) -> None:
     found = judge_horovod(horovod, torch, TORCH)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
 
 
 @requires("horovod")
-def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
-    """Training refuses it; on ROCm, too, where the installer counts no GPU."""
+def test_horovod_without_nccl_beside_gpus() -> None:
+    """Warn of a Horovod with which training refuses GPUs; also on ROCm, where the installer counts none."""
     pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
     found = judge_horovod(HorovodFacts(record=RECORD), FACTS, pair)
     assert found.status == "warning"
@@ -125,22 +127,24 @@ def test_a_horovod_without_nccl_on_a_machine_with_gpus() -> None:
     assert intel.remedy == "--backend ddp    (or --device cpu: Horovod exchanges no tensors of xpu)"
 
 
-def test_what_the_probe_says_counts_as_far_as_it_came() -> None:
+def test_partial_output_of_probe_is_used() -> None:
     torch = json.dumps({"version": "2.15.0", "gpus": [{"name": "A", "memory": 1, "capability": "9.0"}]})
     rest = json.dumps({"torch": {"version": "2.15.0"}, "horovod": {"path": "x", "record": {}}})
-    whole = torch_facts.read(Answer(0, f"{torch}\nnoise\n\n{rest}\n", ""))
-    assert whole == Seen(
-        TorchSeen(version="2.15.0", gpus=[Gpu("A", 1, "9.0")]),
+    whole = torch_facts.parse_probe(Answer(0, f"{torch}\nnoise\n\n{rest}\n", ""))
+    assert whole == ProbeResult(
+        VisibleTorch(version="2.15.0", gpus=[Gpu("A", 1, "9.0")]),
         Facts(TorchFacts(version="2.15.0"), HorovodFacts(path="x")),
     )
     assert whole.horovod is not None
-    crashed = torch_facts.read(Answer(-11, f"{torch}\n", ""))
+    crashed = torch_facts.parse_probe(Answer(-11, f"{torch}\n", ""))
     assert (crashed.torch.version, crashed.facts, crashed.ended) == ("2.15.0", None, "it was killed by signal 11")
-    said = examine("horovod", seen=crashed)[0]
+    said = run_checks("horovod", probe_result=crashed)[0]
     assert (said.status, said.found) == ("error", "cannot be imported: it was killed by signal 11")
-    slow = torch_facts.read(Answer(None, torch[:20], ""))
-    assert [finding.found for finding in examine("torch", "horovod", seen=slow)] == ["no answer in 9 s"] * 2
-    broken = torch_facts.read(Answer(1, "", "Traceback\nImportError: no libc"))
+    slow = torch_facts.parse_probe(Answer(None, torch[:20], ""))
+    assert [finding.found for finding in run_checks("torch", "horovod", probe_result=slow)] == [
+        "no answer in 9 s"
+    ] * 2
+    broken = torch_facts.parse_probe(Answer(1, "", "Traceback\nImportError: no libc"))
     assert broken.torch.error == "ImportError: no libc"
 
 
@@ -172,7 +176,7 @@ NIC Legend:
 """
 
 
-def test_links_of_gpus() -> None:
+def test_gpu_links() -> None:
     links = read_links(TOPOLOGY)
     assert links["GPU0", "GPU1"] == links["GPU2", "GPU3"] == "NV12"
     assert len(links) == 6
@@ -205,7 +209,7 @@ def test_links_of_gpus() -> None:
         ([], "9.0", False),
     ],
 )
-def test_code_for_a_gpu(architectures: list[str], capability: str, runs: bool) -> None:
+def test_has_code_for_capability(architectures: list[str], capability: str, runs: bool) -> None:
     assert has_code(architectures, capability) is runs
 
 
@@ -215,7 +219,7 @@ GPU-02c05ee3-bdb5-aac7-f9e8-a4c8f3f725b3, 570.124.06, [N/A]
 """
 
 
-def test_gpus() -> None:
+def test_gpus_and_their_memory() -> None:
     driver = read_driver(SMI)
     assert driver == Driver("570.124.06", {"5baec991-de63-c196-1766-04c38407e133": 81076})
     closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -265,7 +269,7 @@ def test_gpus() -> None:
         ),
         (
             Driver("570.1", {"a": 1}),
-            TorchSeen(version="2.15.0+cpu"),
+            VisibleTorch(version="2.15.0+cpu"),
             {},
             "warning",
             "built without CUDA",
@@ -281,28 +285,28 @@ def test_gpus() -> None:
         ),
     ],
 )
-def test_the_driver(
-    driver: Driver, torch: TorchSeen, environ: dict[str, str], status: str, words: str, remedy: str
+def test_driver_and_visible_gpus(
+    driver: Driver, torch: VisibleTorch, environ: dict[str, str], status: str, words: str, remedy: str
 ) -> None:
     found = judge_cuda(driver, torch, environ)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
 
 
 def test_accelerators_of_other_makers() -> None:
-    """Intel's GPUs train; what ranks cannot train on is named, and not passed over."""
-    intel = TorchSeen(
+    """Accept Intel's GPUs, and name accelerators on which ranks cannot train."""
+    intel = VisibleTorch(
         version="2.15.0+xpu", kind="xpu", gpus=[Gpu("Intel Data Center GPU Max 1550", 2**36, "")] * 2
     )
     assert judge_torch(intel).found == "2.15.0+xpu, built for xpu, 2 GPUs visible"
     assert judge_cuda(Driver(), intel, {}) == ok("CUDA", "xpu, torch sees 2 GPUs")
     assert judge_gpu(0, intel.gpus[0], intel, Driver()) == ok("GPU 0", "Intel Data Center GPU Max 1550, 64.0 GB")
     assert judge_nccl(None, intel, {}) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
-    apple = judge_cuda(Driver(), TorchSeen(version="2.15.0", unsupported="mps"), {})
+    apple = judge_cuda(Driver(), VisibleTorch(version="2.15.0", unsupported="mps"), {})
     assert (apple.status, apple.found[:37]) == ("warning", "mps is here, and ranks cannot train o")
     assert "--device cpu" in apple.remedy
 
 
-def test_the_probe_counts_intels_gpus() -> None:
+def test_probe_lists_intel_gpus() -> None:
     gpu = SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**36, uuid="5baec991")
     xpu = SimpleNamespace(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
     torch = SimpleNamespace(version=SimpleNamespace(hip=None), get_device_module={"xpu": xpu}.get)
@@ -311,27 +315,27 @@ def test_the_probe_counts_intels_gpus() -> None:
     assert error is None
 
 
-def test_a_machine_with_gpus(tmp_path: Path) -> None:
-    """nvidia-smi as a program that gives the recorded answers."""
+def test_machine_with_recorded_nvidia_smi(tmp_path: Path) -> None:
+    """Check GPUs by an nvidia-smi that prints recorded answers."""
     (tmp_path / "topology").write_text(TOPOLOGY)
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\nif [ $1 = topo ]; then cat {tmp_path}/topology; else printf '{SMI}'; fi\n")
     smi.chmod(0o755)
     gpu = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, "9.0", "5baec991-de63-c196-1766-04c38407e133")
-    seen = Seen(replace(TORCH, gpus=[gpu, replace(gpu, uuid="02c05ee3")]))
+    probe_result = ProbeResult(replace(TORCH, gpus=[gpu, replace(gpu, uuid="02c05ee3")]))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    found = examine("CUDA", "NCCL", "GPU links", seen=seen, environ=environ)
+    found = run_checks("CUDA", "NCCL", "GPU links", probe_result=probe_result, environ=environ)
     assert [finding.name for finding in found] == ["CUDA", "GPU 0", "GPU 1", "NCCL", "GPU links"]
     assert all(finding.status == "ok" for finding in found), found
     assert "driver 570.124.06, torch sees 2 GPUs" in found[0].found
     assert "GPU0-GPU1, GPU2-GPU3 NV12 (NVLink)" in found[-1].found
 
 
-def test_nccl() -> None:
+def test_nccl_is_needed_and_not_slowed() -> None:
     pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
     assert judge_nccl("2.30.7", TORCH, {}).found == "2.30.7, for GPUs only: CPUs exchange by Gloo"
     assert judge_nccl("2.30.7", pair, {"NCCL_IB_DISABLE": "0"}) == ok("NCCL", "2.30.7")
     slowed = judge_nccl("2.30.7", pair, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
     assert (slowed.status, slowed.remedy[:38]) == ("warning", "unset NCCL_P2P_DISABLE NCCL_IB_DISABLE")
     assert judge_nccl(None, replace(pair, nccl=None), {}).status == "error"
-    assert judge_nccl(None, TorchSeen(version="2.15.0"), {}).status == "ok"
+    assert judge_nccl(None, VisibleTorch(version="2.15.0"), {}).status == "ok"

@@ -1,5 +1,5 @@
-"""`doctor`: this machine, in checks that run side by side.
+"""Check this machine and the job's other hosts, in checks that run side by side.
 
-context.py, torch_facts.py: what the checks go by -> software.py, gpus.py, ... yield findings -> report.py
+context.py, torch_facts.py: the input of all checks -> software.py, gpus.py, ... yield findings -> report.py
 all_reduce.py: two ranks on each engine
 """

@@ -1,4 +1,4 @@
-"""`doctor --run`: two ranks on each engine, started as a user would start them, that exchange tensors."""
+"""Start two ranks on each engine for `doctor --run`, as a user would, and have them exchange tensors."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from typing import Any
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
-from hvd_trainer.tools.doctor.torch_facts import Seen
+from hvd_trainer.tools.doctor.torch_facts import ProbeResult
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
 from hvd_trainer.tools.runner.runs import Run, log_dir, run_once
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS = 2
-LIMIT_S = 120.0
+RUN_TIMEOUT_S = 120.0
 
 
-def engines(seen: Seen) -> list[str]:
-    """Those that are installed, whether they work or not."""
-    if seen.torch.error is not None:
+def engines(probe_result: ProbeResult) -> list[str]:
+    """Return the names of the installed engines, whether they work or not."""
+    if probe_result.torch.error is not None:
         return []
-    return ["ddp"] if seen.horovod is None else ["ddp", "horovod"]
+    return ["ddp"] if probe_result.horovod is None else ["ddp", "horovod"]
 
 
-def device_of(seen: Seen, engine: str) -> str:
-    """Where two ranks of an engine can be at once: NCCL refuses them on one GPU, and a Horovod for CPUs on any."""
-    on_cpu_only = engine == "horovod" and seen.horovod is not None and not seen.horovod.record.get("cuda")
-    return "cpu" if on_cpu_only or len(seen.torch.gpus) < RANKS else seen.torch.kind or "cpu"
+def device_of(probe_result: ProbeResult, engine: str) -> str:
+    """Return the device type on which two ranks of an engine can run: NCCL refuses two on one GPU, and a
+    Horovod built for CPUs has no GPU at all.
+    """
+    on_cpu_only = (
+        engine == "horovod" and probe_result.horovod is not None and not probe_result.horovod.record.get("cuda")
+    )
+    return "cpu" if on_cpu_only or len(probe_result.torch.gpus) < RANKS else probe_result.torch.kind or "cpu"
 
 
 def prove_engine(engine: str, device: str) -> Finding:
-    """Starts the ranks, and tells what came of it."""
+    """Run the job with two ranks on an engine and return a finding about it."""
     job = ["-m", all_reduce_job.__name__, "--backend", engine, "--device", device]
     threads = max(1, len(cpu_ids()) // RANKS)
     with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-") as name:
@@ -47,12 +51,14 @@ def prove_engine(engine: str, device: str) -> Finding:
             command = command_for(LAUNCHER_OF[engine], RANKS, job)
         except OptionError:
             return error(f"run {engine}", f"there is no {LAUNCHER_OF[engine]} here", f"{INSTALL_HOROVOD} --force")
-        run = run_once(command, folder, {"engine": engine}, 1, threads=threads, limit_s=LIMIT_S, read=read_result)
+        run = run_once(
+            command, folder, {"engine": engine}, 1, threads=threads, limit_s=RUN_TIMEOUT_S, read=read_result
+        )
     return judge_run(engine, device, run)
 
 
 def read_result(folder: Path) -> Mapping[str, Any] | None:
-    """What rank 0 has written; None: it did not come to that."""
+    """Return the result that rank 0 wrote; None if it wrote none."""
     with suppress(OSError, ValueError):
         result: Mapping[str, Any] = json.loads((folder / all_reduce_job.RESULT).read_text())
         return result
@@ -60,10 +66,10 @@ def read_result(folder: Path) -> Mapping[str, Any] | None:
 
 
 def judge_run(engine: str, device: str, run: Run) -> Finding:
-    """Of how the ranks have ended."""
+    """Return the finding for a run that has ended."""
     launcher = LAUNCHER_OF[engine]
     if run.state != "done":
-        note = f"no end after {LIMIT_S:g} s" if run.seconds >= LIMIT_S else run.note
+        note = f"no end after {RUN_TIMEOUT_S:g} s" if run.seconds >= RUN_TIMEOUT_S else run.note
         start = f"{launcher} {'-np' if launcher == 'horovodrun' else '--standalone --nproc-per-node'} {RANKS}"
         python = " python" if launcher == "horovodrun" else ""
         job = f"-m {all_reduce_job.__name__} --backend {engine} --device {device}"

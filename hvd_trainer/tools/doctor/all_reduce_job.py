@@ -1,4 +1,4 @@
-"""What `doctor --run` starts: ranks that add up tensors, check the sums, and take the time.
+"""Add up tensors on all ranks, check the sums, and time them: the job that `doctor --run` starts.
 
 <log-dir>/doctor.json       written by rank 0
 """
@@ -19,8 +19,8 @@ from hvd_trainer.training.job import run_job
 
 RESULT = "doctor.json"
 SIZES = {"all_reduce_4kb_ms": (4 * 2**10, 50), "all_reduce_4mb_ms": (4 * 2**20, 20)}
-"""Bytes, and how often they are sent."""
-WARM_UP = 5
+"""The size of the tensor in bytes, and the number of timed exchanges."""
+NUM_WARM_UP = 5
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AllReduceOptions:
 
 
 def prove(options: AllReduceOptions) -> None:
-    """Runs in each rank.
+    """Check and time all-reduce on this rank; rank 0 writes the result.
 
     Raises:
         BackendError: a sum is wrong.
@@ -46,10 +46,10 @@ def prove(options: AllReduceOptions) -> None:
         figures = {name: 1000 * all_reduce_s(backend, *size) for name, size in SIZES.items()}
         if backend.world.is_first:
             result = {"started_s": started_s, **figures, "engine": backend.version, "device": backend.device.type}
-            _tell(json.dumps(result), options.log_dir)
+            _write_result(json.dumps(result), options.log_dir)
 
 
-def _tell(text: str, folder: str | None) -> None:
+def _write_result(text: str, folder: str | None) -> None:
     if folder is None:
         print(text, flush=True)
         return
@@ -58,10 +58,10 @@ def _tell(text: str, folder: str | None) -> None:
 
 
 def check_sum(backend: Backend) -> None:
-    """Each rank gives other numbers, and all must get the same sums: whole numbers, which fp32 adds exactly.
+    """Check that the sum over ranks of whole numbers, which fp32 adds exactly, is right on this rank.
 
     Raises:
-        BackendError: they are wrong.
+        BackendError: the sum is wrong.
     """
     rank, ranks = backend.world.rank, backend.world.size
     numbers = torch.arange(1000.0)
@@ -76,15 +76,15 @@ def check_sum(backend: Backend) -> None:
 
 
 def all_reduce_s(backend: Backend, num_bytes: int, times: int) -> float:
-    """The median time of one exchange, in seconds."""
+    """Return the median time of one all-reduce of `num_bytes` bytes of fp32, in seconds."""
     tensor = torch.ones(num_bytes // 4, device=backend.device)
     seconds = []
-    for _ in range(WARM_UP + times):
+    for _ in range(NUM_WARM_UP + times):
         began = time.perf_counter()
-        # Reading a number waits for a GPU.
+        # Reading an element waits until the GPU has finished.
         float(backend.all_reduce(tensor)[0])
         seconds.append(time.perf_counter() - began)
-    return median(seconds[WARM_UP:])
+    return median(seconds[NUM_WARM_UP:])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""`python -m hvd_trainer doctor`: what is installed and detected here, what is wrong with it, and what to type.
+"""Run `python -m hvd_trainer doctor`: report what is installed and detected here, what is wrong, and what to type.
 
 python -m hvd_trainer doctor --hosts node1:4,node2:4 --data-dir data --log-dir runs/mnist --run
 
-All checks run side by side, each in a thread, and share one time limit: what waits for a name server, a host or a
-driver holds up nobody, and is said to have given no answer.
+All checks run side by side, each in a thread, and share one time limit: a check that waits for a name server, a
+host or a driver delays no other, and is reported as unanswered.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import tyro
 from hvd_trainer.errors import first_line
 from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software, torch_facts
 from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts
-from hvd_trainer.tools.doctor.finding import Finding, error, late
-from hvd_trainer.tools.doctor.programs import Programs, side_by_side
+from hvd_trainer.tools.doctor.finding import Finding, error, no_answer
+from hvd_trainer.tools.doctor.programs import Programs, start_threads
 from hvd_trainer.tools.doctor.report import as_json, name_width, print_findings, summary
 from hvd_trainer.utils.text import COMMAND
 
@@ -58,7 +58,7 @@ CHECKS: dict[str, Check] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 if there is no error, else 1.
+    """Run the checks and print their findings; return the exit code: 1 if one is an error, else 0.
 
     Raises:
         OptionError: an option is out of its range or not of its form.
@@ -66,18 +66,18 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(Options, prog=f"{COMMAND} doctor", args=argv)
     options.check()
     visited = read_hosts(options.hosts)
-    # As an exception, so that what was started ends with the doctor.
+    # SIGTERM becomes an exception, so that the `with` block below ends the programs that were started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     text = f"looking around, {options.timeout_s:g} s at most ..."
-    with _patience(text), Programs(os.environ, began + options.timeout_s) as programs:
-        situation = look_around(options, visited, programs)
-        findings = examine(situation, CHECKS)
+    with _transient_line(text), Programs(os.environ, began + options.timeout_s) as programs:
+        context = build_context(options, visited, programs)
+        findings = run_checks(context, CHECKS)
     width = name_width(findings)
     if not options.json:
         print_findings(findings, width, sys.stdout)
-    if options.run and situation.seeing.done():
-        findings += _prove(situation, width)
+    if options.run and context.probe.done():
+        findings += _prove(context, width)
     if options.json:
         print(as_json(findings, time.monotonic() - began))
     else:
@@ -86,44 +86,46 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _patience(text: str) -> Iterator[None]:
-    """Says on a terminal what is going on, and takes it back."""
-    shown = sys.stderr.isatty()
-    if shown:
+def _transient_line(text: str) -> Iterator[None]:
+    """Show a line on a terminal's stderr while the block runs, then erase it."""
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
         sys.stderr.write(f"{text}\r")
         sys.stderr.flush()
     try:
         yield
     finally:
-        if shown:
+        if is_terminal:
             sys.stderr.write("\x1b[K")
 
 
-def look_around(options: Options, visited: Sequence[Host], programs: Programs) -> Context:
-    """Starts what several checks wait for: names are looked up, and PyTorch is asked."""
+def build_context(options: Options, visited: Sequence[Host], programs: Programs) -> Context:
+    """Start what several checks wait for, the name look-ups and the probe of PyTorch, and return the checks'
+    context.
+    """
     own = [socket.gethostname(), "localhost"]
     master = os.environ.get("MASTER_ADDR")
     names = list(dict.fromkeys([*own, *(host.name for host in visited), *([master] if master else [])]))
-    lookups = side_by_side([partial(look_up, name) for name in names])
-    (seeing,) = side_by_side([partial(torch_facts.look, programs)])
-    return Context(options, tuple(visited), os.environ, programs, seeing, dict(zip(names, lookups, strict=True)))
+    lookups = start_threads([partial(look_up, name) for name in names])
+    (probe,) = start_threads([partial(torch_facts.run_probe, programs)])
+    return Context(options, tuple(visited), os.environ, programs, probe, dict(zip(names, lookups, strict=True)))
 
 
-def examine(situation: Context, checks: dict[str, Check]) -> list[Finding]:
-    """Makes all checks at the same time; their findings in the order of the list."""
-    futures = side_by_side([partial(check, situation) for check in checks.values()])
-    wait(futures, timeout=situation.programs.all_left_s)
+def run_checks(context: Context, checks: dict[str, Check]) -> list[Finding]:
+    """Run all checks at the same time and return their findings in the order of the table."""
+    futures = start_threads([partial(check, context) for check in checks.values()])
+    wait(futures, timeout=context.programs.check_left_s)
     return [
         finding
         for name, future in zip(checks, futures, strict=True)
-        for finding in _outcome(name, future, situation.options.timeout_s)
+        for finding in _results_of(name, future, context.options.timeout_s)
     ]
 
 
-def _outcome(name: str, future: Future[list[Finding]], limit_s: float) -> list[Finding]:
-    """What a check has found; a finding of its own if it found no end, or failed."""
+def _results_of(name: str, future: Future[list[Finding]], limit_s: float) -> list[Finding]:
+    """Return the findings of a check; an error of its own if it did not end in time or raised an exception."""
     if not future.done():
-        return [late(name, limit_s)]
+        return [no_answer(name, limit_s)]
     wrong = future.exception()
     if wrong is None:
         return future.result()
@@ -133,16 +135,16 @@ def _outcome(name: str, future: Future[list[Finding]], limit_s: float) -> list[F
     return [error(name, found, f"{COMMAND} doctor --json    (and report it: the fault is doctor's)")]
 
 
-def _prove(situation: Context, width: int) -> list[Finding]:
-    """The engines' findings, printed as they come: ranks take a while to start."""
-    # Not before it is needed: it imports PyTorch.
+def _prove(context: Context, width: int) -> list[Finding]:
+    """Run the ranks of each engine in turn, print each finding as it comes, and return them all."""
+    # Imported here because it imports PyTorch, which takes seconds.
     from hvd_trainer.tools.doctor import all_reduce
 
     findings = []
-    for engine in all_reduce.engines(situation.seen):
-        with _patience(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
-            finding = all_reduce.prove_engine(engine, all_reduce.device_of(situation.seen, engine))
+    for engine in all_reduce.engines(context.probe_result):
+        with _transient_line(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
+            finding = all_reduce.prove_engine(engine, all_reduce.device_of(context.probe_result, engine))
         findings.append(finding)
-        if not situation.options.json:
+        if not context.options.json:
             print_findings([finding], width, sys.stdout)
     return findings

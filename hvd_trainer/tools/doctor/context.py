@@ -1,4 +1,4 @@
-"""What the checks of `doctor` look at: the options, the other hosts, the environment, what is known of PyTorch."""
+"""Define the input of all checks: the options, the other hosts, the environment, the probe of PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.doctor.programs import Programs
-from hvd_trainer.tools.doctor.torch_facts import Seen
+from hvd_trainer.tools.doctor.torch_facts import ProbeResult
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Options:
     """how long all checks together may take, in seconds (--run comes on top)"""
 
     def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
+        """Refuse invalid values, with all mistakes in one error.
 
         Raises:
             OptionError: an option is out of its range.
@@ -59,22 +59,22 @@ class Options:
 
 @dataclass(frozen=True)
 class Host:
-    """One of `--hosts`."""
+    """A host named in `--hosts`."""
 
     name: str
     slots: int | None = None
-    """ranks on it; None: not said"""
+    """ranks on it; None: not given"""
 
 
 def read_hosts(text: str | None) -> tuple[Host, ...]:
-    """`"node1:4,node2"`: four ranks on node1, and node2.
+    """Parse the value of `--hosts`: `"node1:4,node2"` is four ranks on node1, and node2 without a number.
 
     Raises:
         OptionError: the text is not of that form, or names a host twice.
     """
     hosts = []
     for part in [] if text is None else text.split(","):
-        # The first character is none of `-`, from which ssh would take an option.
+        # A name that began with `-` would be an option of ssh.
         match = re.fullmatch(r"([A-Za-z0-9_][\w.-]*)(?::([1-9][0-9]{0,5}))?", part.strip(), re.ASCII)
         if match is None:
             raise OptionError(f"--hosts should look like node1:4,node2:4, and {part.strip()!r} in it does not")
@@ -90,34 +90,34 @@ def read_hosts(text: str | None) -> tuple[Host, ...]:
 
 @dataclass(frozen=True)
 class Context:
-    """What is given to every check."""
+    """The input of a check."""
 
     options: Options
     hosts: tuple[Host, ...]
     environ: Mapping[str, str]
     programs: Programs
-    seeing: Future[Seen]
+    probe: Future[ProbeResult]
     lookups: Mapping[str, Future[list[str]]]
-    """addresses of all names that matter"""
+    """addresses of this host, localhost, all `hosts` and MASTER_ADDR, by name"""
 
     @property
-    def seen(self) -> Seen:
-        """What PyTorch and Horovod say of themselves, once they have."""
-        return self.seeing.result()
+    def probe_result(self) -> ProbeResult:
+        """The state of PyTorch and Horovod; blocks until the probe has ended."""
+        return self.probe.result()
 
     def addresses(self, name: str) -> list[str]:
-        """Those of a host, IPv4 first.
+        """Return the addresses of a host, IPv4 first.
 
         Raises:
             OSError: the name is unknown, or nobody answered in time.
         """
         try:
-            return self.lookups[name].result(self.programs.left_s)
+            return self.lookups[name].result(self.programs.program_left_s)
         except FutureTimeoutError:
             raise OSError("no name server has answered in time") from None
 
     def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine."""
+        """Return whether a host is this machine."""
         if host.name in ("localhost", socket.gethostname()):
             return True
         try:
@@ -132,7 +132,7 @@ class Context:
 
 
 def look_up(name: str) -> list[str]:
-    """The addresses of a host, IPv4 first; takes as long as the name server does.
+    """Look up the addresses of a host, IPv4 first; blocks until the name server answers.
 
     Raises:
         OSError: there is no such name.

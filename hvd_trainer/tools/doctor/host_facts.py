@@ -1,6 +1,6 @@
-"""What a host has for training. The text of this file is what `doctor` sends to other hosts by ssh.
+"""Collect what a host has for training: `doctor` sends the text of this file to other hosts by ssh.
 
-So it needs nothing but Python, and imports none of the packages that it looks for.
+So it imports the standard library only, and none of the packages that it looks for.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 MARK = "hvd_trainer doctor "
-"""In front of the answer: a login script may print, too."""
+"""The prefix of the answer's line: a login script may print, too."""
 
 
 def describe(folder: str) -> dict[str, Any]:
-    """The versions of all that ranks on several hosts must have alike; CPUs, GPUs; whether `folder` is there."""
+    """Return the versions that all hosts must have alike, the numbers of CPUs and GPUs, and whether `folder`
+    exists.
+    """
     versions = {"python": platform.python_version()}
     for name in ("hvd_trainer", "torch", "horovod"):
         try:
@@ -38,7 +40,7 @@ def describe(folder: str) -> dict[str, Any]:
 
 
 def _digest(package: str, pattern: str) -> str:
-    """Of a package's files, which are not run."""
+    """Return the SHA-256 of a package's files, without importing it."""
     spec = importlib.util.find_spec(package)
     digest = hashlib.sha256()
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -49,6 +51,6 @@ def _digest(package: str, pattern: str) -> str:
 
 if __name__ == "__main__":
     if os.path.isdir(sys.argv[1]):
-        # Where horovodrun would start the ranks: a package in that folder is found first.
+        # horovodrun would start the ranks in that folder, where a package in it comes before an installed one.
         os.chdir(sys.argv[1])
     print(MARK + json.dumps(describe(sys.argv[1])), flush=True)

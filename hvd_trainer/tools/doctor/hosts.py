@@ -1,8 +1,8 @@
-"""Checks of other hosts, by one ssh to each: whether it opens, what is installed there, and what its clock says.
+"""Check other hosts by one ssh connection to each: whether it opens, what is installed there, and its clock.
 
 here                                 there
   time           ------------->
-          <-------------           1789.25    its clock, three times: the quickest counts
+          <-------------           1789.25    its clock, three times: the quickest answer counts
   python, host_facts.py -->
           <-------------           {"versions": ...}
 """
@@ -30,22 +30,23 @@ from typing import Any
 from hvd_trainer.errors import first_line
 from hvd_trainer.tools.doctor import host_facts
 from hvd_trainer.tools.doctor.context import Context, Host
-from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
-from hvd_trainer.tools.doctor.programs import LAST_WORDS_S, side_by_side
+from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
+from hvd_trainer.tools.doctor.programs import DRAIN_S, start_threads
+from hvd_trainer.utils.text import plural
 
-CONNECT_S = 3
-ASKED = 3
-SKEW_S, WRONG_S = 1.0, 60.0
-"""From where on clocks confuse those who read logs of several hosts; and break what depends on the time of day."""
-TIME = "hvd_trainer time "
-ANSWERS = f"""while read word && test "$word" = time; do date "+{TIME}%s.%N"; done"""
+CONNECT_TIMEOUT_S = 3
+NUM_CLOCK_SAMPLES = 3
+MAX_SKEW_S, MAX_HARMLESS_SKEW_S = 1.0, 60.0
+"""Beyond the first, times in logs mislead; beyond the second, file times and certificates do, too."""
+TIME_MARK = "hvd_trainer time "
+CLOCK_SCRIPT = f"""while read word && test "$word" = time; do date "+{TIME_MARK}%s.%N"; done"""
 OPTIONS = (
-    *("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "LogLevel=ERROR"),
-    # A host that is new is taken and one with another key refused, as horovodrun does it; and nothing is kept.
+    *("BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "LogLevel=ERROR"),
+    # A new host is accepted and one with a changed key refused, as horovodrun does; no key is stored.
     *("StrictHostKeyChecking=accept-new", "UserKnownHostsFile=/dev/null", "ControlMaster=no"),
 )
 KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
-"""What ssh knows for all users."""
+"""The host keys that ssh knows for all users."""
 CAUSES = (
     ("Permission denied", "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)"),
     ("Connection refused", "apt-get install openssh-server    (on {host}; or name another --ssh-port)"),
@@ -57,51 +58,51 @@ CAUSES = (
     ("timed out", "ping {host}    (is it on? a firewall may stand between)"),
     ("No route", "ping {host}    (is it on?)"),
 )
-"""What ssh says, and what to type."""
+"""A part of ssh's message, and what to type about it."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a host has answered."""
+    """The answers of a host."""
 
     wrong: str = ""
     """why it could not be reached, or could not be asked"""
     reached: bool = False
     skew_s: float = 0.0
     """its clock minus this one's"""
-    unsure_s: float = 0.0
-    """half of the time that the answer took"""
+    half_trip_s: float = 0.0
+    """half of the time that the answer took: the error bound of `skew_s`"""
     facts: Mapping[str, Any] | None = None
-    """what host_facts.py has said; None: no Python there"""
+    """the output of host_facts.py; None: no Python there"""
 
 
-def check_hosts(situation: Context) -> list[Finding]:
-    """ssh to all hosts at the same time; their versions and clocks."""
-    if not situation.hosts:
+def check_hosts(context: Context) -> list[Finding]:
+    """Check all hosts at the same time by ssh: their versions, their CPUs or GPUs, and their clocks."""
+    if not context.hosts:
         return []
-    others = [host for host in situation.hosts if not situation.is_here(host)]
-    ssh = situation.programs.find("ssh")
+    others = [host for host in context.hosts if not context.is_here(host)]
+    ssh = context.programs.find("ssh")
     if others and ssh is None:
         return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
     here = host_facts.describe(os.getcwd())
-    visits = side_by_side([partial(_visit, situation, ssh or "ssh", host) for host in others])
-    wait(visits, timeout=situation.programs.left_s + LAST_WORDS_S)
+    visits = start_threads([partial(_visit_host, context, ssh or "ssh", host) for host in others])
+    wait(visits, timeout=context.programs.program_left_s + DRAIN_S)
     findings = []
-    for host in situation.hosts:
+    for host in context.hosts:
         if host not in others:
             findings.append(ok(f"ssh {host.name}", "this host itself: nothing to reach"))
             findings += _judge_slots(host, here)
             continue
         visit = visits[others.index(host)]
         wrong = (
-            visit.exception() if visit.done() else TimeoutError(f"no answer in {situation.options.timeout_s:g} s")
+            visit.exception() if visit.done() else TimeoutError(f"no answer in {context.options.timeout_s:g} s")
         )
         findings += judge_visit(host, visit.result() if wrong is None else Visit(first_line(wrong)), here)
     return findings
 
 
-def _visit(situation: Context, ssh: str, host: Host) -> Visit:
-    programs, limit_s = situation.programs, situation.options.timeout_s
+def _visit_host(context: Context, ssh: str, host: Host) -> Visit:
+    programs, limit_s = context.programs, context.options.timeout_s
     late = threading.Event()
 
     def give_up() -> None:
@@ -109,12 +110,12 @@ def _visit(situation: Context, ssh: str, host: Host) -> Visit:
         programs.end(process)
 
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        process = programs.start(_command(situation, ssh, host), stdin=subprocess.PIPE, stderr=complaints)
-        ending = threading.Timer(programs.left_s, give_up)
+        process = programs.start(_command(context, ssh, host), stdin=subprocess.PIPE, stderr=complaints)
+        ending = threading.Timer(programs.program_left_s, give_up)
         ending.daemon = True
         ending.start()
         try:
-            visit = _talk(process)
+            visit = _query(process)
             process.wait()
         finally:
             ending.cancel()
@@ -125,31 +126,32 @@ def _visit(situation: Context, ssh: str, host: Host) -> Visit:
     return replace(visit, wrong="" if visit.facts is not None else wrong)
 
 
-def _command(situation: Context, ssh: str, host: Host) -> list[str]:
-    # Where ssh looks, but as files that it only reads. The home folder is that of the list of users, not HOME.
+def _command(context: Context, ssh: str, host: Host) -> list[str]:
+    # The files that ssh reads by default, but as global ones, which it never writes. Like ssh, take the home
+    # folder from the user database, not from HOME.
     own = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh/known_hosts"
     known = f"GlobalKnownHostsFile={' '.join([*KNOWN_HOSTS, str(own)])}"
     options = [word for option in (*OPTIONS, known) for word in ("-o", option)]
-    if situation.options.ssh_port is not None:
-        options += ["-p", str(situation.options.ssh_port)]
-    if situation.options.ssh_identity_file is not None:
-        options += ["-i", str(situation.options.ssh_identity_file.expanduser())]
-    # One word, for whatever shell logs in there; all the rest is in the language of sh.
-    script = f"{ANSWERS}; exec {shlex.quote(sys.executable)} - {shlex.quote(os.getcwd())}"
+    if context.options.ssh_port is not None:
+        options += ["-p", str(context.options.ssh_port)]
+    if context.options.ssh_identity_file is not None:
+        options += ["-i", str(context.options.ssh_identity_file.expanduser())]
+    # One quoted word for the login shell, which may be any; the script itself is for sh.
+    script = f"{CLOCK_SCRIPT}; exec {shlex.quote(sys.executable)} - {shlex.quote(os.getcwd())}"
     return [ssh, *options, host.name, f"sh -c {shlex.quote(script)}"]
 
 
-def _talk(process: subprocess.Popen[str]) -> Visit:
-    """Asks for the time and then for all else; as far as the other side goes along."""
+def _query(process: subprocess.Popen[str]) -> Visit:
+    """Ask for the time and then for the facts; return what was answered before the other side ended."""
     assert process.stdin is not None
     times: list[tuple[float, float]] = []
     facts = None
     with suppress(BrokenPipeError):
-        while len(times) < ASKED:
+        while len(times) < NUM_CLOCK_SAMPLES:
             began = time.time()
             process.stdin.write("time\n")
             process.stdin.flush()
-            answer = _line_after(process, TIME)
+            answer = _line_after(process, TIME_MARK)
             unsure = (time.time() - began) / 2
             match = re.match(r"\d+(\.\d+)?", answer or "")
             if match is None:
@@ -160,11 +162,11 @@ def _talk(process: subprocess.Popen[str]) -> Visit:
         answer = _line_after(process, host_facts.MARK)
         facts = None if answer is None else json.loads(answer)
     unsure, skew = min(times, default=(0.0, 0.0))
-    return Visit(reached=bool(times), skew_s=skew, unsure_s=unsure, facts=facts)
+    return Visit(reached=bool(times), skew_s=skew, half_trip_s=unsure, facts=facts)
 
 
 def _line_after(process: subprocess.Popen[str], mark: str) -> str | None:
-    """What follows the mark in the next line that has it; None: the other side has ended."""
+    """Return the rest of the next line that begins with the mark; None if the other side has ended."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(mark):
@@ -173,7 +175,7 @@ def _line_after(process: subprocess.Popen[str], mark: str) -> str | None:
 
 
 def judge_visit(host: Host, visit: Visit, here: Mapping[str, Any]) -> list[Finding]:
-    """The findings about one host: ssh, what is installed, its clock."""
+    """Return the findings about one host: ssh and what is installed, its ranks, its clock."""
     name = f"ssh {host.name}"
     if not visit.reached:
         remedy = next((remedy for said, remedy in CAUSES if said in visit.wrong), "ssh {host} true")
@@ -182,7 +184,7 @@ def judge_visit(host: Host, visit: Visit, here: Mapping[str, Any]) -> list[Findi
     clock = judge_clock(host, visit)
     if visit.facts is None:
         found = f"opens, but {sys.executable} cannot be started there ({visit.wrong})"
-        return [error(name, found, _same_there(host)), clock]
+        return [error(name, found, _copy_remedy(host)), clock]
     return [_judge_versions(host, visit.facts, here), *_judge_slots(host, visit.facts), clock]
 
 
@@ -198,40 +200,40 @@ def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any
         if package not in unlike and there["files"][package] != digest:
             unlike[package] = f"{package} {ours[package]} has other files there than here"
     if unlike:
-        # DDP does without Horovod.
+        # DDP works without Horovod.
         say = warning if unlike.keys() == {"horovod"} else error
-        return say(name, f"opens, but {'; '.join(unlike.values())}", _same_there(host))
+        return say(name, f"opens, but {'; '.join(unlike.values())}", _copy_remedy(host))
     text = f"opens; Python {ours['python']}, torch {ours['torch']} and all else as here"
     if not there["folder"]:
         found = f"{text}, but not the folder {os.getcwd()}, in which horovodrun starts the ranks"
         remedy = f"ssh {host.name} mkdir -p {shlex.quote(os.getcwd())}    (and copy the job's files)"
         return warning(name, found, remedy)
-    return ok(name, f"{text}; {count(there['cpus'], 'CPU')}, {count(there['gpus'], 'GPU')}")
+    return ok(name, f"{text}; {plural(there['cpus'], 'CPU')}, {plural(there['gpus'], 'GPU')}")
 
 
-def _same_there(host: Host) -> str:
+def _copy_remedy(host: Host) -> str:
     if sys.prefix == sys.base_prefix:
         return f"ssh {host.name}    (and install there what is installed here)"
     return f"rsync -a {sys.prefix}/ {host.name}:{sys.prefix}/    (or install there what is installed here)"
 
 
 def _judge_slots(host: Host, there: Mapping[str, Any]) -> list[Finding]:
-    """Whether as many ranks as were asked for have a GPU or a CPU each."""
+    """Return a warning if more ranks were requested on a host than it has GPUs, or CPUs if it has no GPU."""
     kind, units = ("GPU", there["gpus"]) if there["gpus"] else ("CPU", there["cpus"])
     if host.slots is None or host.slots <= units:
         return []
-    found = f"{count(host.slots, 'rank')} are to share {count(units, kind)}"
+    found = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
     why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
     return [warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")]
 
 
 def judge_clock(host: Host, visit: Visit) -> Finding:
-    """Of the clock there, beside this one."""
+    """Return whether a host's clock agrees with this one's, as a finding."""
     name, skew = f"clock {host.name}", visit.skew_s
-    if abs(skew) <= SKEW_S + visit.unsure_s:
-        within_ms = 1000 * max(abs(skew), visit.unsure_s)
+    if abs(skew) <= MAX_SKEW_S + visit.half_trip_s:
+        within_ms = 1000 * max(abs(skew), visit.half_trip_s)
         return ok(name, f"as here, within {within_ms:.1f} ms", skew_s=round(skew, 4))
-    say = error if abs(skew) > WRONG_S + visit.unsure_s else warning
+    say = error if abs(skew) > MAX_HARMLESS_SKEW_S + visit.half_trip_s else warning
     side = "ahead of" if skew > 0 else "behind"
     found = f"{_duration(abs(skew))} {side} this host's: the times of logs and files disagree"
     return say(name, found, "timedatectl set-ntp true    (on both)", skew_s=round(skew, 4))

@@ -1,4 +1,4 @@
-"""Checks of what starts ranks: variables left in this shell, MPI, Slurm."""
+"""Check what starts ranks: variables left in this shell, MPI, Slurm."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from hvd_trainer.launch.launchers import find_launcher
 from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, slurm_job
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, warning
+from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
+from hvd_trainer.utils.text import plural
 
-QUICK_S = 2.0
-"""What the controller of a cluster takes to answer, unless it is in trouble."""
-STEP_S = 5.0
+CONTROLLER_TIMEOUT_S = 2.0
+"""A healthy cluster's controller answers faster."""
+STEP_TIMEOUT_S = 5.0
 ALL_NODES = ("--noheader", "--Node", "--format=%N %T")
 
 
-def check_variables(situation: Context) -> list[Finding]:
-    """Whether the shell has variables by which a process takes itself for a rank."""
-    return [judge_variables(situation.environ)]
+def check_variables(context: Context) -> list[Finding]:
+    """Check whether the shell has variables by which a process takes itself for a rank."""
+    return [judge_variables(context.environ)]
 
 
 def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Of the environment."""
+    """Return the finding for an environment with or without a launcher's variables."""
     launcher = find_launcher(environ)
     if launcher is None:
         return ok("launcher", "no rank variables are left over in this shell")
@@ -46,25 +47,25 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     return ok("launcher", f"this is {world}, started by {launcher.name}")
 
 
-def check_mpi(situation: Context) -> list[Finding]:
-    """mpirun, which only some need."""
-    mpirun = situation.programs.find("mpirun")
+def check_mpi(context: Context) -> list[Finding]:
+    """Check that mpirun runs, if it is installed: only some launches need it."""
+    mpirun = context.programs.find("mpirun")
     if mpirun is None:
         return [ok("MPI", "no mpirun: not needed, horovodrun and torchrun do without")]
-    answer = situation.programs.ask(mpirun, "--version")
+    answer = context.programs.ask(mpirun, "--version")
     if answer.code != 0:
         remedy = "mpirun --version    (if you need it: horovodrun and torchrun do without)"
         return [warning("MPI", f"{mpirun} does not run: {answer.last_line}", remedy)]
     found = [mpi_version(answer.out + answer.err)]
     if os.geteuid() == 0 and "Open MPI" in found[0]:
         found.append("as root it wants --allow-run-as-root")
-    if situation.several_hosts and importlib.util.find_spec("mpi4py") is None:
+    if context.several_hosts and importlib.util.find_spec("mpi4py") is None:
         found.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
     return [ok("MPI", "; ".join(found))]
 
 
 def mpi_version(text: str) -> str:
-    """From what `mpirun --version` prints, by whose implementation it may be."""
+    """Parse the name and version of the MPI from what `mpirun --version` printed."""
     lines = text.strip().splitlines() or ["of unknown version"]
     hydra = re.search(r"^\s*Version:\s+(\S+)", text, re.MULTILINE)
     if hydra and "HYDRA" in text:
@@ -72,16 +73,16 @@ def mpi_version(text: str) -> str:
     return re.sub(r"^mpirun \((.+)\) ", r"\1 ", lines[0].strip())
 
 
-def check_slurm(situation: Context) -> list[Finding]:
-    """srun, and whether the cluster's controller answers; inside a job, whether it starts a task."""
-    programs, job = situation.programs, slurm_job(situation.environ).job_id
+def check_slurm(context: Context) -> list[Finding]:
+    """Check srun, and that the cluster's controller answers; inside of a job, that srun starts a task."""
+    programs, job = context.programs, slurm_job(context.environ).job_id
     srun = programs.find("srun")
     if srun is None:
         if job is not None:
             found = f"inside of job {job}, and there is no srun on PATH"
             return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
         return [ok("Slurm", "no srun: not needed outside of a cluster")]
-    version = programs.ask(srun, "--version", limit_s=QUICK_S)
+    version = programs.ask(srun, "--version", limit_s=CONTROLLER_TIMEOUT_S)
     if version.code != 0:
         if job is None:
             found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
@@ -89,34 +90,36 @@ def check_slurm(situation: Context) -> list[Finding]:
         return [error("Slurm", f"inside of job {job}, srun says: {version.last_line}", "scontrol ping")]
     release = version.out.strip().replace("slurm-wlm", "slurm").removeprefix("slurm ")
     if job is not None:
-        return [_inside(situation, srun, release, job)]
-    answer = programs.ask(srun.removesuffix("srun") + "sinfo", *ALL_NODES, limit_s=QUICK_S)
+        return [_check_job(context, srun, release, job)]
+    answer = programs.ask(srun.removesuffix("srun") + "sinfo", *ALL_NODES, limit_s=CONTROLLER_TIMEOUT_S)
     if answer.code != 0:
         found = f"{release}, and its controller does not answer: {answer.last_line}"
         return [warning("Slurm", found, "scontrol ping    (needed for srun and sbatch only)")]
     return [ok("Slurm", f"{release}, outside of a job; {nodes_by_state(answer.out)}")]
 
 
-def _inside(situation: Context, srun: str, release: str, job: str) -> Finding:
-    """Inside of a job: a task beside those that run."""
+def _check_job(context: Context, srun: str, release: str, job: str) -> Finding:
+    """Check that srun starts a task in this job, beside those that run."""
     place = f"{release}, inside of job {job}"
     task = [srun, "--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"]
-    answer = situation.programs.ask(*task, limit_s=STEP_S)
+    answer = context.programs.ask(*task, limit_s=STEP_TIMEOUT_S)
     if answer.code != 0:
         return error("Slurm", f"{place}; srun starts no task: {answer.last_line}", " ".join(["srun", *task[1:]]))
     return ok("Slurm", f"{place}; srun starts tasks")
 
 
-def check_visible_gpus(situation: Context) -> list[Finding]:
-    """In a Slurm step: whether the ranks of this node see each other's GPUs; nothing outside of one."""
+def check_visible_gpus(context: Context) -> list[Finding]:
+    """Check in a Slurm step whether the ranks of this node see each other's GPUs; outside of one, return
+    nothing.
+    """
     with suppress(LaunchError):  # "launcher" says what is wrong
-        step = detect_slurm(situation.environ)
-        return [] if step is None else judge_visible_gpus(step, len(situation.seen.torch.gpus))
+        step = detect_slurm(context.environ)
+        return [] if step is None else judge_visible_gpus(step, len(context.probe_result.torch.gpus))
     return []
 
 
 def judge_visible_gpus(step: SlurmStep, num_gpus: int) -> list[Finding]:
-    """Of a step, and of the number of GPUs that this task sees."""
+    """Return a warning if this rank sees one GPU and shares its node with other ranks of the step."""
     ranks = step.ranks_per_node[step.hosts.index(step.host)]
     if num_gpus != 1 or ranks < 2:
         return []
@@ -129,7 +132,9 @@ def judge_visible_gpus(step: SlurmStep, num_gpus: int) -> list[Finding]:
 
 
 def nodes_by_state(text: str) -> str:
-    """From lines such as `node1 idle`, one per node and partition: `4 nodes: 3 idle, 1 down`."""
+    """Count nodes by state, `4 nodes: 3 idle, 1 down`, from lines such as `node1 idle`, one per node and
+    partition.
+    """
     states = dict(re.findall(r"^\s*(\S+)\s+(\S+)\s*$", text, re.MULTILINE))
     parts = ", ".join(f"{number} {state}" for state, number in Counter(states.values()).most_common())
-    return f"{count(len(states), 'node')}: {parts}" if states else "no nodes"
+    return f"{plural(len(states), 'node')}: {parts}" if states else "no nodes"

@@ -1,4 +1,4 @@
-"""Checks of this machine: CPUs, threads, shared memory, open files, InfiniBand."""
+"""Check this machine: CPUs, threads, shared memory, open files, InfiniBand."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, count, error, ok, size, warning
+from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
 from hvd_trainer.utils.process import cpu_ids
+from hvd_trainer.utils.text import plural
 
-SHARED = Path("/dev/shm")
-LEAST_SHARED = 2**30
-"""Bytes: a few loader processes with batches of images fill half of that."""
-LEAST_FILES, FILES_PER_RANK = 1024, 4
-"""Open files of a process: what every distribution gives; and each further rank is connected by a few."""
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 2**30
+"""A few loader processes with batches of images fill half of it."""
+MIN_OPEN_FILES, FILES_PER_RANK = 1024, 4
+"""Open files of a process: the soft limit of every distribution; and the connections to each further rank."""
 THREADS = "OMP_NUM_THREADS"
 
 
-def check_cpus(situation: Context) -> list[Finding]:
-    """The CPUs that this process may use, and the threads of a rank."""
+def check_cpus(context: Context) -> list[Finding]:
+    """Check the CPUs that this process may use, and the number of threads of a rank."""
     usable = cpu_ids()
     quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     cores = num_cores(usable, Path("/sys/devices/system/cpu"))
-    found = count(cores, "core")
+    found = plural(cores, "core")
     if len(usable) > cores:
         found += f" with {len(usable)} hardware threads"
     there = os.cpu_count() or len(usable)
     if there > len(usable):
         found += f" usable, of the {there} CPUs here"
     limit = len(usable) if quota is None else max(1, min(len(usable), math.ceil(quota)))
-    threads = situation.environ.get(THREADS)
+    threads = context.environ.get(THREADS)
     if limit < len(usable):
         found += f", in a container that may use the time of {quota:g}"
         if threads is None:
@@ -45,7 +46,7 @@ def check_cpus(situation: Context) -> list[Finding]:
 
 
 def judge_threads(setting: str | None, limit: int) -> Finding:
-    """Of OMP_NUM_THREADS, where so many CPUs are usable."""
+    """Return the finding for OMP_NUM_THREADS (None: unset) on `limit` usable CPUs."""
     if setting is None:
         return ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
     first = setting.partition(",")[0].strip()
@@ -53,14 +54,14 @@ def judge_threads(setting: str | None, limit: int) -> Finding:
         return warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
     if int(first) > limit:
         found = (
-            f"{THREADS}={setting} is more than the {count(limit, 'usable CPU')}: threads get in each other's way"
+            f"{THREADS}={setting} is more than the {plural(limit, 'usable CPU')}: threads get in each other's way"
         )
         return warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
-    return ok("threads", f"{THREADS}={setting}: so many in each rank, of {count(limit, 'usable CPU')}")
+    return ok("threads", f"{THREADS}={setting}: so many in each rank, of {plural(limit, 'usable CPU')}")
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
-    """The CPU time that the control groups allow this process, in CPUs; None: as much as there is.
+    """Return the CPU time that the control groups allow this process, in CPUs; None if they set no limit.
 
     Args:
         own: /proc/self/cgroup.
@@ -73,19 +74,19 @@ def cpu_quota(own: Path, root: Path) -> float | None:
         return None
     for number, controllers, path in lines:
         if number == "0":
-            folders = _up(root, path)
+            folders = _with_parents(root, path)
         elif "cpu" in controllers.split(","):
-            folders = [*_up(root / controllers, path), *_up(root / "cpu", path)]
+            folders = [*_with_parents(root / controllers, path), *_with_parents(root / "cpu", path)]
         else:
             continue
         quotas += [quota for folder in folders if (quota := _quota_in(folder)) is not None]
     return min(quotas, default=None)
 
 
-def _up(root: Path, path: str) -> list[Path]:
-    """A control group's folder and those above it, each of which may set a limit.
+def _with_parents(root: Path, path: str) -> list[Path]:
+    """Return a control group's folder and those above it, each of which may set a limit.
 
-    In a container the inner ones may not be there under the names that they have outside.
+    A container may not have the inner folders under the names that they have outside.
     """
     parts = Path(path.lstrip("/")).parts
     return [root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
@@ -103,7 +104,7 @@ def _quota_in(folder: Path) -> float | None:
 
 
 def num_cores(cpus: Sequence[int], root: Path) -> int:
-    """How many cores these CPUs are: two hardware threads of one core count once.
+    """Count the cores of these CPUs: two hardware threads of one core count once.
 
     Args:
         root: /sys/devices/system/cpu.
@@ -117,13 +118,13 @@ def num_cores(cpus: Sequence[int], root: Path) -> int:
     return len(cores)
 
 
-def check_shared_memory(situation: Context) -> list[Finding]:
-    """/dev/shm, through which loader processes and NCCL hand over data."""
-    return [judge_shared_memory(SHARED)]
+def check_shared_memory(context: Context) -> list[Finding]:
+    """Check /dev/shm, through which loader processes and NCCL hand over data."""
+    return [judge_shared_memory(SHARED_MEMORY)]
 
 
 def judge_shared_memory(folder: Path) -> Finding:
-    """Whether there is room in it, and it can be written to."""
+    """Return whether a folder of shared memory is writable and has room, as a finding."""
     name = str(folder)
     docker = "docker run --shm-size 8g"
     try:
@@ -133,24 +134,24 @@ def judge_shared_memory(folder: Path) -> Finding:
         found = f"cannot be written to ({wrong.strerror}): loader processes and NCCL share memory there"
         return error(name, found, f"{docker}    (outside of containers: mount -t tmpfs -o size=8g tmpfs {folder})")
     free = f"{size(room.free)} free of {size(room.total)}"
-    if room.total < LEAST_SHARED:
+    if room.total < MIN_SHARED_BYTES:
         found = f"{free}: loader processes and NCCL share memory there, and die of a bus error where it is full"
         return warning(name, found, f"{docker}    (outside of containers: mount -o remount,size=8g {folder})")
-    if room.free < LEAST_SHARED:
+    if room.free < MIN_SHARED_BYTES:
         found = f"{free}: something fills it, such as what is left of killed jobs"
         return warning(name, found, f"ls -l {folder}    (and remove what no running job uses)")
     return ok(name, free)
 
 
-def check_open_files(situation: Context) -> list[Finding]:
-    """How many files and connections a process may have."""
-    ranks = sum(host.slots or 1 for host in situation.hosts)
+def check_open_files(context: Context) -> list[Finding]:
+    """Check how many files and connections a process may have."""
+    ranks = sum(host.slots or 1 for host in context.hosts)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [judge_open_files(soft, hard, max(LEAST_FILES, LEAST_FILES // 2 + FILES_PER_RANK * ranks))]
+    return [judge_open_files(soft, hard, max(MIN_OPEN_FILES, MIN_OPEN_FILES // 2 + FILES_PER_RANK * ranks))]
 
 
 def judge_open_files(soft: int, hard: int, needed: int) -> Finding:
-    """Of the limit in force, and of the one up to which anybody may raise it; -1: none."""
+    """Return the finding for the soft and the hard limit of open files; -1 is no limit."""
     name, endless = "open files", resource.RLIM_INFINITY
     if soft == endless or soft >= needed:
         return ok(name, "as many as wanted" if soft == endless else f"{soft:,} for each process")
@@ -163,13 +164,15 @@ def judge_open_files(soft: int, hard: int, needed: int) -> Finding:
     )
 
 
-def check_infiniband(situation: Context) -> list[Finding]:
-    """InfiniBand's ports, and the memory that may be locked for them; nothing where there is none."""
+def check_infiniband(context: Context) -> list[Finding]:
+    """Check InfiniBand's ports and the memory that may be locked for them, if there are any."""
     return judge_infiniband(Path("/sys/class/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
 def judge_infiniband(root: Path, locked: int) -> list[Finding]:
-    """Of the ports in /sys, and of the limit in bytes (-1: none)."""
+    """Return the findings for the ports below `root` in /sys, and for the limit of locked memory in bytes (-1:
+    none).
+    """
     ports = {f"{port.parent.parent.name} port {port.name}": port for port in sorted(root.glob("*/ports/*"))}
     if not ports:
         return []

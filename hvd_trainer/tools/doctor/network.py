@@ -1,4 +1,4 @@
-"""Checks of this machine's network: interfaces, which of them the engines take, names, ports."""
+"""Check this machine's network: interfaces, which of them the engines take, names, ports."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, source_address
 
-LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
-"""Variables that name interfaces, in full."""
-PATTERNS = "NCCL_SOCKET_IFNAME"
-"""The one that names what they begin with."""
+INTERFACE_LISTS = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+"""Variables that hold full names of interfaces."""
+INTERFACE_PATTERN = "NCCL_SOCKET_IFNAME"
+"""The variable that holds prefixes of names."""
 TORCHRUN_PORT = 29500
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-TRIED, FEW = 16, 1000
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+NUM_TRIAL_PORTS, MIN_EPHEMERAL_PORTS = 16, 1000
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Interface:
 
 
 def interfaces() -> dict[str, Interface]:
-    """Those of this machine, by name."""
+    """List this machine's interfaces by name."""
     states = psutil.net_if_stats()
     return {
         name: Interface(
@@ -48,8 +48,8 @@ def interfaces() -> dict[str, Interface]:
     }
 
 
-def check_interfaces(situation: Context) -> list[Finding]:
-    """The interfaces, and what the environment says of them."""
+def check_interfaces(context: Context) -> list[Finding]:
+    """Check the interfaces, and the variables that choose among them."""
     found = interfaces()
     usable = {name: its for name, its in found.items() if its.is_up and its.addresses}
     text = ", ".join(f"{name} {' '.join(its.addresses)}" for name, its in usable.items())
@@ -57,12 +57,14 @@ def check_interfaces(situation: Context) -> list[Finding]:
     summary = (text or "none") + (f"; not in use: {', '.join(rest)}" if rest else "")
     if not any(its.is_loopback for its in usable.values()):
         return [error("interfaces", f"{summary}; the loopback is down, by which ranks meet", "ip link set lo up")]
-    wrong = wrong_choices(situation.environ, found, situation.several_hosts)
+    wrong = judge_interface_variables(context.environ, found, context.several_hosts)
     return [ok("interfaces", summary), *wrong]
 
 
-def wrong_choices(environ: Mapping[str, str], found: Mapping[str, Interface], several: bool) -> list[Finding]:
-    """What is wrong with the variables that choose interfaces: one finding each, by the variable's name.
+def judge_interface_variables(
+    environ: Mapping[str, str], found: Mapping[str, Interface], several: bool
+) -> list[Finding]:
+    """Return one error for each variable that chooses an unusable interface, under the variable's name.
 
     Args:
         several: whether there are other hosts, too.
@@ -70,13 +72,13 @@ def wrong_choices(environ: Mapping[str, str], found: Mapping[str, Interface], se
     findings = []
     there = [name for name, its in found.items() if its.is_up and its.addresses]
     better = next((name for name in there if not found[name].is_loopback), None)
-    for variable in (*LISTS, PATTERNS):
+    for variable in (*INTERFACE_LISTS, INTERFACE_PATTERN):
         value = environ.get(variable)
         if not value:
             continue
-        chosen = matching(value, found) if variable == PATTERNS else value.split(",")
+        chosen = select_interfaces(value, found) if variable == INTERFACE_PATTERN else value.split(",")
         usable = [name for name in chosen if name in found and found[name].is_up]
-        if not usable or (variable != PATTERNS and len(usable) < len(chosen)):
+        if not usable or (variable != INTERFACE_PATTERN and len(usable) < len(chosen)):
             problem = "names no interface that is up"
         elif several and all(found[name].is_loopback for name in usable):
             problem = "leads to no other host"
@@ -87,8 +89,10 @@ def wrong_choices(environ: Mapping[str, str], found: Mapping[str, Interface], se
     return findings
 
 
-def matching(pattern: str, names: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """The names that NCCL would take: `eth,ib` all that begin so, `=eth0` that one, `^docker` all others."""
+def select_interfaces(pattern: str, names: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """Select the names that NCCL would take: `eth,ib` all that begin so, `=eth0` that one, `^docker` all
+    others.
+    """
     without = pattern.startswith("^")
     exact = pattern.lstrip("^").startswith("=")
     words = [word for word in pattern.lstrip("^").lstrip("=").split(",") if word]
@@ -96,17 +100,23 @@ def matching(pattern: str, names: Mapping[str, object] | Sequence[str]) -> list[
     return [name for name in names if name not in fits] if without else fits
 
 
-def check_route(situation: Context) -> list[Finding]:
-    """Which interface the engines take: on one host the loopback, on several the one on the way to the others."""
-    chosen = [f"{name}={situation.environ[name]}" for name in (*LISTS, PATTERNS) if situation.environ.get(name)]
+def check_route(context: Context) -> list[Finding]:
+    """Check which interface the engines take: on one host the loopback, on several the one that leads to the
+    others.
+    """
+    chosen = [
+        f"{name}={context.environ[name]}"
+        for name in (*INTERFACE_LISTS, INTERFACE_PATTERN)
+        if context.environ.get(name)
+    ]
     own = f"; {', '.join(chosen)} in this shell comes first" if chosen else ""
-    if not situation.several_hosts:
+    if not context.several_hosts:
         text = f"on this host alone both engines use {interface_name(LOOPBACK)}"
         with suppress(OSError):
             address = source_address(TEST_NET_ADDRESS, 1)
             text += f"; other hosts would be reached by {interface_name(address)} ({address})"
         return [ok("network", text + own)]
-    ways = _ways(situation)
+    ways = _routes(context)
     cut_off = [host for host, way in ways.items() if way is None]
     if cut_off:
         return [error("network", f"no way leads to {', '.join(cut_off)}{own}", "ip route")]
@@ -119,12 +129,12 @@ def check_route(situation: Context) -> list[Finding]:
     return [ok("network", f"the engines use {text}{own}")] if ways else []
 
 
-def _ways(situation: Context) -> dict[str, str | None]:
-    """The interface on the way to each other host whose name leads anywhere; None: there is no way."""
+def _routes(context: Context) -> dict[str, str | None]:
+    """Return the interface that leads to each other host with an IPv4 address; None if there is no route."""
     ways: dict[str, str | None] = {}
-    for host in situation.hosts:
-        address = next((a for a in _addresses(situation, host.name) if ":" not in a), None)
-        if address is None or situation.is_here(host):
+    for host in context.hosts:
+        address = next((a for a in _addresses(context, host.name) if ":" not in a), None)
+        if address is None or context.is_here(host):
             continue
         ways[host.name] = None
         with suppress(OSError):
@@ -133,13 +143,13 @@ def _ways(situation: Context) -> dict[str, str | None]:
     return ways
 
 
-def check_names(situation: Context) -> list[Finding]:
-    """The names of this host and of all others, and to what they lead."""
+def check_names(context: Context) -> list[Finding]:
+    """Check the names of this host and of all others, and the addresses to which they lead."""
     mine, findings = socket.gethostname(), []
-    for name in situation.lookups:
-        found = _addresses(situation, name)
+    for name in context.lookups:
+        found = _addresses(context, name)
         if name == mine:
-            findings.append(judge_own_name(name, found, situation.several_hosts))
+            findings.append(judge_own_name(name, found, context.several_hosts))
         elif name == "localhost":
             findings += judge_localhost(found)
         elif found != [name]:
@@ -148,22 +158,22 @@ def check_names(situation: Context) -> list[Finding]:
 
 
 def judge_localhost(found: Sequence[str]) -> list[Finding]:
-    """Said only if it is wrong: hardly anybody would think of that."""
+    """Return an error if localhost does not lead to the loopback; nothing if it does, as nearly everywhere."""
     if LOOPBACK in found:
         return []
     text = f"leads to {', '.join(found) or 'no address'}, and ranks of one host meet at {LOOPBACK}"
     return [error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")]
 
 
-def _addresses(situation: Context, name: str) -> list[str]:
+def _addresses(context: Context, name: str) -> list[str]:
     try:
-        return situation.addresses(name)
+        return context.addresses(name)
     except OSError:
         return []
 
 
 def judge_own_name(name: str, found: Sequence[str], several_hosts: bool) -> Finding:
-    """Of what this host itself is called."""
+    """Return the finding for this host's own name and its addresses."""
     own = next(
         (a for its in interfaces().values() if its.is_up and not its.is_loopback for a in its.addresses), None
     )
@@ -187,27 +197,27 @@ def _judge_name(name: str, found: Sequence[str]) -> Finding:
     return ok(f"host {name}", ", ".join(found[:3]))
 
 
-def check_ports(situation: Context) -> list[Finding]:
-    """torchrun's port, or the one that was chosen; and the ports that the system hands out."""
-    chosen = situation.environ.get("MASTER_PORT", "")
+def check_ports(context: Context) -> list[Finding]:
+    """Check MASTER_PORT, or else torchrun's port, and the ports that the system hands out."""
+    chosen = context.environ.get("MASTER_PORT", "")
     if chosen.isdecimal() and 0 < int(chosen[:6]) < 65536:
         port, whose = int(chosen), "MASTER_PORT in this shell"
     else:
         port, whose = TORCHRUN_PORT, "torchrun's, if it is told no other"
     name = f"port {port}"
     if is_free(port):
-        return [ok(name, f"free ({whose})"), _judge_handed_out()]
+        return [ok(name, f"free ({whose})"), _judge_ephemeral_ports()]
     other = next((number for number in range(port + 1, 65536) if is_free(number)), 0)
     remedy = f"torchrun --master-port {other}    (or --standalone on one host)"
     if port != TORCHRUN_PORT:
         remedy = f"export MASTER_PORT={other}"
-    return [warning(name, f"in use by {_listener(port)} ({whose})", remedy), _judge_handed_out()]
+    return [warning(name, f"in use by {_listener(port)} ({whose})", remedy), _judge_ephemeral_ports()]
 
 
 def is_free(port: int) -> bool:
-    """Whether a server may listen there, on all addresses."""
+    """Return whether a server may listen at a port, on all addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-        # As PyTorch's store does: connections of a job that has ended do not count.
+        # PyTorch's store sets it, too: connections of a job that has ended do not block the port.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", port))
@@ -219,7 +229,7 @@ def is_free(port: int) -> bool:
 
 
 def _listener(port: int) -> str:
-    """Who listens at a port: root sees it of all processes, others of their own."""
+    """Name the process that listens at a port: root sees all processes, others their own."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:
@@ -227,17 +237,17 @@ def _listener(port: int) -> str:
     return "a process of another user"
 
 
-def _judge_handed_out() -> Finding:
+def _judge_ephemeral_ports() -> Finding:
     name, remedy = "free ports", "sysctl net.ipv4.ip_local_port_range='32768 60999'"
     with suppress(OSError, ValueError):
-        first, last = map(int, EPHEMERAL.read_text().split())
-        if last - first < FEW:
+        first, last = map(int, EPHEMERAL_RANGE.read_text().split())
+        if last - first < MIN_EPHEMERAL_PORTS:
             return warning(
                 name, f"the system hands out {first} to {last} only, and each rank takes several", remedy
             )
     with ExitStack() as held:
         try:
-            for _ in range(TRIED):
+            for _ in range(NUM_TRIAL_PORTS):
                 held.enter_context(socket.create_server(("", 0)))
         except OSError as wrong:
             found = f"the system has none to hand out ({wrong.strerror})"

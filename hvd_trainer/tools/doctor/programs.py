@@ -1,4 +1,4 @@
-"""How `doctor` waits: checks side by side in threads, programs with a time limit, and nothing left at the end."""
+"""Run checks side by side in threads, and programs with a time limit that are all gone at the end."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hvd_trainer.errors import LaunchError
 T = TypeVar("T")
 
 MARGIN_S = 0.5
-"""So long before the time of all is up a program is ended, so that its check can still say so."""
-LAST_WORDS_S = 0.2
-"""For what an ended program has left to be read."""
+"""A program is killed this long before the checks' deadline, so that its check can still report it."""
+DRAIN_S = 0.2
+"""The time to read the remaining output of a killed program."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program has said."""
+    """The output of a program."""
 
     code: int | None
-    """its exit code; None: its time was up"""
+    """the exit code; None: its time was up"""
     out: str
     err: str
 
     @property
     def last_line(self) -> str:
-        """Of what it complains about."""
+        """The last line of stderr, or of stdout where stderr is empty; else how the program ended."""
         lines = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
         if self.code is None:
             return "no answer in time"
@@ -44,10 +44,10 @@ class Answer:
 
 
 class Programs:
-    """The programs that the checks start; none of them is left after the `with` block.
+    """The programs that the checks start; none of them outlives the `with` block.
 
     Args:
-        environ: their environment.
+        environ: the environment of the programs.
         deadline: when all of them must have ended, by `time.monotonic`.
     """
 
@@ -68,22 +68,22 @@ class Programs:
             self.end(process)
 
     @property
-    def left_s(self) -> float:
-        """How long a program may still take, in seconds."""
-        return max(0.0, self.all_left_s - MARGIN_S)
+    def program_left_s(self) -> float:
+        """The time that a program may still take, in seconds."""
+        return max(0.0, self.check_left_s - MARGIN_S)
 
     @property
-    def all_left_s(self) -> float:
-        """How long a check may still take."""
+    def check_left_s(self) -> float:
+        """The time that a check may still take, in seconds."""
         return max(0.0, self._deadline - time.monotonic())
 
     def find(self, name: str) -> str | None:
-        """Where the program is on PATH, or where Linux keeps those of the administrator."""
+        """Find a program on PATH, or where Linux keeps those of the administrator; None if there is none."""
         path = os.pathsep.join([self._environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
         return shutil.which(name, path=path)
 
     def ask(self, *command: str, limit_s: float | None = None) -> Answer:
-        """Runs a program to its end, or to the end of its time, and returns what it has said.
+        """Run a program to its end, or kill it when its time is up, and return its output.
 
         Args:
             limit_s: in seconds, if not until the deadline.
@@ -91,24 +91,26 @@ class Programs:
         process = self.start(command, stderr=subprocess.PIPE)
         late = False
         try:
-            out, err = process.communicate(timeout=self.left_s if limit_s is None else min(limit_s, self.left_s))
+            out, err = process.communicate(
+                timeout=self.program_left_s if limit_s is None else min(limit_s, self.program_left_s)
+            )
         except subprocess.TimeoutExpired:
             late = True
             self.end(process)
             out, err = "", ""
-            # What has left its group may hold the pipes, for ever.
+            # A process that left the group may hold the pipes open for ever.
             with suppress(subprocess.TimeoutExpired):
-                out, err = process.communicate(timeout=LAST_WORDS_S)
+                out, err = process.communicate(timeout=DRAIN_S)
         self.end(process)
         return Answer(None if late else process.returncode, out, err)
 
     def start(
         self, command: Sequence[str], *, stderr: int | IO[str], stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
-        """A running program, which `end` ends.
+        """Start a program that `end` ends.
 
         Raises:
-            LaunchError: the time of all is up.
+            LaunchError: the `with` block has ended.
         """
         with self._lock:
             if self._closed:
@@ -127,7 +129,7 @@ class Programs:
         return process
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Ends a program with what it has started in its group; does nothing if it has ended."""
+        """Kill a program with its process group, unless it has ended."""
         with self._lock:
             self._running.discard(process)
         if process.poll() is None:
@@ -136,15 +138,17 @@ class Programs:
             process.wait()
 
 
-def side_by_side(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """Starts all calls, each in a thread of its own: a call that never returns keeps nobody from ending."""
+def start_threads(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """Start each call in a daemon thread, so that a call that never returns does not keep the process from
+    ending.
+    """
     futures: list[Future[T]] = [Future() for _ in calls]
     for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=_carry_out, args=(call, future), daemon=True).start()
+        threading.Thread(target=_fulfil, args=(call, future), daemon=True).start()
     return futures
 
 
-def _carry_out(call: Callable[[], Any], future: Future[Any]) -> None:
+def _fulfil(call: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:

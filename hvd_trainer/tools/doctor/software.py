@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, packages, PyTorch, Horovod."""
+"""Check what is installed: Python, packages, PyTorch, Horovod."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from packaging.version import Version
 from hvd_trainer.horovod_build import installer
 from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, count, error, late, ok, warning
-from hvd_trainer.tools.doctor.gpus import maker
-from hvd_trainer.tools.doctor.torch_facts import TorchSeen
-from hvd_trainer.utils.text import INSTALL_HOROVOD
+from hvd_trainer.tools.doctor.finding import Finding, error, no_answer, ok, warning
+from hvd_trainer.tools.doctor.gpus import gpu_platform
+from hvd_trainer.tools.doctor.torch_facts import VisibleTorch
+from hvd_trainer.utils.text import INSTALL_HOROVOD, plural
 
 PACKAGE = "hvd_trainer"
 TESTED_PYTHON = ((3, 10), (3, 13))
 TESTED_TORCH = (Version("2.11"), Version("2.15"))
 
 
-def check_python(situation: Context) -> list[Finding]:
-    """This Python, and whether it is also what the word `python` starts, as in `horovodrun -np 2 python ...`."""
+def check_python(context: Context) -> list[Finding]:
+    """Check this Python, and that `python` on PATH, as in `horovodrun -np 2 python ...`, is the same one."""
     mine = f"{platform.python_version()} in {sys.prefix}"
     oldest, newest = TESTED_PYTHON
     if not oldest <= sys.version_info[:2] <= newest:
@@ -32,10 +32,10 @@ def check_python(situation: Context) -> list[Finding]:
         return [
             warning("python", f"{mine}: {tested} are tested", "python3.12 -m venv .venv    (and install there)")
         ]
-    typed = situation.programs.find("python")
+    typed = context.programs.find("python")
     prefix = None
     if typed is not None:
-        prefix = situation.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip()
+        prefix = context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip()
     if prefix == sys.prefix:
         return [ok("python", mine)]
     other = f"`python` on PATH, which launchers would start, is another one: {typed}"
@@ -51,8 +51,8 @@ def _activate() -> str:
     return f"export PATH={folder}:$PATH"
 
 
-def check_packages(situation: Context) -> list[Finding]:
-    """What this package and torchvision require, and what is installed."""
+def check_packages(context: Context) -> list[Finding]:
+    """Check that the installed packages meet what this package and torchvision require."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def check_packages(situation: Context) -> list[Finding]:
 
 
 def unmet_requirements(package: str) -> list[Requirement]:
-    """The requirements of an installed package, without its extras, that this environment does not meet."""
+    """Return the requirements of an installed package, without its extras, that this environment does not meet."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -87,28 +87,28 @@ def _meets(version: str | None, requirement: Requirement) -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package in this environment; None if there is none."""
+    """Return the version of a package in this environment; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def check_torch(situation: Context) -> list[Finding]:
-    """PyTorch, and for what it was built."""
-    seen = situation.seen
-    if seen.is_late and seen.torch.error is not None:
-        return [late("torch", situation.options.timeout_s)]
-    return [judge_torch(seen.torch)]
+def check_torch(context: Context) -> list[Finding]:
+    """Check PyTorch, and what it was built for."""
+    probe_result = context.probe_result
+    if probe_result.is_timeout and probe_result.torch.error is not None:
+        return [no_answer("torch", context.options.timeout_s)]
+    return [judge_torch(probe_result.torch)]
 
 
-def judge_torch(torch: TorchSeen) -> Finding:
-    """Of what PyTorch has said."""
+def judge_torch(torch: VisibleTorch) -> Finding:
+    """Return the finding for a PyTorch: whether it imports, and whether its version is tested."""
     if torch.error is not None:
         return error("torch", f"cannot be imported: {torch.error}", "pip install torch torchvision")
-    kind = maker(torch) or "the CPU only"
+    kind = gpu_platform(torch) or "the CPU only"
     found = (
-        f"{torch.version}, built for {kind}, {count(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
+        f"{torch.version}, built for {kind}, {plural(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
     )
     oldest, newest = TESTED_TORCH
     tested = f"{oldest} to {newest} are tested"
@@ -122,21 +122,21 @@ def judge_torch(torch: TorchSeen) -> Finding:
     return ok("torch", found)
 
 
-def check_horovod(situation: Context) -> list[Finding]:
-    """Horovod, and whether it fits this PyTorch, by the installer's own rules."""
-    seen = situation.seen
-    if seen.is_late:
-        return [late("horovod", situation.options.timeout_s)]
-    if seen.torch.error is not None:
+def check_horovod(context: Context) -> list[Finding]:
+    """Check Horovod, and by the installer's own rules whether it fits this PyTorch."""
+    probe_result = context.probe_result
+    if probe_result.is_timeout:
+        return [no_answer("horovod", context.options.timeout_s)]
+    if probe_result.torch.error is not None:
         return [error("horovod", "is built for one torch, and none can be imported", "see the line of torch")]
-    if seen.facts is None:
-        found = f"cannot be imported: {seen.ended}"
+    if probe_result.facts is None:
+        found = f"cannot be imported: {probe_result.ended}"
         return [error("horovod", found, f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)")]
-    return [judge_horovod(seen.facts.horovod, seen.facts.torch, seen.torch)]
+    return [judge_horovod(probe_result.facts.horovod, probe_result.facts.torch, probe_result.torch)]
 
 
-def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSeen) -> Finding:
-    """Of what Horovod has said of itself and of its build, beside the GPUs that PyTorch sees."""
+def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, visible: VisibleTorch) -> Finding:
+    """Return the finding for a Horovod, by its build record and the GPUs that PyTorch sees."""
     if horovod is None:
         return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL_HOROVOD}    (minutes)")
     record = horovod.record
@@ -145,7 +145,7 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSe
     if not record and horovod.error is None:
         found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
         return warning("horovod", found, f"{command}    (see Security in README.md)")
-    # Whatever it was built for must fit; what else could have been built is no matter.
+    # Only what it was built for must fit; a part that it was built without is no mismatch.
     asked = installer.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
     reason = installer.find_mismatch(horovod, torch, asked)
     if reason is not None:
@@ -154,9 +154,9 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, seen: TorchSe
         return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
-    if on_cpu_only and seen.gpus:
+    if on_cpu_only and visible.gpus:
         remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
-        if seen.kind != "cuda":
-            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {seen.kind})"
+        if visible.kind != "cuda":
+            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {visible.kind})"
         return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
     return ok("horovod", found)

@@ -1,8 +1,8 @@
-"""What PyTorch and Horovod say of themselves, asked in a process of its own.
+"""Probe PyTorch, its GPUs and Horovod in a process of its own.
 
-Their import takes seconds, may fail in any way, and with a GPU whose driver hangs it never ends. So `doctor` runs
+Their import takes seconds, may crash, and never ends where a GPU's driver hangs. So `doctor` runs
 `python -m hvd_trainer.tools.doctor.torch_facts`, which prints a JSON object about PyTorch and its GPUs, and then
-does what the installer's own probe does. What was printed counts, even if the process does not come to its end.
+runs the installer's probe. The lines printed before a crash or a time-out are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvd_trainer.tools.doctor.programs import Answer, Programs
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that PyTorch sees, of any maker."""
+    """A GPU that PyTorch sees, of any maker."""
 
     name: str
     memory: int
@@ -34,7 +34,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class TorchSeen:
+class VisibleTorch:
     """PyTorch, and the GPUs that it sees."""
 
     error: str | None = None
@@ -49,64 +49,64 @@ class TorchSeen:
     nccl: str | None = None
     """the version it was built with"""
     architectures: Sequence[str] = ()
-    """for which it has code: sm_80, compute_90 ..."""
+    """the GPU architectures it has code for: sm_80, compute_90 ..."""
     gpus: Sequence[Gpu] = ()
     gpu_error: str | None = None
-    """why it sees none"""
+    """why it sees no GPU"""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All that the probe found."""
+class ProbeResult:
+    """The result of the probe."""
 
-    torch: TorchSeen
+    torch: VisibleTorch
     facts: Facts | None = None
-    """what the installer goes by; None: the probe's process did not come to its end"""
+    """the installer's probe; None: the process ended before it"""
     ended: str = ""
-    """how it ended then"""
-    is_late: bool = False
-    """it had no time for more"""
+    """how the process ended then"""
+    is_timeout: bool = False
+    """whether its time was up"""
 
     @property
     def horovod(self) -> HorovodFacts | None:
         return None if self.facts is None else self.facts.horovod
 
 
-def look(programs: Programs) -> Seen:
-    """Runs the probe in a fresh process of this Python."""
-    return read(programs.ask(sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__))
+def run_probe(programs: Programs) -> ProbeResult:
+    """Run the probe in a new process of this Python."""
+    return parse_probe(programs.ask(sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__))
 
 
-def read(answer: Answer) -> Seen:
-    """What the probe's process has printed, in whole or in part."""
+def parse_probe(answer: Answer) -> ProbeResult:
+    """Parse what the probe printed, in whole or in part."""
     objects = []
     for line in answer.out.splitlines():
-        # Horovod without its extension prints, too; and a line may be torn.
+        # Horovod without its extension prints a warning, and the last line may be incomplete.
         with suppress(ValueError):
             objects.append(json.loads(line))
     code, ended = answer.code, answer.last_line
     if code is not None and code < 0:
         ended = f"it was killed by signal {-code}"
     if not objects:
-        return Seen(TorchSeen(error=ended), ended=ended, is_late=code is None)
-    seen = TorchSeen(**{**objects[0], "gpus": [Gpu(**gpu) for gpu in objects[0]["gpus"]]})
+        return ProbeResult(VisibleTorch(error=ended), ended=ended, is_timeout=code is None)
+    torch = VisibleTorch(**{**objects[0], "gpus": [Gpu(**gpu) for gpu in objects[0]["gpus"]]})
     if len(objects) < 2:
-        return Seen(seen, ended=ended, is_late=code is None)
+        return ProbeResult(torch, ended=ended, is_timeout=code is None)
     horovod = objects[-1]["horovod"]
-    return Seen(seen, Facts(TorchFacts(**objects[-1]["torch"]), horovod and HorovodFacts(**horovod)))
+    return ProbeResult(torch, Facts(TorchFacts(**objects[-1]["torch"]), horovod and HorovodFacts(**horovod)))
 
 
-def _torch_seen() -> TorchSeen:
+def _visible_torch() -> VisibleTorch:
     try:
         import torch
     except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
-        return TorchSeen(error=f"{type(error).__name__}: {first_line(error)}")
+        return VisibleTorch(error=f"{type(error).__name__}: {first_line(error)}")
     from hvd_trainer.utils import accelerator
 
     built_for = torch.accelerator.current_accelerator()
     kind = built_for.type if built_for is not None and built_for.type in accelerator.COLLECTIVES else None
     gpus, gpu_error = _gpus(torch, kind) if kind else ([], None)
-    return TorchSeen(
+    return VisibleTorch(
         version=str(torch.__version__),
         cuda=torch.version.cuda,
         hip=torch.version.hip,
@@ -138,12 +138,12 @@ def _gpus(torch: Any, kind: str) -> tuple[list[Gpu], str | None]:
 
 
 def _capability(gpu: Any, kind: str, *, is_rocm: bool) -> str:
-    # CUDA and ROCm have both, and in each of them only one means anything.
+    # PyTorch fills in both attributes on CUDA and ROCm, and only one is meaningful on each.
     if is_rocm:
         return str(gpu.gcnArchName)
     return f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_torch_seen())), flush=True)
+    print(json.dumps(asdict(_visible_torch())), flush=True)
     runpy.run_module(horovod_probe.__name__, run_name="__main__")
