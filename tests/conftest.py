@@ -29,25 +29,28 @@ _SET_BY_IMPORTS = {
 }
 
 LONGEST = (
-    *(
-        "test_diagnose",
-        "test_failures",
-        "test_matrix",
-        "test_bad_inputs",
-        "test_verify_resume",
-        "test_preemption",
-        "test_elastic",
-    ),
-    *("test_hosts", "test_ending", "test_readme", "test_contract", "test_slurm_examples", "test_reproducible"),
-    *(
-        "test_stages",
-        "test_grid",
-        "test_imdb",
-        "test_parts",
-        "test_examples_plain",
-        "test_compare",
-    ),
-    *("test_doctor", "test_parity_tool", "test_tune"),
+    "test_diagnose",
+    "test_failures",
+    "test_matrix",
+    "test_setup_errors",
+    "test_verify_resume",
+    "test_preemption",
+    "test_elastic",
+    "test_hosts",
+    "test_ending",
+    "test_readme",
+    "test_contract",
+    "test_slurm_examples",
+    "test_reproducible",
+    "test_stages",
+    "test_compare_vary",
+    "test_imdb",
+    "test_parallel_jobs",
+    "test_examples_plain",
+    "test_compare",
+    "test_doctor",
+    "test_parity_tool",
+    "test_tune",
 )
 _LEFT_BEHIND = pytest.StashKey[str]()
 _GPUS = pytest.StashKey[dict[str, str]]()

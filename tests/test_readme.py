@@ -84,7 +84,7 @@ TYPED_ELSEWHERE = {
             "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
             "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
         ),
-        ("tests/test_parts.py", "test_the_commands_train_the_same_model"),
+        ("tests/test_parallel_jobs.py", "test_the_commands_train_the_same_model"),
     ),
     "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
     "--epochs 3": ("tests/test_slurm_examples.py", "data_parallel.sh"),
@@ -94,7 +94,7 @@ TYPED_ELSEWHERE = {
     "python -m hvd_trainer doctor": ("tests/test_doctor.py", '"doctor"'),
     "python -m hvd_trainer doctor --run": ("tests/test_doctor.py", '"--run"'),
     "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (
-        *("tests/test_profile.py", '"--profile"'),
+        *("tests/test_profiler.py", '"--profile"'),
     ),
     # As these, and smaller.
     "python -m hvd_trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
@@ -277,7 +277,7 @@ TESTED = (
     ],
 )
 def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:
-    """Where nothing is set up yet; what stops it is tested in test_make.py."""
+    """Where nothing is set up yet; what stops it is tested in test_makefile.py."""
     argv = [*shlex.split(command), "--dry-run", f"VENV={tmp_path / 'venv'}"]
     # Whoever gave some of these to the make that runs the tests finds them in the environment.
     own = {"ARGS", "DATA_DIR", "NP", "HOROVOD_ARGS", "LONG", "PYTEST_ARGS", "TEST_JOBS"}

@@ -116,7 +116,7 @@ def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch
     assert stack_dump.unfinished_section(shown[0]) == (
         "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
     )
-    assert "test_gpu_behind.py" in stack_dump.main_thread_section(shown[0])
+    assert "test_asynchronous_gpu.py" in stack_dump.main_thread_section(shown[0])
 
 
 def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:
