@@ -1,4 +1,4 @@
-"""Traces of runs that never were, for test_parity_tool.py: equal, but for what a test changes."""
+"""Make traces of runs for test_parity_tool.py that are equal but for what a test edits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.observe.checksums import checksum
-from hvd_trainer.tools.parity.traces import Moment, Trace, When
+from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
 
 Edit = Callable[[int, str, dict[str, Any], dict[str, Tensor]], None]
 """Given the rank, the moment (`step 2`), its line and its tensors; changes them."""
@@ -36,13 +36,13 @@ OPTIONS = {
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
 
 
-def seeded(text: str, count: int) -> Tensor:
+def draw_tensor(text: str, count: int) -> Tensor:
     seed = int.from_bytes(text.encode(), "big") % (2**63 - 25)
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def line_of(rank: int, ranks: int, moment: When, per_rank: int) -> dict[str, Any]:
-    """What a rank tells at a moment, but its checksums."""
+def make_line(rank: int, ranks: int, moment: Moment, per_rank: int) -> dict[str, Any]:
+    """Make the line of a rank at a moment, without its checksums."""
     its: dict[str, Any] = {"event": moment.name, "step": moment.step}
     if moment.name == "start":
         return its | {
@@ -70,20 +70,20 @@ def line_of(rank: int, ranks: int, moment: When, per_rank: int) -> dict[str, Any
     }
 
 
-def tensors_of(rank: int, moment: When) -> dict[str, Tensor]:
+def make_tensors(rank: int, moment: Moment) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
         for kind in ("gradients", "parameters"):
             if moment.name == "step" or (moment.name == "start" and kind == "parameters"):
-                values[f"{kind}/{name}"] = seeded(f"{kind}{name}{moment.step}", math.prod(shape))
+                values[f"{kind}/{name}"] = draw_tensor(f"{kind}{name}{moment.step}", math.prod(shape))
         if moment.name == "step":
-            values[f"optimizer/{name}/momentum_buffer"] = seeded(f"o{name}{moment.step}", math.prod(shape))
+            values[f"optimizer/{name}/momentum_buffer"] = draw_tensor(f"o{name}{moment.step}", math.prod(shape))
     own = rank if moment.name == "step" else 0
-    values["buffers/n.running_mean"] = seeded(f"n{own}{moment.step}", 3)
+    values["buffers/n.running_mean"] = draw_tensor(f"n{own}{moment.step}", 3)
     return values
 
 
-def made(
+def make_trace(
     name: str = "ddp",
     edit: Edit | None = None,
     *,
@@ -92,19 +92,19 @@ def made(
     facts: Any = None,
     **options: Any,
 ) -> Trace:
-    """A run of two epochs of two steps each, with an evaluation at its end."""
-    moments = [When(0, 0), *(When(step, 1) for step in range(1, steps + 1)), When(steps, 2)]
+    """Make the trace of two epochs of two steps each, with an evaluation at its end."""
+    moments = [Moment(0, 0), *(Moment(step, 1) for step in range(1, steps + 1)), Moment(steps, 2)]
     everyone = []
     for rank in range(ranks):
         its = {}
         for moment in moments:
-            line, values = line_of(rank, ranks, moment, 8 // ranks), tensors_of(rank, moment)
+            line, values = make_line(rank, ranks, moment, 8 // ranks), make_tensors(rank, moment)
             if edit is not None:
                 edit(rank, f"{moment.name} {moment.step}", line, values)
             sums: dict[str, dict[str, str]] = {}
             for key, value in values.items():
                 kind, _, rest = key.partition("/")
                 sums.setdefault(kind, {})[rest] = checksum(value)
-            its[moment] = Moment({**line, "checksums": sums}, lambda values=values: values)  # type: ignore[misc]
+            its[moment] = Snapshot({**line, "checksums": sums}, lambda values=values: values)  # type: ignore[misc]
         everyone.append(its)
     return Trace(name, {**FACTS, **(facts or {})}, {**OPTIONS, "backend": name, **options}, everyone)

@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer parity`: what a run keeps of its steps, where two runs part, and which cause is told."""
+"""Test `python -m hvd_trainer parity`: the trace of a run, where two runs part, and the causes it names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launchers import QUICKEST, launch, requires
-from made_traces import Edit, line_of, made
+from made_traces import Edit, make_line, make_trace
 from torch import Tensor, nn
 
 from hvd_trainer import TrainerOptions
@@ -22,12 +22,18 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.step_trace import draws
 from hvd_trainer.tools.parity import cli
-from hvd_trainer.tools.parity.distance import NONE, distance_between, least_norms
+from hvd_trainer.tools.parity.distance import NONE, distance_between, min_norms
 from hvd_trainer.tools.parity.pair import Pair, compare_all
-from hvd_trainer.tools.parity.report import as_json, conclusions, shown_steps, table
-from hvd_trainer.tools.parity.tolerance import tolerance
-from hvd_trainer.tools.parity.traced_runs import Plan, Traced, engines_of, read_traced_job, same_global_batch
-from hvd_trainer.tools.parity.traces import EVENTS, Trace, When, read_trace
+from hvd_trainer.tools.parity.report import as_json, conclusions, select_steps, table
+from hvd_trainer.tools.parity.tolerance import expected_tolerance
+from hvd_trainer.tools.parity.traced_runs import (
+    Plan,
+    TracedRun,
+    global_batch_options,
+    parse_engines,
+    read_traced_job,
+)
+from hvd_trainer.tools.parity.traces import EVENTS, Moment, Trace, read_trace
 from hvd_trainer.tools.runner.runs import Run
 
 HERE = Path(__file__).parent
@@ -35,8 +41,8 @@ DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 FAULTY = str(HERE / "parity_job.py")
 
 
-def at(moment: str, change: Callable[[int, dict[str, Any], dict[str, Tensor]], None]) -> Edit:
-    """Changes one moment only."""
+def edit_at(moment: str, change: Callable[[int, dict[str, Any], dict[str, Tensor]], None]) -> Edit:
+    """Restrict an edit to one moment."""
 
     def edit(rank: int, its: str, line: dict[str, Any], values: dict[str, Tensor]) -> None:
         if its == moment:
@@ -45,12 +51,12 @@ def at(moment: str, change: Callable[[int, dict[str, Any], dict[str, Tensor]], N
     return edit
 
 
-def put(**changes: Any) -> Callable[[int, dict[str, Any], dict[str, Tensor]], None]:
+def set_line(**changes: Any) -> Callable[[int, dict[str, Any], dict[str, Tensor]], None]:
     return lambda rank, line, values: line.update(changes)
 
 
-def times(factor: float, *names: str, only: int | None = None) -> Callable[[int, Any, dict[str, Tensor]], None]:
-    """Multiplies the tensors whose names begin so, on all ranks or on one."""
+def multiply(factor: float, *names: str, only: int | None = None) -> Callable[[int, Any, dict[str, Tensor]], None]:
+    """Multiply the tensors whose names begin so, on all ranks or on one."""
 
     def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
         if only in (None, rank):
@@ -61,7 +67,9 @@ def times(factor: float, *names: str, only: int | None = None) -> Callable[[int,
     return change
 
 
-def both(*changes: Callable[[int, Any, dict[str, Tensor]], None]) -> Callable[[int, Any, dict[str, Tensor]], None]:
+def combine(
+    *changes: Callable[[int, Any, dict[str, Tensor]], None],
+) -> Callable[[int, Any, dict[str, Tensor]], None]:
     def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
         for its in changes:
             its(rank, line, values)
@@ -69,23 +77,23 @@ def both(*changes: Callable[[int, Any, dict[str, Tensor]], None]) -> Callable[[i
     return change
 
 
-def state(key: str, value: float) -> Callable[[int, Any, dict[str, Tensor]], None]:
+def set_state(key: str, value: float) -> Callable[[int, Any, dict[str, Tensor]], None]:
     return lambda rank, line, values: values.update({f"optimizer/a.weight/{key}": torch.tensor([value])})
 
 
-def resampled(of: Callable[[int, int], str]) -> Callable[[int, dict[str, Any], Any], None]:
-    """Other samples, from the rank and the place in its batch."""
+def replace_samples(value_of: Callable[[int, int], str]) -> Callable[[int, dict[str, Any], Any], None]:
+    """Replace the samples, given the rank and the place in its batch."""
     return lambda rank, line, values: line.update(
-        samples=[of(rank, place) for place in range(len(line["samples"]))]
+        samples=[value_of(rank, place) for place in range(len(line["samples"]))]
     )
 
 
-def again(rank: int, line: dict[str, Any], values: Any) -> None:
-    """The samples of the first epoch."""
-    line["samples"] = line_of(rank, 2, When(line["step"] - 2, 1), 4)["samples"]
+def repeat_first_epoch(rank: int, line: dict[str, Any], values: Any) -> None:
+    """Take the samples of the first epoch."""
+    line["samples"] = make_line(rank, 2, Moment(line["step"] - 2, 1), 4)["samples"]
 
 
-def swapped(rank: int, line: dict[str, Any], values: Any) -> None:
+def reverse_samples(rank: int, line: dict[str, Any], values: Any) -> None:
     line["samples"] = line["samples"][::-1]
 
 
@@ -93,90 +101,115 @@ ALL = ("gradients", "parameters", "optimizer")
 CASES = {
     # before the first step
     "step of zero gradients": (
-        at("start 0", state("exp_avg", 0.0)),
+        edit_at("start 0", set_state("exp_avg", 0.0)),
         *("optimizer", 0, "horovod has made a step before training"),
     ),
     "weights moved": (
-        at("start 0", times(0.9995, "parameters")),
+        edit_at("start 0", multiply(0.9995, "parameters")),
         *("parameters", 0, "one side has made a step before training"),
     ),
-    "weights of their own": (at("start 0", times(-1, "parameters")), "parameters", 0, "other random numbers"),
+    "weights of their own": (
+        edit_at("start 0", multiply(-1, "parameters")),
+        "parameters",
+        0,
+        "other random numbers",
+    ),
     "ranks start apart": (
-        at("start 0", times(1.1, "parameters", only=1)),
+        edit_at("start 0", multiply(1.1, "parameters", only=1)),
         *("parameters", 0, "nothing has made the ranks of horovod start alike"),
     ),
     "weight decay": (
-        at("start 0", put(settings=[{"momentum": "0.9", "weight_decay": "0.1"}])),
+        edit_at("start 0", set_line(settings=[{"momentum": "0.9", "weight_decay": "0.1"}])),
         *("settings", 0, "weight_decay is 0.1 and 0.0"),
     ),
     # samples
     "all ranks the same": (
-        at("step 2", resampled(lambda rank, place: f"x{place}-y0")),
+        edit_at("step 2", replace_samples(lambda rank, place: f"x{place}-y0")),
         *("samples", 2, "all ranks of horovod train on the same samples"),
     ),
-    "each epoch the same": (at("step 3", again), "samples", 3, "the same order in each epoch"),
+    "each epoch the same": (edit_at("step 3", repeat_first_epoch), "samples", 3, "the same order in each epoch"),
     "transforms": (
-        at("step 1", resampled(lambda rank, place: f"z{place}{rank}-y{(2 * place + rank) % 4}")),
+        edit_at("step 1", replace_samples(lambda rank, place: f"z{place}{rank}-y{(2 * place + rank) % 4}")),
         *("samples", 1, "transformed"),
     ),
     "other data": (
-        at("step 1", resampled(lambda rank, place: f"z{place}{rank}-z{place}")),
+        edit_at("step 1", replace_samples(lambda rank, place: f"z{place}{rank}-z{place}")),
         *("samples", 1, "the data come in another order"),
     ),
-    "order within": (at("step 2", swapped), "order", 2, "on other ranks or in another order"),
+    "order within": (edit_at("step 2", reverse_samples), "order", 2, "on other ranks or in another order"),
     # within a step
     "rate by ranks": (
-        at("step 3", put(lr=[0.2])),
+        edit_at("step 3", set_line(lr=[0.2])),
         "learning rate",
         3,
         "horovod multiplies the learning rate by its",
     ),
-    "rate by the root": (at("step 1", put(lr=[0.1 * 2**0.5])), "learning rate", 1, "by the root of its number"),
-    "rate of another schedule": (at("step 2", put(lr=[0.07])), "learning rate", 2, "depends on the engine"),
+    "rate by the root": (
+        edit_at("step 1", set_line(lr=[0.1 * 2**0.5])),
+        "learning rate",
+        1,
+        "by the root of its number",
+    ),
+    "rate of another schedule": (
+        edit_at("step 2", set_line(lr=[0.07])),
+        "learning rate",
+        2,
+        "depends on the engine",
+    ),
     "rate by rank": (
-        at("step 1", lambda rank, line, values: line.update(lr=[0.1 + rank])),
+        edit_at("step 1", lambda rank, line, values: line.update(lr=[0.1 + rank])),
         *("learning rate", 1, "depends on the engine, the launcher or the rank"),
     ),
-    "skipped": (at("step 2", put(skipped=True)), "skipped", 2, "one side leaves this step out"),
-    "loss summed": (at("step 1", put(losses=[4.0])), "loss", 1, "the loss of horovod is the sum over its batch"),
-    "loss by a branch": (at("step 1", put(losses=[1.1])), "loss", 1, "another loss for the same samples: train()"),
+    "skipped": (edit_at("step 2", set_line(skipped=True)), "skipped", 2, "one side leaves this step out"),
+    "loss summed": (
+        edit_at("step 1", set_line(losses=[4.0])),
+        "loss",
+        1,
+        "the loss of horovod is the sum over its batch",
+    ),
+    "loss by a branch": (
+        edit_at("step 1", set_line(losses=[1.1])),
+        "loss",
+        1,
+        "another loss for the same samples: train()",
+    ),
     "not averaged": (
-        at("step 1", both(times(1.5, *ALL, only=0), times(0.5, *ALL, only=1))),
+        edit_at("step 1", combine(multiply(1.5, *ALL, only=0), multiply(0.5, *ALL, only=1))),
         *("gradients", 1, "horovod does not average its gradients"),
     ),
     "one not averaged": (
-        at("step 1", times(1.5, "gradients/a.bias", only=1)),
+        edit_at("step 1", multiply(1.5, "gradients/a.bias", only=1)),
         *("gradients", 1, "does not average the gradients of some parameters, such as a.bias"),
     ),
     "summed over ranks": (
-        at("step 1", both(times(2, *ALL), put(grad_norm=4.0))),
+        edit_at("step 1", combine(multiply(2, *ALL), set_line(grad_norm=4.0))),
         *("gradients", 1, "horovod adds up the gradients of 2 ranks, and ddp takes their mean"),
     ),
     "one rank moves": (
-        at("step 3", times(1.001, "parameters/b", only=1)),
+        edit_at("step 3", multiply(1.001, "parameters/b", only=1)),
         *("parameters", 3, "the same gradients, and other weights after the update"),
     ),
-    "rounded": (at("step 2", times(1 + 1e-6, "gradients")), "gradients", 2, "as small as rounding"),
+    "rounded": (edit_at("step 2", multiply(1 + 1e-6, "gradients")), "gradients", 2, "as small as rounding"),
     # buffers, evaluation, end
     "buffers while training": (
-        at("step 2", times(2, "buffers", only=1)),
+        edit_at("step 2", multiply(2, "buffers", only=1)),
         *("buffers", 2, "one side sends them round while it trains"),
     ),
     "buffers not averaged": (
-        at("evaluation 4", times(2, "buffers", only=1)),
+        edit_at("evaluation 4", multiply(2, "buffers", only=1)),
         *("buffers", 4, "horovod does not average the statistics of batch norm"),
     ),
     "test figures": (
-        at("evaluation 4", put(figures={"test_loss": 0.6, "test_accuracy": 0.75})),
+        edit_at("evaluation 4", set_line(figures={"test_loss": 0.6, "test_accuracy": 0.75})),
         *("evaluation", 4, "other test data"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_difference_and_its_cause(case: str) -> None:
+def test_first_difference_and_its_cause(case: str) -> None:
     edit, quantity, step, cause = CASES[case]
-    pair = Pair.of(made("horovod", edit), made("ddp"))
+    pair = Pair.compare(make_trace("horovod", edit), make_trace("ddp"))
     assert (pair.findings[0].quantity, pair.findings[0].when.step) == (quantity, step)
     said = "\n".join([pair.verdict(), *pair.details()])
     assert cause in said
@@ -185,16 +218,16 @@ def test_the_first_difference_and_its_cause(case: str) -> None:
     assert "{" not in said
 
 
-def test_runs_that_are_the_same() -> None:
-    pair = Pair.of(made("horovod"), made("ddp"))
+def test_equal_runs_have_no_findings() -> None:
+    pair = Pair.compare(make_trace("horovod"), make_trace("ddp"))
     assert pair.same
     assert pair.verdict() == "horovod and ddp: the same bits through 4 steps"
     assert not list(pair.details())
     assert pair.gaps == {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
 
 
-def test_a_difference_is_told_with_its_values() -> None:
-    """The first tensor, its elements that are farthest apart, by how much, and of how many."""
+def test_finding_has_values_and_distance() -> None:
+    """Describe the first tensor, its elements that are farthest apart, the distance, and the number of tensors."""
 
     def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
         values["gradients/a.bias"] = torch.tensor([1.0, 2.0, 2.0])
@@ -202,7 +235,9 @@ def test_a_difference_is_told_with_its_values() -> None:
     def base(rank: int, line: Any, values: dict[str, Tensor]) -> None:
         values["gradients/a.bias"] = torch.tensor([1.0, 2.0, 2.5])
 
-    pair = Pair.of(made("horovod", at("step 2", change)), made("ddp", at("step 2", base)))
+    pair = Pair.compare(
+        make_trace("horovod", edit_at("step 2", change)), make_trace("ddp", edit_at("step 2", base))
+    )
     (found,) = pair.findings
     assert (found.name, found.values, found.absolute, found.count, found.total) == (
         "a.bias",
@@ -219,8 +254,8 @@ def test_a_difference_is_told_with_its_values() -> None:
     )
 
 
-def test_what_no_known_cause_fits_is_said() -> None:
-    pair = Pair.of(made("horovod", at("step 2", times(1.01, "gradients"))), made("ddp"))
+def test_finding_without_known_cause() -> None:
+    pair = Pair.compare(make_trace("horovod", edit_at("step 2", multiply(1.01, "gradients"))), make_trace("ddp"))
     assert list(pair.details())[-1] == "None of the known causes fits."
 
 
@@ -232,18 +267,18 @@ def test_what_no_known_cause_fits_is_said() -> None:
         ({}, {"compression": "fp16"}, "--compression", "make it the same on both sides: --compression"),
     ],
 )
-def test_another_set_up_comes_before_all(facts: Any, options: Any, name: str, cause: str) -> None:
-    pair = Pair.of(made("horovod", facts=facts, **options), made("ddp"))
+def test_set_up_is_compared_first(facts: Any, options: Any, name: str, cause: str) -> None:
+    pair = Pair.compare(make_trace("horovod", facts=facts, **options), make_trace("ddp"))
     assert (pair.findings[0].quantity, pair.findings[0].name) == ("set-up", name)
     assert cause in "\n".join(pair.details())
 
 
-def test_a_run_that_ends_early() -> None:
+def test_run_that_ends_early() -> None:
     def drop(trace: Trace) -> Trace:
         ranks = [{when: its for when, its in rank.items() if when.step < 3} for rank in trace.ranks]
         return Trace(trace.name, trace.facts, trace.options, ranks)
 
-    pair = Pair.of(drop(made("horovod")), made("ddp"))
+    pair = Pair.compare(drop(make_trace("horovod")), make_trace("ddp"))
     assert pair.findings[0].values == (2, 4)
     assert "one side has made fewer" in "\n".join(pair.details())
 
@@ -261,50 +296,58 @@ def noise(scale: float, *names: str) -> Callable[[int, Any, dict[str, Tensor]], 
 
 
 def test_one_process_may_differ_by_rounding() -> None:
-    change = both(noise(1e-4, *ALL), noise(0.5, "buffers"))
-    rounded = made("single", at("step 1", both(change, put(losses=[1 + 1e-7], grad_norm=2 + 1e-6))), ranks=1)
-    pair = Pair.of(made("ddp"), rounded)
+    change = combine(noise(1e-4, *ALL), noise(0.5, "buffers"))
+    rounding = make_trace(
+        "single", edit_at("step 1", combine(change, set_line(losses=[1 + 1e-7], grad_norm=2 + 1e-6))), ranks=1
+    )
+    pair = Pair.compare(make_trace("ddp"), rounding)
     assert pair.same, pair.findings
     assert (
         "alike through 4 steps. Parameters are up to 1.0e-04 apart (step 1); allowed are 0.001" in pair.verdict()
     )
     assert pair.allowed.why == "fp32, on 2 and 1 ranks"
-    exact = Pair.of(made("ddp"), rounded, asked=0)
+    exact = Pair.compare(make_trace("ddp"), rounding, asked=0)
     assert "sums are taken in another order (another number of ranks)" in exact.causes[0].text
 
 
 @pytest.mark.parametrize(
     ("changes", "start", "cause"),
     [
-        (put(losses=[1.1]), {"dropout": ["drop"]}, "dropout (drop) draws other numbers"),
-        (put(losses=[1.1]), {"batch_norm": ["n"]}, "batch norm (n) normalises the batch of each rank by itself"),
-        (resampled(lambda rank, place: f"x{max(1, place)}-y0"), {}, "the data come in another order"),
+        (set_line(losses=[1.1]), {"dropout": ["drop"]}, "dropout (drop) draws other numbers"),
+        (
+            set_line(losses=[1.1]),
+            {"batch_norm": ["n"]},
+            "batch norm (n) normalises the batch of each rank by itself",
+        ),
+        (replace_samples(lambda rank, place: f"x{max(1, place)}-y0"), {}, "the data come in another order"),
         (lambda rank, line, values: line["samples"].pop(), {}, "do not divide among the ranks"),
-        (both(times(0.5, "gradients"), put(grad_norm=1.0)), {}, "ddp adds up the gradients of 2 ranks"),
-        (put(lr=[0.05]), {}, "--lr-scaling counts ranks and passes"),
+        (combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)), {}, "ddp adds up the gradients of 2 ranks"),
+        (set_line(lr=[0.05]), {}, "--lr-scaling counts ranks and passes"),
     ],
 )
-def test_what_one_process_has_otherwise(changes: Any, start: Any, cause: str) -> None:
-    ranks = made("ddp", at("start 0", put(**start)), lr_scaling="linear")
-    single = made("single", at("step 1", changes), ranks=1, lr_scaling="linear")
-    said = "\n".join(Pair.of(ranks, single).details())
+def test_causes_on_unequal_numbers_of_ranks(changes: Any, start: Any, cause: str) -> None:
+    ranks = make_trace("ddp", edit_at("start 0", set_line(**start)), lr_scaling="linear")
+    single = make_trace("single", edit_at("step 1", changes), ranks=1, lr_scaling="linear")
+    said = "\n".join(Pair.compare(ranks, single).details())
     assert cause in said
 
 
-def test_rounding_may_grow_and_jumps_are_told() -> None:
+def test_growing_rounding_is_allowed_and_jumps_are_not() -> None:
     def single(scale: float) -> Trace:
-        return made("single", at("step 3", both(noise(scale, *ALL), put(losses=[(1 + scale) / 3]))), ranks=1)
+        return make_trace(
+            "single", edit_at("step 3", combine(noise(scale, *ALL), set_line(losses=[(1 + scale) / 3]))), ranks=1
+        )
 
-    assert Pair.of(made("ddp"), single(0.02)).same
-    jump = Pair.of(made("ddp"), single(0.5))
+    assert Pair.compare(make_trace("ddp"), single(0.02)).same
+    jump = Pair.compare(make_trace("ddp"), single(0.5))
     assert [finding.quantity for finding in jump.findings] == ["loss", "parameters"]
     assert "rounding that has grown" in "\n".join(jump.details())
 
 
-def test_an_optimizer_that_divides_by_the_size_of_gradients() -> None:
-    change = at("step 1", times(1.5, "parameters/a.bias"))
-    single = made("single", change, ranks=1, facts={"optimizer": "AdamW"})
-    pair = Pair.of(made("ddp", facts={"optimizer": "AdamW"}), single)
+def test_adam_amplifies_rounding() -> None:
+    change = edit_at("step 1", multiply(1.5, "parameters/a.bias"))
+    single = make_trace("single", change, ranks=1, facts={"optimizer": "AdamW"})
+    pair = Pair.compare(make_trace("ddp", facts={"optimizer": "AdamW"}), single)
     assert "AdamW divides a gradient by its size" in "\n".join(pair.details())
 
 
@@ -320,20 +363,22 @@ def test_an_optimizer_that_divides_by_the_size_of_gradients() -> None:
         ({}, {"compression": "fp16"}, 2, (1e-5, 0.01, 0.05)),
     ],
 )
-def test_tolerances(facts: Any, options: Any, ranks: int, expected: tuple[float, ...]) -> None:
-    allowed = tolerance(made(facts=facts, **options), made(ranks=ranks, facts=facts, **options))
+def test_expected_tolerances(facts: Any, options: Any, ranks: int, expected: tuple[float, ...]) -> None:
+    allowed = expected_tolerance(
+        make_trace(facts=facts, **options), make_trace(ranks=ranks, facts=facts, **options)
+    )
     assert (allowed.loss, allowed.tensors, allowed.later) == expected
-    assert tolerance(made(), made(), 0.5).of("gradients", first=False) == 0.5
+    assert expected_tolerance(make_trace(), make_trace(), 0.5).limit("gradients", first=False) == 0.5
     if expected[0]:
-        assert allowed.of("gradients", first=False) == math.inf
+        assert allowed.limit("gradients", first=False) == math.inf
 
 
-def test_runs_with_the_bits_of_another_are_not_compared_again() -> None:
-    pairs = compare_all([made("horovod"), made("ddp"), made("single", ranks=1)])
+def test_equal_runs_are_compared_once_with_the_others() -> None:
+    pairs = compare_all([make_trace("horovod"), make_trace("ddp"), make_trace("single", ranks=1)])
     assert [pair.name for pair in pairs] == ["horovod and ddp", "horovod and single"]
 
 
-def test_gaps() -> None:
+def test_distances_of_tensors() -> None:
     nan = math.nan
     assert distance_between(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])).relative == 0
     assert distance_between(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0])).relative == math.inf
@@ -343,40 +388,50 @@ def test_gaps() -> None:
     assert distance_between(torch.zeros(0), torch.zeros(0)).relative == 0
     # What is nothing but rounding beside the others does not count by its own size.
     values = {"gradients/a": torch.tensor([100.0]), "gradients/b": torch.tensor([1e-6])}
-    least = least_norms(values)["gradients/b"]
-    assert distance_between(values["gradients/b"], -values["gradients/b"], least).relative == pytest.approx(2e-6)
+    min_norm = min_norms(values)["gradients/b"]
+    assert distance_between(values["gradients/b"], -values["gradients/b"], min_norm).relative == pytest.approx(
+        2e-6
+    )
 
 
 # What is said.
 
 
-def test_the_table_and_the_file_hold_what_they_should(tmp_path: Path) -> None:
-    traces = [made("horovod", at("step 4", both(put(losses=[math.nan]), times(2, "parameters")))), made("ddp")]
+def test_table_and_json(tmp_path: Path) -> None:
+    traces = [
+        make_trace("horovod", edit_at("step 4", combine(set_line(losses=[math.nan]), multiply(2, "parameters")))),
+        make_trace("ddp"),
+    ]
     run = Run({"engine": "x", "ranks": 2}, 1, "done", 1.0)
-    traced = [Traced(trace.name, run, trace, tmp_path) for trace in traces]
+    runs = [TracedRun(trace.name, run, trace, tmp_path) for trace in traces]
     pairs = compare_all(traces)
     lines = table(traces, pairs)
     assert lines[0].split() == ["loss", "gradient", "norm", "parameters", "apart"]
     assert lines[1].split() == ["step", "horovod", "ddp", "horovod", "ddp", "horovod,", "ddp"]
     assert lines[2].split() == ["1", "1", "1", "2", "2", "same", "bits"]
     assert lines[5].split() == ["4", "nan", "0.25", "2", "2", "5.0e-01"]
-    kept = json.loads(json.dumps(as_json(traced, pairs)))
+    kept = json.loads(json.dumps(as_json(runs, pairs)))
     assert not kept["same"]
     assert kept["pairs"][0]["findings"][0]["quantity"] == "loss"
     assert kept["steps"][1]["loss"] == {"horovod": 0.5, "ddp": 0.5}
 
 
-def test_of_many_steps_those_where_runs_part_are_shown() -> None:
-    pair = Pair.of(made("horovod", at("step 60", put(lr=[0.2])), steps=100), made("ddp", steps=100))
-    whens = [When(step, 1) for step in range(1, 101)]
-    assert [when.step for when in shown_steps(whens, [pair])] == [*range(1, 9), *range(57, 64), *range(97, 101)]
-    assert len(shown_steps(whens[:24], [pair])) == 24
+def test_select_steps_around_differences() -> None:
+    pair = Pair.compare(
+        make_trace("horovod", edit_at("step 60", set_line(lr=[0.2])), steps=100), make_trace("ddp", steps=100)
+    )
+    whens = [Moment(step, 1) for step in range(1, 101)]
+    assert [when.step for when in select_steps(whens, [pair])] == [*range(1, 9), *range(57, 64), *range(97, 101)]
+    assert len(select_steps(whens[:24], [pair])) == 24
 
 
-def test_a_large_model_is_compared_by_some_of_its_values(tmp_path: Path) -> None:
-    traces = [made("horovod", at("start 0", put(stride=16))), made("ddp", at("step 1", times(1.5, "gradients")))]
+def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> None:
+    traces = [
+        make_trace("horovod", edit_at("start 0", set_line(stride=16))),
+        make_trace("ddp", edit_at("step 1", multiply(1.5, "gradients"))),
+    ]
     run = Run({}, 1, "done", 1.0)
-    lines = conclusions([Traced(t.name, run, t, tmp_path) for t in traces], compare_all(traces), tmp_path)
+    lines = conclusions([TracedRun(t.name, run, t, tmp_path) for t in traces], compare_all(traces), tmp_path)
     assert any("every 16th was kept" in line for line in lines)
 
 
@@ -391,36 +446,36 @@ def test_a_large_model_is_compared_by_some_of_its_values(tmp_path: Path) -> None
         ([*DIGITS, "--backend", "ddp"], "Leave --backend out of the job"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused(words: Sequence[str], message: str) -> None:
+def test_invalid_jobs_are_refused(words: Sequence[str], message: str) -> None:
     with pytest.raises(OptionError) as caught:
         read_traced_job(words, 20)
     assert message in str(caught.value)
 
 
-def test_a_job_that_makes_fewer_steps_by_itself() -> None:
+def test_max_steps_of_the_job_limits_steps() -> None:
     assert read_traced_job([*DIGITS, "--max-steps", "5"], 20)[1] == 5
     assert read_traced_job([*DIGITS, "--max_steps=7"], 20)[1] == 7
     assert read_traced_job([*DIGITS, "--max-steps", "500"], 20)[1] == 20
 
 
 @pytest.mark.parametrize("engines", ["ddp", "ddp,ddp", "ddp,mpi", ""])
-def test_engines_that_cannot_be_compared(engines: str) -> None:
+def test_invalid_engines_are_refused(engines: str) -> None:
     with pytest.raises(OptionError, match=f"--engines {engines}"):
-        engines_of(engines)
+        parse_engines(engines)
 
 
-def test_one_process_comes_last_with_the_batch_of_all() -> None:
-    assert engines_of("single, ddp") == ["ddp", "single"]
+def test_single_comes_last_with_the_global_batch() -> None:
+    assert parse_engines("single, ddp") == ["ddp", "single"]
     plan = Plan((*DIGITS, "--accumulate", "2"), 20, 4, 1, 60.0)
-    like = made(ranks=4, accumulate=2)
+    like = make_trace(ranks=4, accumulate=2)
     words = plan.command("single", Path("log"), like)
     assert words[1 : 1 + len(DIGITS)] == list(DIGITS)
     assert words[-2:] == ["--accumulate", "8"]
     place = words.index("--max-steps")
     assert words[place : place + 4] == ["--max-steps", "20", "--trace-steps", "20"]
     assert "--save-every-epochs" in words
-    assert same_global_batch(made(ranks=4, sync_batch_norm=True)) == ["--batch-size", "16"]
-    assert same_global_batch(made(ranks=4, reproducible=4)) == []
+    assert global_batch_options(make_trace(ranks=4, sync_batch_norm=True)) == ["--batch-size", "16"]
+    assert global_batch_options(make_trace(ranks=4, reproducible=4)) == []
 
 
 @pytest.mark.parametrize(
@@ -431,7 +486,7 @@ def test_one_process_comes_last_with_the_batch_of_all() -> None:
         (["--engines", "ddp"], "name two or three"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_a_run(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         cli.main(["--out", str(tmp_path / "out"), *arguments, "--", *DIGITS])
     assert not (tmp_path / "out").exists()
@@ -440,7 +495,7 @@ def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: s
 # What ranks keep.
 
 
-def test_a_trace_needs_a_folder_and_a_step() -> None:
+def test_trace_needs_log_folder_and_steps() -> None:
     options = TrainerOptions(measure=MeasureOptions(trace_steps=0))
     with pytest.raises(
         OptionError, match="--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"
@@ -448,7 +503,7 @@ def test_a_trace_needs_a_folder_and_a_step() -> None:
         check(options)
 
 
-def test_samples_are_known_by_their_bytes() -> None:
+def test_samples_are_identified_by_their_bytes() -> None:
     one = sample_checksums((torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])))
     other = sample_checksums(({"x": torch.arange(6.0).view(3, 2)}, torch.tensor([0, 1, 1])))
     assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False]
@@ -457,7 +512,7 @@ def test_samples_are_known_by_their_bytes() -> None:
     assert len(sample_checksums((torch.zeros(4, 2), None))) == 4
 
 
-def test_what_drops_out() -> None:
+def test_draws_lists_dropout() -> None:
     attention = nn.MultiheadAttention(4, 2, dropout=0.1)
     assert [
         draws(m) for m in (nn.Dropout(), nn.Dropout(0.0), attention, nn.GRU(2, 2, 2, dropout=0.2), nn.ReLU())
@@ -466,7 +521,7 @@ def test_what_drops_out() -> None:
     ]
 
 
-def test_of_a_large_model_every_nth_value_is_kept() -> None:
+def test_subsample_of_large_models() -> None:
     assert stride(nn.Linear(10, 10), 40) == 1
     with torch.device("meta"):
         large = nn.Linear(1, 1)
@@ -478,8 +533,8 @@ def test_of_a_large_model_every_nth_value_is_kept() -> None:
 
 
 @cache
-def traced(folder: Path, engine: str, ranks: int, *words: str, job: tuple[str, ...] = (FAULTY,)) -> Trace:
-    """A real run of 7 steps: one epoch of five and two of the next."""
+def trace_run(folder: Path, engine: str, ranks: int, *words: str, job: tuple[str, ...] = (FAULTY,)) -> Trace:
+    """Run 7 steps, one epoch of five and two of the next, and read the trace."""
     log = folder / "-".join([engine, str(ranks), *(word.strip("-") for word in words)]).replace("/", "-")
     options = ("--max-steps", "7", "--trace-steps", "7", "--save-every-epochs", "None")
     launch(QUICKEST, ranks, [*job, "--backend", engine, "--log-dir", str(log), *options, *words])
@@ -509,11 +564,11 @@ FAULTS = {
 
 @requires("horovod")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_mistake_is_found(folder: Path, fault: str) -> None:
-    """In a real job on real engines: where it begins, and what it is."""
+def test_planted_mistake_is_found(folder: Path, fault: str) -> None:
+    """Find in a real job on real engines where a planted mistake begins, and what it is."""
     quantity, step, cause = FAULTS[fault]
     words = (*BASE, "--fault", fault, *(("--on", "ddp") if fault == "sent buffers" else ()))
-    pair = Pair.of(*(traced(folder, engine, 2, *words) for engine in ("horovod", "ddp")))
+    pair = Pair.compare(*(trace_run(folder, engine, 2, *words) for engine in ("horovod", "ddp")))
     assert (pair.findings[0].quantity, pair.findings[0].when.step) == (quantity, step)
     assert cause in "\n".join(pair.details())
     assert len(pair.causes) == 1
@@ -521,31 +576,31 @@ def test_a_planted_mistake_is_found(folder: Path, fault: str) -> None:
 
 @requires("horovod")
 @pytest.mark.parametrize("options", [BASE, (*BASE, "--accumulate", "2", "--max-norm", "0.1"), ("--stages", "2")])
-def test_engines_without_a_mistake_have_the_same_bits(folder: Path, options: tuple[str, ...]) -> None:
-    pair = Pair.of(traced(folder, "horovod", 2, *options), traced(folder, "ddp", 2, *options))
+def test_engines_have_the_same_bits(folder: Path, options: tuple[str, ...]) -> None:
+    pair = Pair.compare(trace_run(folder, "horovod", 2, *options), trace_run(folder, "ddp", 2, *options))
     assert pair.verdict().startswith("horovod and ddp: the same bits through ")
-    kinds = pair.one.ranks[0][When(1, 1)].line["checksums"]
+    kinds = pair.one.ranks[0][Moment(1, 1)].line["checksums"]
     assert set(kinds) == {"gradients", "parameters", "optimizer", "buffers"}
     assert all(kinds[kind] for kind in ("gradients", "parameters", "optimizer"))
 
 
 def test_one_process_is_within_1e_5(folder: Path) -> None:
-    """The whole global batch in one process; with virtual ranks even the same bits, batch norm or not."""
-    ranks = traced(folder, "ddp", 2, "--batch-size", "32")
-    single = traced(folder, "single", 1, "--batch-size", "32", *same_global_batch(ranks))
-    pair = Pair.of(ranks, single)
+    """Train the whole global batch in one process; with virtual ranks it has the same bits, batch norm or not."""
+    ranks = trace_run(folder, "ddp", 2, "--batch-size", "32")
+    single = trace_run(folder, "single", 1, "--batch-size", "32", *global_batch_options(ranks))
+    pair = Pair.compare(ranks, single)
     assert pair.same
-    assert Pair.of(ranks, single, asked=1e-5).same
+    assert Pair.compare(ranks, single, asked=1e-5).same
     assert max(pair.gaps.values()) < 1e-6
     words = (*BASE, "--reproducible", "2")
-    both_ways = traced(folder, "ddp", 2, *words), traced(folder, "single", 1, *words)
-    assert Pair.of(*both_ways).verdict() == "ddp and single: the same bits through 7 steps"
-    plain = traced(folder, "ddp", 2, *BASE), traced(folder, "single", 1, *BASE, "--accumulate", "2")
-    assert "with --reproducible 2 in the job" in "\n".join(Pair.of(*plain).details())
+    both_ways = trace_run(folder, "ddp", 2, *words), trace_run(folder, "single", 1, *words)
+    assert Pair.compare(*both_ways).verdict() == "ddp and single: the same bits through 7 steps"
+    plain = trace_run(folder, "ddp", 2, *BASE), trace_run(folder, "single", 1, *BASE, "--accumulate", "2")
+    assert "with --reproducible 2 in the job" in "\n".join(Pair.compare(*plain).details())
 
 
-def test_a_trace_changes_nothing_and_tells_all(tmp_path: Path, folder: Path) -> None:
-    trace = traced(folder, "ddp", 2, *BASE)
+def test_tracing_changes_no_bits(tmp_path: Path, folder: Path) -> None:
+    trace = trace_run(folder, "ddp", 2, *BASE)
     log = next(folder.glob("ddp-2-batch-size-32-batch-norm"))
     launch(
         *(QUICKEST, 2, [FAULTY, "--backend", "ddp", "--log-dir", str(tmp_path), "--max-steps", "7", *BASE]),
@@ -574,7 +629,7 @@ def command(out: Path, *options: str, job: Sequence[str]) -> list[str]:
 
 @pytest.mark.long
 @requires("horovod")
-def test_the_digits_on_both_engines(tmp_path: Path) -> None:
+def test_parity_of_digits_on_both_engines(tmp_path: Path) -> None:
     said = launch("python", 1, command(tmp_path, "--steps", "7", job=DIGITS)).stdout
     assert "horovod and ddp: the same bits through 7 steps" in said
     kept = json.loads((tmp_path / "parity.json").read_text())
@@ -586,8 +641,8 @@ def test_the_digits_on_both_engines(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @requires("horovod")
-def test_a_mistake_from_the_command_to_the_exit_code(tmp_path: Path) -> None:
-    """Here DDP has it; and one process is compared, too."""
+def test_planted_mistake_sets_exit_code(tmp_path: Path) -> None:
+    """Find a mistake of DDP, with one process compared, too."""
     job = (FAULTY, "--batch-size", "32", "--fault", "scaled rate", "--on", "ddp")
     options = ("--engines", "horovod,ddp,single", "--steps", "3")
     result = launch("python", 1, command(tmp_path, *options, job=job), check=False)
@@ -599,7 +654,7 @@ def test_a_mistake_from_the_command_to_the_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @requires("horovod")
-def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
+def test_failed_run_is_named(tmp_path: Path) -> None:
     job = (FAULTY, "--fault", "crash")
     result = launch("python", 1, command(tmp_path, "--steps", "2", job=job), check=False)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""Two runs that differ, as the rules see them that know causes."""
+"""Define the input of the rules that know causes: two runs that differ."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from hvd_trainer.tools.parity.findings import Finding
 from hvd_trainer.tools.parity.traces import Trace
 
-NEAR = 1e-3
-"""How close a ratio is to the number that explains it; relative."""
-ROUNDING = 1e-5
-"""Relative differences up to here look like rounding in fp32."""
-MOVED = 0.1
-"""Weights that are so close were the same before something changed them; relative."""
+MAX_RATIO_ERROR = 1e-3
+"""The relative difference between a ratio and the number that explains it."""
+MAX_ROUNDING = 1e-5
+"""The relative difference up to which rounding in fp32 explains it."""
+MAX_WEIGHT_CHANGE = 0.1
+"""The relative difference up to which weights were equal before something changed them."""
 
 
 class Cause(NamedTuple):
-    """What may be the matter, and what to do about it."""
+    """A possible cause, and what to do about it."""
 
     text: str
     advice: str
@@ -27,14 +27,16 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Two runs, and all that differs at the first moment at which something does."""
+    """Two runs, and all that differs at the first moment at which anything does."""
 
     findings: Sequence[Finding]
     one: Trace
     other: Trace
 
     def get(self, quantity: str, *, among_ranks: bool = False) -> Finding | None:
-        """What was found of a quantity: between the two runs, or among the ranks of one."""
+        """Return the finding about a quantity, between the two runs or among the ranks of one; None if there is
+        none.
+        """
         return next((f for f in self.findings if f.quantity == quantity and bool(f.run) == among_ranks), None)
 
     @property
@@ -54,27 +56,27 @@ class Case:
         return self.one.size != self.other.size
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         return max(self.one.size, self.other.size)
 
-    def larger(self, left: float, right: float) -> tuple[Trace, Trace, float]:
-        """The run with the larger number, the other one, and how many times as large it is."""
+    def by_size(self, left: float, right: float) -> tuple[Trace, Trace, float]:
+        """Return the run with the larger number, the other run, and how many times as large the number is."""
         if abs(left) >= abs(right):
             return self.one, self.other, _ratio(left, right)
         return self.other, self.one, _ratio(right, left)
 
 
 Rule = Callable[[Case], Iterator[Cause]]
-"""Gives what fits; a rule knows one cause, and a cause has one rule."""
+"""Yields its cause if the case fits it; a rule knows one cause, and a cause has one rule."""
 
 
-def near(ratio: float, number: float) -> bool:
-    """Whether a ratio is this number, but for rounding."""
-    return number > 0 and abs(ratio / number - 1) < NEAR
+def is_near(ratio: float, number: float) -> bool:
+    """Return whether a ratio is this number, but for rounding."""
+    return number > 0 and abs(ratio / number - 1) < MAX_RATIO_ERROR
 
 
-def some(names: Sequence[str]) -> str:
-    """The first of many."""
+def first_few(names: Sequence[str]) -> str:
+    """Join the first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

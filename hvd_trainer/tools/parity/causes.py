@@ -1,25 +1,25 @@
-"""Known causes of differences between two runs: which of them fit what was found."""
+"""Find the known causes that fit the differences between two runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hvd_trainer.config.checks import flag
-from hvd_trainer.tools.parity.case import ROUNDING, Case, Cause, Rule
-from hvd_trainer.tools.parity.causes_start import START
-from hvd_trainer.tools.parity.causes_step import STEP
+from hvd_trainer.tools.parity.case import MAX_ROUNDING, Case, Cause, Rule
+from hvd_trainer.tools.parity.causes_start import START_RULES
+from hvd_trainer.tools.parity.causes_step import STEP_RULES
 
-COMPUTED = ("loss", "gradients", "gradient norm", "parameters", "optimizer", "buffers")
-"""What rounding can change."""
+ROUNDED_QUANTITIES = ("loss", "gradients", "gradient norm", "parameters", "optimizer", "buffers")
+"""Quantities that rounding can change."""
 
 
 def find_causes(case: Case) -> list[Cause]:
-    """The known causes that fit, in the order in which they would act; empty if none does."""
-    return list(dict.fromkeys(cause for rule in (*START, *STEP, *LATE) for cause in rule(case)))
+    """Return the known causes that fit, in the order in which they would act; empty if none does."""
+    return list(dict.fromkeys(cause for rule in (*START_RULES, *STEP_RULES, *LATE_RULES) for cause in rule(case)))
 
 
 def unaveraged_statistics(case: Case) -> Iterator[Cause]:
-    """After an evaluation the ranks of a run still have their own buffers."""
+    """Match ranks of one run that still have different buffers after an evaluation."""
     found = case.get("buffers", among_ranks=True)
     if found is not None and case.first is found and not case.at_start:
         yield Cause(
@@ -31,7 +31,7 @@ def unaveraged_statistics(case: Case) -> Iterator[Cause]:
 
 
 def exchanged_statistics(case: Case) -> Iterator[Cause]:
-    """Only the buffers differ, while training."""
+    """Match buffers that differ before anything else does in training."""
     found = case.get("buffers")
     if found is not None and case.first is found and not case.at_start:
         yield Cause(
@@ -42,8 +42,8 @@ def exchanged_statistics(case: Case) -> Iterator[Cause]:
         )
 
 
-def compressed(case: Case) -> Iterator[Cause]:
-    """Gradients are rounded on their way."""
+def compressed_gradients(case: Case) -> Iterator[Cause]:
+    """Match gradients that are rounded for their transfer."""
     kinds = {str(trace.options["compression"]) for trace in case.runs} - {"none"}
     if case.first.quantity in ("gradients", "gradient norm") and not case.first.run and kinds:
         yield Cause(
@@ -52,10 +52,10 @@ def compressed(case: Case) -> Iterator[Cause]:
         )
 
 
-def rounded(case: Case) -> Iterator[Cause]:
-    """As small as rounding is."""
+def rounding(case: Case) -> Iterator[Cause]:
+    """Match differences that are as small as rounding."""
     first = case.first
-    if first.quantity not in COMPUTED or first.run or case.at_start or first.relative > ROUNDING:
+    if first.quantity not in ROUNDED_QUANTITIES or first.run or case.at_start or first.relative > MAX_ROUNDING:
         return
     reasons = ["another number of ranks"] if case.sizes_differ else []
     reasons += ["GPUs, which add up in no fixed order"] if case.one.facts["device"] != "cpu" else []
@@ -70,11 +70,11 @@ def rounded(case: Case) -> Iterator[Cause]:
     )
 
 
-def grown(case: Case) -> Iterator[Cause]:
-    """It was rounding once."""
+def grown_rounding(case: Case) -> Iterator[Cause]:
+    """Match differences in later steps of runs that round differently."""
     first, steps = case.first, case.one.steps
     inexact = case.sizes_differ or case.one.facts["device"] != "cpu"
-    if inexact and first.quantity in COMPUTED and first.when.step > steps[0].step and not first.run:
+    if inexact and first.quantity in ROUNDED_QUANTITIES and first.when.step > steps[0].step and not first.run:
         yield Cause(
             "rounding that has grown: training is chaotic, and makes a small difference a large one after a while",
             "look at the table: rounding grows from step to step, and what is wrong jumps. Take fewer --steps, or "
@@ -82,8 +82,8 @@ def grown(case: Case) -> Iterator[Cause]:
         )
 
 
-def amplified(case: Case) -> Iterator[Cause]:
-    """The weights differ, and the gradients did not."""
+def amplified_rounding(case: Case) -> Iterator[Cause]:
+    """Match weights that differ after equal gradients, by an optimizer that divides by the gradient's size."""
     optimizer = str(case.one.facts["optimizer"])
     if case.first is case.get("parameters") and not case.at_start and "adam" in optimizer.lower():
         yield Cause(
@@ -94,7 +94,7 @@ def amplified(case: Case) -> Iterator[Cause]:
 
 
 def other_evaluation(case: Case) -> Iterator[Cause]:
-    """The weights are the same, the test figures are not."""
+    """Match equal weights with different test figures."""
     if case.first.quantity == "evaluation":
         yield Cause(
             "the weights are the same and the test figures are not: other test data, samples that count twice, "
@@ -104,7 +104,7 @@ def other_evaluation(case: Case) -> Iterator[Cause]:
 
 
 def ended_early(case: Case) -> Iterator[Cause]:
-    """One side has made fewer steps."""
+    """Match a run that made fewer steps than the other."""
     if case.first.quantity == "steps":
         yield Cause(
             "all steps that both have made are the same, and one side has made fewer",
@@ -112,7 +112,14 @@ def ended_early(case: Case) -> Iterator[Cause]:
         )
 
 
-LATE: tuple[Rule, ...] = (
-    *(unaveraged_statistics, exchanged_statistics, compressed, rounded, grown, amplified),
+LATE_RULES: tuple[Rule, ...] = (
+    *(
+        unaveraged_statistics,
+        exchanged_statistics,
+        compressed_gradients,
+        rounding,
+        grown_rounding,
+        amplified_rounding,
+    ),
     *(other_evaluation, ended_early),
 )

@@ -1,15 +1,15 @@
-"""Causes of differences that are there before anything is computed: the set-up, the start, and the samples."""
+"""Match causes of differences that exist before anything is computed: the set-up, the start, the samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hvd_trainer.tools.parity.case import MOVED, Case, Cause, Rule
+from hvd_trainer.tools.parity.case import MAX_WEIGHT_CHANGE, Case, Cause, Rule
 from hvd_trainer.tools.parity.distance import NONE
 
 
 def other_set_up(case: Case) -> Iterator[Cause]:
-    """Other data, another model, other options."""
+    """Match other data, another model, or other options."""
     found = case.get("set-up")
     if found is None:
         return
@@ -26,7 +26,7 @@ def other_set_up(case: Case) -> Iterator[Cause]:
 
 
 def other_settings(case: Case) -> Iterator[Cause]:
-    """Another weight decay, other betas."""
+    """Match other settings of the optimizer, such as another weight decay."""
     found = case.get("settings")
     if found is not None and case.get("set-up") is None:
         yield Cause(
@@ -36,9 +36,13 @@ def other_settings(case: Case) -> Iterator[Cause]:
 
 
 def step_before_training(case: Case) -> Iterator[Cause]:
-    """One side has state in its optimizer, or weights that have moved a little."""
+    """Match optimizer state on one side only, or weights that have changed a little, before the first step."""
     state, weights = case.get("optimizer"), case.get("parameters")
-    moved = weights is not None and weights.relative < MOVED and case.get("parameters", among_ranks=True) is None
+    moved = (
+        weights is not None
+        and weights.relative < MAX_WEIGHT_CHANGE
+        and case.get("parameters", among_ranks=True) is None
+    )
     if not case.at_start or (state is None and not moved):
         return
     who = "one side"
@@ -54,9 +58,14 @@ def step_before_training(case: Case) -> Iterator[Cause]:
 
 
 def other_start(case: Case) -> Iterator[Cause]:
-    """Weights that have nothing to do with each other."""
+    """Match weights that are unrelated at the start."""
     weights = case.get("parameters")
-    if case.at_start and weights is not None and weights.relative >= MOVED and case.get("set-up") is None:
+    if (
+        case.at_start
+        and weights is not None
+        and weights.relative >= MAX_WEIGHT_CHANGE
+        and case.get("set-up") is None
+    ):
         yield Cause(
             "the weights were drawn from other random numbers",
             "build the model inside `with Trainer(options) as trainer:`, which seeds all ranks by --seed, and let "
@@ -65,7 +74,7 @@ def other_start(case: Case) -> Iterator[Cause]:
 
 
 def unequal_start(case: Case) -> Iterator[Cause]:
-    """Ranks of one run begin with other weights."""
+    """Match ranks of one run that begin with other weights."""
     kinds = ("parameters", "buffers", "optimizer")
     found = next((f for kind in kinds if (f := case.get(kind, among_ranks=True)) is not None), None)
     if case.at_start and found is not None:
@@ -77,7 +86,7 @@ def unequal_start(case: Case) -> Iterator[Cause]:
 
 
 def same_share_on_all(case: Case) -> Iterator[Cause]:
-    """Each sample comes once on every rank."""
+    """Match a run whose replicas all take the same samples."""
     found = case.get("samples")
     if found is None:
         return
@@ -92,7 +101,7 @@ def same_share_on_all(case: Case) -> Iterator[Cause]:
 
 
 def same_order_in_each_epoch(case: Case) -> Iterator[Cause]:
-    """What this step takes, a step of an earlier epoch has taken."""
+    """Match a step whose samples are those of a step in an earlier epoch."""
     found = case.get("samples")
     if found is None:
         return
@@ -107,7 +116,7 @@ def same_order_in_each_epoch(case: Case) -> Iterator[Cause]:
 
 
 def other_transforms(case: Case) -> Iterator[Cause]:
-    """The targets are the same ones, and the inputs are not."""
+    """Match equal targets with different inputs."""
     found = case.get("samples")
     if found is None or any(list(rule(case)) for rule in (same_share_on_all, same_order_in_each_epoch)):
         return
@@ -125,8 +134,8 @@ def _column(pairs: Iterable[list[str]], place: int) -> list[str]:
     return sorted(pair[place] for pair in pairs)
 
 
-def padded(case: Case) -> Iterator[Cause]:
-    """One side has a few more at an epoch's end."""
+def padded_samples(case: Case) -> Iterator[Cause]:
+    """Match runs on unequal numbers of ranks that take unequal numbers of samples."""
     found = case.get("samples")
     if found is not None and case.sizes_differ:
         one, other = (sum(trace.samples(found.when).values()) for trace in case.runs)
@@ -139,8 +148,8 @@ def padded(case: Case) -> Iterator[Cause]:
 
 
 def other_samples(case: Case) -> Iterator[Cause]:
-    """None of the above."""
-    if case.get("samples") is not None and not any(list(rule(case)) for rule in SAMPLES):
+    """Match different samples that no other rule explains."""
+    if case.get("samples") is not None and not any(list(rule(case)) for rule in SAMPLE_RULES):
         yield Cause(
             "the data come in another order, or are other data",
             "look for a seed, a shuffle, a list of files or a rank that the job takes from engine or launcher",
@@ -148,7 +157,7 @@ def other_samples(case: Case) -> Iterator[Cause]:
 
 
 def other_order(case: Case) -> Iterator[Cause]:
-    """The same samples, elsewhere within the step."""
+    """Match equal samples in another order within the step."""
     if case.get("order") is not None:
         yield Cause(
             "each step has the same samples, but on other ranks or in another order, so that sums round otherwise",
@@ -156,8 +165,8 @@ def other_order(case: Case) -> Iterator[Cause]:
         )
 
 
-SAMPLES: tuple[Rule, ...] = (same_share_on_all, same_order_in_each_epoch, other_transforms, padded)
-START: tuple[Rule, ...] = (
+SAMPLE_RULES: tuple[Rule, ...] = (same_share_on_all, same_order_in_each_epoch, other_transforms, padded_samples)
+START_RULES: tuple[Rule, ...] = (
     *(other_set_up, other_settings, step_before_training, other_start, unequal_start),
-    *(*SAMPLES, other_samples, other_order),
+    *(*SAMPLE_RULES, other_samples, other_order),
 )

@@ -1,30 +1,30 @@
-"""Causes of differences that come up within a step: rate, loss, gradients and their exchange."""
+"""Match causes of differences that arise within a step: rate, loss, gradients and their exchange."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from hvd_trainer.tools.parity.case import ROUNDING, Case, Cause, Rule, near, some
+from hvd_trainer.tools.parity.case import MAX_ROUNDING, Case, Cause, Rule, first_few, is_near
 
 
 def scaled_rate(case: Case) -> Iterator[Cause]:
-    """The rates have the ratio of the numbers of ranks, or its root."""
+    """Match rates whose ratio is the number of ranks, or its root."""
     found = case.get("learning rate")
     if found is None:
         return
     left, right = next((pair for pair in zip(*found.values, strict=False) if pair[0] != pair[1]), (0.0, 0.0))
-    large, small, ratio = case.larger(left, right)
-    factors = {"its number of ranks": case.most_ranks, "the root of its number of ranks": case.most_ranks**0.5}
+    large, small, ratio = case.by_size(left, right)
+    factors = {"its number of ranks": case.max_ranks, "the root of its number of ranks": case.max_ranks**0.5}
     for name, factor in factors.items():
-        if factor > 1 and near(ratio, factor) and case.sizes_differ and large.options["lr_scaling"] != "none":
+        if factor > 1 and is_near(ratio, factor) and case.sizes_differ and large.options["lr_scaling"] != "none":
             yield Cause(
                 "--lr-scaling counts ranks and passes, and one process that takes the global batch in one piece "
                 "(for --sync-batch-norm) has one of both",
                 "compare without --lr-scaling, with the --lr that it gives",
             )
             return
-        if factor > 1 and near(ratio, factor):
+        if factor > 1 and is_near(ratio, factor):
             yield Cause(
                 f"{large.name} multiplies the learning rate by {name}, as many examples of Horovod do (lr * "
                 f"hvd.size()), and {small.name} does not",
@@ -35,7 +35,7 @@ def scaled_rate(case: Case) -> Iterator[Cause]:
 
 
 def other_rate(case: Case) -> Iterator[Cause]:
-    """Any other ratio, or a rate by rank."""
+    """Match any other ratio of rates, or rates that differ by rank."""
     found = case.get("learning rate") or case.get("learning rate", among_ranks=True)
     if found is not None and not list(scaled_rate(case)):
         yield Cause(
@@ -44,8 +44,8 @@ def other_rate(case: Case) -> Iterator[Cause]:
         )
 
 
-def skipped(case: Case) -> Iterator[Cause]:
-    """A step that only one side makes."""
+def skipped_step(case: Case) -> Iterator[Cause]:
+    """Match a step that only one side makes."""
     if case.get("skipped") or case.get("skipped", among_ranks=True):
         yield Cause(
             "a gradient was not finite, and one side leaves this step out: while fp16's loss scale is being "
@@ -55,21 +55,21 @@ def skipped(case: Case) -> Iterator[Cause]:
 
 
 def summed_loss(case: Case) -> Iterator[Cause]:
-    """The ratio of the losses is the size of a batch."""
+    """Match losses whose ratio is the size of a batch."""
     found = case.get("loss")
     if found is None:
         return
-    large, small, ratio = case.larger(*found.values)
+    large, small, ratio = case.by_size(*found.values)
     sizes = {count for line in large.lines(found.when) for count in line["counts"]}
-    if any(size > 1 and near(ratio, size) for size in sizes):
+    if any(size > 1 and is_near(ratio, size) for size in sizes):
         yield Cause(
             f"the loss of {large.name} is the sum over its batch, and that of {small.name} the mean",
             "let the loss function give the mean",
         )
 
 
-def not_exchanged(case: Case) -> Iterator[Cause]:
-    """Ranks update by gradients that are not the same."""
+def missing_exchange(case: Case) -> Iterator[Cause]:
+    """Match ranks of one run whose gradients differ after the exchange."""
     found = case.get("gradients", among_ranks=True)
     if found is None:
         return
@@ -88,18 +88,18 @@ def not_exchanged(case: Case) -> Iterator[Cause]:
 
 
 def summed_gradients(case: Case) -> Iterator[Cause]:
-    """The whole gradient is n times as large, and the loss is not."""
+    """Match gradient norms whose ratio is the number of ranks or of passes, with equal losses."""
     found = case.get("gradient norm")
     if found is None or case.get("loss") is not None:
         return
-    large, small, ratio = case.larger(*found.values)
+    large, small, ratio = case.by_size(*found.values)
     passes = int(large.options["accumulate"])
-    if case.most_ranks > 1 and near(ratio, case.most_ranks):
+    if case.max_ranks > 1 and is_near(ratio, case.max_ranks):
         yield Cause(
-            f"{large.name} adds up the gradients of {case.most_ranks} ranks, and {small.name} takes their mean",
+            f"{large.name} adds up the gradients of {case.max_ranks} ranks, and {small.name} takes their mean",
             "divide by the number of ranks, once: the exchange does it (hvd.Average, not hvd.Sum), or the loss",
         )
-    if passes > 1 and near(ratio, passes):
+    if passes > 1 and is_near(ratio, passes):
         yield Cause(
             f"{large.name} adds up the gradients of {passes} passes, and {small.name} takes their mean",
             "divide the loss by the number of passes, once",
@@ -107,7 +107,7 @@ def summed_gradients(case: Case) -> Iterator[Cause]:
 
 
 def other_update(case: Case) -> Iterator[Cause]:
-    """Ranks have the same gradients and other weights."""
+    """Match ranks of one run with equal gradients and other weights."""
     found = case.get("parameters", among_ranks=True)
     if found is not None and not case.at_start and case.get("gradients", among_ranks=True) is None:
         yield Cause(
@@ -117,41 +117,41 @@ def other_update(case: Case) -> Iterator[Cause]:
 
 
 def other_random_numbers(case: Case) -> Iterator[Cause]:
-    """Dropout on another number of ranks."""
+    """Match other losses of a model with dropout on another number of ranks."""
     dropout = case.one.start["dropout"]
     if case.get("loss") is not None and case.sizes_differ and dropout:
         yield Cause(
-            f"dropout ({some(dropout)}) draws other numbers: each rank has its own, and there are "
+            f"dropout ({first_few(dropout)}) draws other numbers: each rank has its own, and there are "
             f"{case.one.size} and {case.other.size}",
             _reproducible(case, "compare without dropout, or"),
         )
 
 
 def other_normalisation(case: Case) -> Iterator[Cause]:
-    """Batch norm on another number of ranks."""
+    """Match other losses of a model with batch norm on another number of ranks."""
     norms = case.one.start["batch_norm"]
     if case.get("loss") is not None and case.sizes_differ and norms:
         yield Cause(
-            f"batch norm ({some(norms)}) normalises the batch of each rank by itself, and on {case.one.size} and "
-            f"{case.other.size} ranks the batches are not the same",
+            f"batch norm ({first_few(norms)}) normalises the batch of each rank by itself, and on "
+            f"{case.one.size} and {case.other.size} ranks the batches are not the same",
             _reproducible(case, "compare"),
         )
 
 
 def _reproducible(case: Case, before: str) -> str:
-    ranks = 2 ** math.ceil(math.log2(case.most_ranks))
+    ranks = 2 ** math.ceil(math.log2(case.max_ranks))
     return f"{before} with --reproducible {ranks} in the job, which gives the same bits on any number of ranks"
 
 
 def other_forward(case: Case) -> Iterator[Cause]:
-    """The same weights and samples give another loss."""
+    """Match another loss of the same weights and samples."""
     found = case.get("loss")
     explained = (summed_loss, other_random_numbers, other_normalisation)
-    if found is None or found.relative <= ROUNDING or any(list(rule(case)) for rule in explained):
+    if found is None or found.relative <= MAX_ROUNDING or any(list(rule(case)) for rule in explained):
         return
     if case.first.quantity not in ("samples", "order", "skipped", "learning rate"):
         dropout = case.one.start["dropout"]
-        draws = f"dropout ({some(dropout)}) after one side has drawn random numbers more than the other; "
+        draws = f"dropout ({first_few(dropout)}) after one side has drawn random numbers more than the other; "
         yield Cause(
             f"the same weights give another loss for the same samples: {draws if dropout else ''}train() or "
             "eval(); a branch on engine or rank in the model or the loss",
@@ -159,7 +159,7 @@ def other_forward(case: Case) -> Iterator[Cause]:
         )
 
 
-STEP: tuple[Rule, ...] = (
-    *(scaled_rate, other_rate, skipped, summed_loss, not_exchanged, summed_gradients, other_update),
+STEP_RULES: tuple[Rule, ...] = (
+    *(scaled_rate, other_rate, skipped_step, summed_loss, missing_exchange, summed_gradients, other_update),
     *(other_random_numbers, other_normalisation, other_forward),
 )

@@ -1,14 +1,14 @@
-"""`python -m hvd_trainer parity`: do both engines train the same model, and if not, where do they part and why.
+"""Run `python -m hvd_trainer parity`: whether both engines train the same model, and if not, where they part and
+why.
 
 python -m hvd_trainer parity -- -m hvd_trainer.mnist --dataset digits
 
-The job is started on each engine by the engine's own launcher, one after the other, and keeps what its first steps
-compute (`step_trace.py`); that is compared, in the order in which one thing follows from another.
+The job is started on each engine by the engine's own launcher, one after the other, and writes a trace of its
+first steps (`observe/step_trace.py`). Traces are compared in the order in which one quantity follows from another.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.tools.parity.pair import compare_all
-from hvd_trainer.tools.parity.report import show
-from hvd_trainer.tools.parity.traced_runs import Plan, engines_of, read_traced_job, trace_all
+from hvd_trainer.tools.parity.report import print_report
+from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, read_traced_job, trace_all
 from hvd_trainer.tools.runner.runs import locked_folder, split
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import COMMAND
 
 
@@ -50,24 +51,24 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 the same, 1 different, 2 a run has failed.
+    """Run the comparison and return the exit code: 0 the same, 1 different, 2 if a run has failed.
 
     Raises:
-        OptionError: an option is out of its range, or the job is none.
+        OptionError: an option is out of its range, or there is no job.
     """
     own, words = split(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} parity", args=own)
     check_ranges(options)
     job, steps = read_traced_job(words, options.steps)
-    engines = engines_of(options.engines)
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.np)
+    engines = parse_engines(options.engines)
+    threads = options.threads or max(1, len(cpu_ids()) // options.np)
     plan = Plan(job, steps, options.np, threads, options.timeout_s)
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):
         traced = trace_all(engines, plan, folder)
         traces = [its.trace for its in traced if its.trace is not None]
         pairs = compare_all(traces, options.tolerance)
-        show(traced, pairs, folder)
+        print_report(traced, pairs, folder)
     if not all(its.done for its in traced):
         return 2
     return int(not all(pair.same for pair in pairs))

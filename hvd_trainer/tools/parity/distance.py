@@ -1,4 +1,4 @@
-"""How far two tensors are apart, or two numbers."""
+"""Measure how far two tensors, or two numbers, are apart."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 NONE = "none"
-"""Stands for what one side does not have."""
-SHARE = 0.01
-"""A tensor counts with at least this part of the norm of all tensors of its kind. Some gradients are zero but for
-rounding, such as that of a bias in front of batch norm: what is left of them differs by as much as they are."""
+"""Stands for a value that one side does not have."""
+MIN_NORM_FRACTION = 0.01
+"""A difference is divided by at least this fraction of the norm of all tensors of its kind: some gradients are
+nothing but rounding, such as that of a bias in front of batch norm, and differ by as much as their own norm."""
 
 
 class Distance(NamedTuple):
-    """How far two tensors are apart."""
+    """The distance of two tensors."""
 
     absolute: float
     """the largest difference of an element"""
     relative: float
-    """the norm of the difference by that of the larger tensor"""
+    """the norm of the difference divided by that of the larger tensor"""
     left: Any
     right: Any
-    """the elements that are farthest apart, or what is to be said of a tensor that has no counterpart"""
+    """the elements that are farthest apart, or a description of a tensor without a counterpart"""
 
 
-def distance_between(one: Tensor | None, other: Tensor | None, least: float = 0.0) -> Distance:
-    """Of two flat tensors.
+def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float = 0.0) -> Distance:
+    """Return the distance of two flat tensors.
 
     Args:
-        one, other: None where a side does not have it.
-        least: the norm that the larger of them counts with at least.
+        one, other: the tensors; None where a side does not have it.
+        least: the least norm by which the difference is divided.
     """
     if one is None or other is None or len(one) != len(other):
-        return Distance(math.inf, math.inf, _described(one), _described(other))
+        return Distance(math.inf, math.inf, _describe_tensor(one), _describe_tensor(other))
     left, right = one.double(), other.double()
     distance = (left - right).abs()
     distance[(left == right) | (left.isnan() & right.isnan())] = 0.0
@@ -43,12 +43,12 @@ def distance_between(one: Tensor | None, other: Tensor | None, least: float = 0.
     if not len(distance) or not float(distance.max()):
         return Distance(0.0, 0.0, 0.0, 0.0)
     place = int(distance.argmax())
-    size = max(float(left.norm()), float(right.norm()), least)
+    size = max(float(left.norm()), float(right.norm()), min_norm)
     relative = float(distance.norm()) / size if math.isfinite(size) else math.inf
     return Distance(float(distance[place]), relative, float(left[place]), float(right[place]))
 
 
-def _described(tensor: Tensor | None) -> Any:
+def _describe_tensor(tensor: Tensor | None) -> Any:
     if tensor is None:
         return NONE
     return (
@@ -58,22 +58,24 @@ def _described(tensor: Tensor | None) -> Any:
     )
 
 
-def least_norms(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each tensor the norm that it counts with at least, from all of its kind."""
+def min_norms(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return for each tensor the least norm that it is measured by, from the norm of all tensors of its kind."""
     squares: dict[str, float] = {}
     for name, tensor in values.items():
         squares[_kind(name)] = squares.get(_kind(name), 0.0) + float(tensor.double().square().sum())
-    return {name: SHARE * math.sqrt(squares[_kind(name)]) for name in values}
+    return {name: MIN_NORM_FRACTION * math.sqrt(squares[_kind(name)]) for name in values}
 
 
 def _kind(name: str) -> str:
-    """`gradients` of `gradients/fc1.weight`; `optimizer/exp_avg` of `optimizer/fc1.weight/exp_avg`."""
+    """Return the kind of a tensor: `gradients` of `gradients/fc1.weight`, `optimizer/exp_avg` of
+    `optimizer/fc1.weight/exp_avg`.
+    """
     kind, _, rest = name.partition("/")
     return f"{kind}/{rest.rpartition('/')[2]}" if kind == "optimizer" else kind
 
 
-def apart(left: float, right: float) -> float:
-    """The relative difference of two numbers."""
+def relative_difference(left: float, right: float) -> float:
+    """Return the relative difference of two numbers; infinite if one is, or is NaN, and the other is not."""
     if left == right or (math.isnan(left) and math.isnan(right)):
         return 0.0
     size = max(abs(left), abs(right))

@@ -1,11 +1,11 @@
-"""Where two runs part: all that differs at the first moment at which anything does.
+"""Find where two runs part: all that differs at the first moment at which anything does.
 
     start         set-up, parameters, the optimizer's settings and state, buffers
     each step     samples, learning rate, loss, gradients, their norm, parameters, the optimizer's state, buffers
     evaluation    buffers, figures
 
-in this order, in which one thing follows from another. What all ranks of a run should have in common is compared
-among them before the runs are compared.
+in this order, in which one quantity follows from another. A quantity that all ranks of a run should have in common
+is compared among them before the runs are compared.
 """
 
 from __future__ import annotations
@@ -15,140 +15,146 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.tools.parity.distance import NONE, apart
-from hvd_trainer.tools.parity.settings import run_settings, settings
-from hvd_trainer.tools.parity.tensors import Unlike, among_ranks, between
+from hvd_trainer.tools.parity.distance import NONE, relative_difference
+from hvd_trainer.tools.parity.settings import optimizer_settings, run_settings
+from hvd_trainer.tools.parity.tensors import TensorDifference, among_ranks, between_runs
 from hvd_trainer.tools.parity.tolerance import Tolerance
-from hvd_trainer.tools.parity.traces import Trace, When
+from hvd_trainer.tools.parity.traces import Moment, Trace
 from hvd_trainer.utils.text import plural
 
-OTHER_BATCHES = 1e-5
-"""Of test figures: other numbers of ranks evaluate in other batches, and sum in another order, also where they
-train the same bits."""
+MAX_EVALUATION_ROUNDING = 1e-5
+"""The allowed relative difference of test figures on unequal numbers of ranks: they evaluate in other batches, and
+sum in another order, even where they train the same bits."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs."""
+    """A quantity that differs."""
 
-    when: When
+    when: Moment
     quantity: str
     """set-up, settings, samples, order, skipped, learning rate, loss, gradients, gradient norm, parameters,
     optimizer, buffers, evaluation, or steps"""
     sides: tuple[str, str]
     values: tuple[Any, Any]
-    """of a tensor those of its elements that are farthest apart"""
+    """for a tensor, its elements that are farthest apart"""
     name: str = ""
-    """of the first that differs"""
+    """name of the first that differs"""
     absolute: float = 0.0
     relative: float = 0.0
     count: int = 1
     """how many differ"""
     total: int = 1
-    """of how many"""
+    """how many were compared"""
     run: str = ""
     """the run whose ranks differ among each other; empty where two runs do"""
 
 
-def find(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
-    """What differs at the first moment at which something does, in the order above; empty if nothing does."""
+def find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
+    """Return all that differs at the first moment at which anything does, in the order above; empty if nothing
+    does.
+    """
     both = sorted({*one.moments} & {*other.moments})
     first = next((when for when in both if when.name == "step"), both[-1])
     for when in both:
-        found = list(_At(one, other, when, allowed, first=when <= first).findings())
+        found = list(_MomentComparison(one, other, when, allowed, first=when <= first).findings())
         if found:
             return found
     counts = len(one.steps), len(other.steps)
     return [Finding(both[-1], "steps", (one.name, other.name), counts)] if counts[0] != counts[1] else []
 
 
-class _At:
+class _MomentComparison:
     """Two runs at one moment.
 
     Args:
-        first: whether nothing has been computed before.
+        first: whether this is the first step or before it.
     """
 
-    def __init__(self, one: Trace, other: Trace, when: When, allowed: Tolerance, *, first: bool) -> None:
+    def __init__(self, one: Trace, other: Trace, when: Moment, allowed: Tolerance, *, first: bool) -> None:
         self._one, self._other, self._when = one, other, when
         self._allowed, self._first = allowed, first
 
     def findings(self) -> Iterator[Finding]:
-        return {"start": self._start, "step": self._step, "evaluation": self._evaluation}[self._when.name]()
+        return {"start": self._compare_start, "step": self._compare_step, "evaluation": self._compare_evaluation}[
+            self._when.name
+        ]()
 
-    def _start(self) -> Iterator[Finding]:
-        yield from self._named("set-up", *run_settings(self._one, self._other))
-        yield from self._tensors("parameters")
-        yield from self._named("settings", settings(self._one), settings(self._other))
-        yield from self._tensors("optimizer")
-        yield from self._tensors("buffers", alike=True)
+    def _compare_start(self) -> Iterator[Finding]:
+        yield from self._compare_named("set-up", *run_settings(self._one, self._other))
+        yield from self._compare_tensors("parameters")
+        yield from self._compare_named("settings", optimizer_settings(self._one), optimizer_settings(self._other))
+        yield from self._compare_tensors("optimizer")
+        yield from self._compare_tensors("buffers", alike=True)
 
-    def _step(self) -> Iterator[Finding]:
+    def _compare_step(self) -> Iterator[Finding]:
         lines = [*self._one.lines(self._when), *self._other.lines(self._when)]
-        yield from self._samples()
-        yield from self._figure("skipped", lambda line: line["skipped"])
-        if not any(line["skipped"] for line in lines):  # which no optimizer sees
-            yield from self._figure("learning rate", lambda line: tuple(line["lr"]))
-        yield from self._loss()
-        yield from self._tensors("gradients")
+        yield from self._compare_samples()
+        yield from self._compare_figure("skipped", lambda line: line["skipped"])
+        if not any(line["skipped"] for line in lines):  # a skipped step does not use its rate
+            yield from self._compare_figure("learning rate", lambda line: tuple(line["lr"]))
+        yield from self._compare_loss()
+        yield from self._compare_tensors("gradients")
         if lines[0]["grad_norm"] is not None and lines[-1]["grad_norm"] is not None:
-            yield from self._figure("gradient norm", lambda line: line["grad_norm"], self._limit("gradient norm"))
-        yield from self._tensors("parameters")
-        yield from self._tensors("optimizer")
-        yield from self._tensors("buffers", alike=self._one.options["reproducible"] is not None)
+            yield from self._compare_figure(
+                "gradient norm", lambda line: line["grad_norm"], self._limit("gradient norm")
+            )
+        yield from self._compare_tensors("parameters")
+        yield from self._compare_tensors("optimizer")
+        yield from self._compare_tensors("buffers", alike=self._one.options["reproducible"] is not None)
 
-    def _evaluation(self) -> Iterator[Finding]:
-        yield from self._tensors("buffers", alike=True)
+    def _compare_evaluation(self) -> Iterator[Finding]:
+        yield from self._compare_tensors("buffers", alike=True)
         one, other = (trace.lines(self._when)[0]["figures"] for trace in (self._one, self._other))
         limit = self._limit("loss")
         if not self._allowed.exact:
-            # One sample that falls to the other side changes an accuracy by more than any rounding.
+            # One sample that changes its predicted class changes an accuracy by more than any rounding.
             one, other = ({k: v for k, v in its.items() if k == "test_loss"} for its in (one, other))
         elif self._one.size != self._other.size:
-            limit = OTHER_BATCHES
-        yield from self._named("evaluation", one, other, limit)
+            limit = MAX_EVALUATION_ROUNDING
+        yield from self._compare_named("evaluation", one, other, limit)
 
     # How a quantity is compared.
 
     def _limit(self, quantity: str) -> float:
-        return self._allowed.of(quantity, first=self._first)
+        return self._allowed.limit(quantity, first=self._first)
 
     def _finding(self, quantity: str, values: tuple[Any, Any], **more: Any) -> Finding:
         return Finding(self._when, quantity, (self._one.name, self._other.name), values, **more)
 
-    def _named(
+    def _compare_named(
         self, quantity: str, one: Mapping[str, Any], other: Mapping[str, Any], limit: float = 0.0
     ) -> Iterator[Finding]:
-        """Values by their names."""
+        """Yield a finding if values of equal names differ."""
         pairs = {name: (one.get(name, NONE), other.get(name, NONE)) for name in dict.fromkeys([*one, *other])}
-        found = [name for name, pair in pairs.items() if _distance(*pair) > limit]
+        found = [name for name, pair in pairs.items() if _difference(*pair) > limit]
         if found:
             name = found[0]
-            relative = _distance(*pairs[name])
+            relative = _difference(*pairs[name])
             yield self._finding(
                 quantity, pairs[name], name=name, relative=relative, count=len(found), total=len(pairs)
             )
 
-    def _figure(
-        self, quantity: str, of: Callable[[Mapping[str, Any]], Any], limit: float = 0.0
+    def _compare_figure(
+        self, quantity: str, value_of: Callable[[Mapping[str, Any]], Any], limit: float = 0.0
     ) -> Iterator[Finding]:
-        """One that all ranks have in common."""
+        """Yield findings about a figure that all ranks of a run have in common."""
         for trace in (self._one, self._other):
-            its = [of(line) for line in trace.lines(self._when)]
-            rank = next((n for n, value in enumerate(its) if _distance(its[0], value) > 0), None)
-            if rank is not None and _exchanges(trace):
+            its = [value_of(line) for line in trace.lines(self._when)]
+            rank = next((n for n, value in enumerate(its) if _difference(its[0], value) > 0), None)
+            if rank is not None and _exchanges_gradients(trace):
                 yield Finding(
                     self._when, quantity, ("rank 0", f"rank {rank}"), (its[0], its[rank]), run=trace.name
                 )
-        one, other = (of(trace.lines(self._when)[0]) for trace in (self._one, self._other))
-        if _distance(one, other) > limit:
-            yield self._finding(quantity, (one, other), relative=_distance(one, other))
+        one, other = (value_of(trace.lines(self._when)[0]) for trace in (self._one, self._other))
+        if _difference(one, other) > limit:
+            yield self._finding(quantity, (one, other), relative=_difference(one, other))
 
-    def _samples(self) -> Iterator[Finding]:
+    def _compare_samples(self) -> Iterator[Finding]:
         one, other, when = self._one, self._other, self._when
         left, right = one.samples(when), other.samples(when)
         if left != right:
-            values = _described(left, right, other.name), _described(right, left, one.name)
+            values = _describe_samples(left, right, other.name), _describe_samples(right, left, one.name)
             yield self._finding("samples", values)
         elif self._allowed.exact and one.size == other.size:
             pairs = zip(one.lines(when), other.lines(when), strict=True)
@@ -156,7 +162,7 @@ class _At:
             if ranks:
                 yield self._finding("order", ("", ""), name=f"rank {ranks[0]}", count=len(ranks), total=one.size)
 
-    def _loss(self) -> Iterator[Finding]:
+    def _compare_loss(self) -> Iterator[Finding]:
         one, other, limit = self._one, self._other, self._limit("loss")
         if limit > 0 or one.size != other.size:
             pairs = [("", one.loss(self._when), other.loss(self._when))]
@@ -168,32 +174,34 @@ class _At:
                 for pair in zip(a["losses"], b["losses"], strict=False)
             ]
         for name, left, right in pairs:
-            if apart(left, right) > limit:
-                yield self._finding("loss", (left, right), name=name, relative=apart(left, right))
+            if relative_difference(left, right) > limit:
+                yield self._finding("loss", (left, right), name=name, relative=relative_difference(left, right))
                 return
 
-    def _tensors(self, kind: str, *, alike: bool | None = None) -> Iterator[Finding]:
-        """Tensors of one kind.
+    def _compare_tensors(self, kind: str, *, alike: bool | None = None) -> Iterator[Finding]:
+        """Yield findings about the tensors of one kind.
 
         Args:
-            alike: whether all ranks have the same; None: if they exchange gradients.
+            alike: whether all ranks of a run must have equal tensors; None: if they exchange gradients.
         """
         limit = self._limit(kind)
         for trace in (self._one, self._other):
-            if alike or (alike is None and kind != "buffers" and _exchanges(trace)):
+            if alike or (alike is None and kind != "buffers" and _exchanges_gradients(trace)):
                 found = among_ranks(trace, self._when, kind, limit if self._allowed.everywhere else 0.0)
                 if found is not None:
                     ranks = f"rank {found.ranks[0]}", f"rank {found.ranks[1]}"
-                    yield self._tensor(kind, found, ranks, run=trace.name)
+                    yield self._tensor_finding(kind, found, ranks, run=trace.name)
         if self._one.size != self._other.size and kind == "buffers" and self._when.name != "start":
-            return  # each rank learns its own statistics, from its own share
-        found = between(self._one, self._other, self._when, kind, limit)
+            return  # each rank has statistics of its own samples
+        found = between_runs(self._one, self._other, self._when, kind, limit)
         if found is not None:
             names = self._one.name, self._other.name
             rank = f", rank {found.ranks[0]}" if found.ranks[0] else ""
-            yield self._tensor(kind, found, (names[0] + rank, names[1] + rank))
+            yield self._tensor_finding(kind, found, (names[0] + rank, names[1] + rank))
 
-    def _tensor(self, kind: str, found: Unlike, sides: tuple[str, str], run: str = "") -> Finding:
+    def _tensor_finding(
+        self, kind: str, found: TensorDifference, sides: tuple[str, str], run: str = ""
+    ) -> Finding:
         its = found.gap
         return Finding(
             self._when,
@@ -209,19 +217,21 @@ class _At:
         )
 
 
-def _exchanges(trace: Trace) -> bool:
+def _exchanges_gradients(trace: Trace) -> bool:
     return "exchange" not in trace.options["leave_out"]
 
 
-def _distance(one: Any, other: Any) -> float:
-    """0 for equal ones; the relative difference of two numbers; infinite for what else differs."""
+def _difference(one: Any, other: Any) -> float:
+    """Return 0 for equal values, the relative difference of two floats, and infinity for anything else that
+    differs.
+    """
     if isinstance(one, float) and isinstance(other, float):
-        return apart(one, other)
+        return relative_difference(one, other)
     return 0.0 if one == other else float("inf")
 
 
-def _described(its: Counter[str], others: Counter[str], name: str) -> str:
-    """`64 samples (32 different ones), 16 of which ddp does not take`."""
+def _describe_samples(its: Counter[str], others: Counter[str], name: str) -> str:
+    """Describe samples: `64 samples (32 different ones), 16 of which ddp does not take`."""
     total, missing = sum(its.values()), sum((its - others).values())
     text = plural(total, "sample")
     text += f" ({len(its):,} different ones)" if len(its) < total else ""

@@ -1,4 +1,4 @@
-"""Two runs compared, and the verdict in words."""
+"""Compare two runs and put the verdict in words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from hvd_trainer.tools.parity.case import Case, Cause
 from hvd_trainer.tools.parity.causes import find_causes
-from hvd_trainer.tools.parity.findings import Finding, find
-from hvd_trainer.tools.parity.tensors import largest
-from hvd_trainer.tools.parity.tolerance import Tolerance, tolerance
+from hvd_trainer.tools.parity.findings import Finding, find_differences
+from hvd_trainer.tools.parity.tensors import largest_difference
+from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Trace
 from hvd_trainer.utils.text import plural
 
-WORDS = {
+QUANTITY_NAMES = {
     "set-up": "the set-up",
     "settings": "the optimizer's settings",
     "samples": "the samples",
@@ -37,7 +37,7 @@ TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs, and what was found."""
+    """Two runs, the findings and their causes."""
 
     one: Trace
     other: Trace
@@ -48,17 +48,24 @@ class Pair:
     """by step, the largest relative difference of a parameter; 0: the same bits"""
 
     @classmethod
-    def of(cls, one: Trace, other: Trace, asked: float | None = None) -> Pair:
-        """Compares two runs.
+    def compare(cls, one: Trace, other: Trace, asked: float | None = None) -> Pair:
+        """Compare two runs.
 
         Args:
-            asked: the tolerance that the user has set.
+            asked: the tolerance that the user set; None: the expected one.
         """
-        allowed = tolerance(one, other, asked)
-        findings = find(one, other, allowed)
+        allowed = expected_tolerance(one, other, asked)
+        findings = find_differences(one, other, allowed)
         causes = find_causes(Case(findings, one, other)) if findings else []
         both = sorted({*one.steps} & {*other.steps})
-        return cls(one, other, allowed, findings, causes, {when.step: largest(one, other, when) for when in both})
+        return cls(
+            one,
+            other,
+            allowed,
+            findings,
+            causes,
+            {when.step: largest_difference(one, other, when) for when in both},
+        )
 
     @property
     def same(self) -> bool:
@@ -74,11 +81,11 @@ class Pair:
 
     @property
     def step(self) -> int | None:
-        """The step in which they part; 0 before the first; None if they do not."""
+        """The step in which the runs part; 0 before the first; None if they do not."""
         return None if self.same else self.findings[0].when.step
 
     def verdict(self) -> str:
-        """In one sentence."""
+        """Return the verdict as one sentence."""
         if self.same:
             return f"{self.name}: {self._agreement(plural(len(self.gaps), 'step'))}"
         first = self.findings[0].when
@@ -105,12 +112,12 @@ class Pair:
         )
 
     def details(self) -> Iterator[str]:
-        """What differs, what may be the matter, and what to do about it."""
+        """Yield the lines on what differs, what the cause may be, and what to do about it."""
         if self.same:
             return
         first, *others = self.findings
         yield f"First: {describe(first)}."
-        rest = list(dict.fromkeys(brief(finding) for finding in others))
+        rest = list(dict.fromkeys(summarize(finding) for finding in others))
         if rest:
             yield f"Also different there: {', '.join(rest)}."
         if not self.causes:
@@ -123,45 +130,49 @@ class Pair:
 
 
 def compare_all(traces: Sequence[Trace], asked: float | None = None) -> list[Pair]:
-    """Each run with each other one; but of runs that have the same bits only the first with the others."""
+    """Compare each run with each other; of runs that have the same bits only the first is compared with the
+    rest.
+    """
     pairs: list[Pair] = []
     for one, other in combinations(traces, 2):
         if not any(pair.equal_bits and pair.other is one for pair in pairs):
-            pairs.append(Pair.of(one, other, asked))
+            pairs.append(Pair.compare(one, other, asked))
     return pairs
 
 
 def describe(its: Finding) -> str:
-    """One finding with its values: `the learning rate: 0.2 on horovod, 0.1 on ddp`."""
-    what = WORDS[its.quantity]
+    """Describe a finding with its values: `the learning rate: 0.2 on horovod, 0.1 on ddp`."""
+    text = QUANTITY_NAMES[its.quantity]
     if its.run:
-        what += f", which the ranks of {its.run} should have in common"
+        text += f", which the ranks of {its.run} should have in common"
     if its.quantity == "order":
-        return f"{what}, on {its.name} and {its.total - 1} others" if its.count > 1 else f"{what}, on {its.name}"
+        return f"{text}, on {its.name} and {its.total - 1} others" if its.count > 1 else f"{text}, on {its.name}"
     if its.total > 1:
-        what += f" ({its.count:,} of {its.total:,} differ)"
+        text += f" ({its.count:,} of {its.total:,} differ)"
     where = "with" if its.quantity in ("set-up", "settings") else "on"
-    values = ", ".join(f"{shown(value)} {where} {side}" for value, side in zip(its.values, its.sides, strict=True))
+    values = ", ".join(
+        f"{format_value(value)} {where} {side}" for value, side in zip(its.values, its.sides, strict=True)
+    )
     if its.quantity == "samples":
         values = "; ".join(f"{side} takes {value}" for value, side in zip(its.values, its.sides, strict=True))
     if not math.isfinite(its.relative) or its.quantity not in (*TENSORS, "loss", "gradient norm"):
-        return f"{what}: {its.name} is {values}" if its.name else f"{what}: {values}"
+        return f"{text}: {its.name} is {values}" if its.name else f"{text}: {values}"
     if its.quantity not in TENSORS:
-        return f"{what}: {values}, a relative difference of {its.relative:.1e}"
+        return f"{text}: {values}, a relative difference of {its.relative:.1e}"
     return (
-        f"{what}. Of {its.name} the elements that are farthest apart are {values}; the whole tensor's relative "
+        f"{text}. Of {its.name} the elements that are farthest apart are {values}; the whole tensor's relative "
         f"difference is {its.relative:.1e}"
     )
 
 
-def brief(its: Finding) -> str:
-    """One finding in a few words: `the gradients (8 of 8)`."""
+def summarize(its: Finding) -> str:
+    """Describe a finding in a few words: `the gradients (8 of 8)`."""
     among = f" among the ranks of {its.run}" if its.run else ""
-    return WORDS[its.quantity] + among + (f" ({its.count:,} of {its.total:,})" if its.total > 1 else "")
+    return QUANTITY_NAMES[its.quantity] + among + (f" ({its.count:,} of {its.total:,})" if its.total > 1 else "")
 
 
-def shown(value: Any) -> str:
-    """Floats with all digits that a float32 has."""
+def format_value(value: Any) -> str:
+    """Format a value; floats get the nine digits that tell any two float32 apart."""
     if isinstance(value, tuple | list):
-        return ", ".join(map(shown, value))
+        return ", ".join(map(format_value, value))
     return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What two runs were set up for: by name, to be compared."""
+"""Collect the settings of two runs by name, to be compared."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from hvd_trainer.config.checks import flag
 from hvd_trainer.tools.compare.equal_work import ASPECTS
 from hvd_trainer.tools.parity.traces import Trace
 
-OF_RUN = {"backend", "log_dir"}
-"""Options that any two runs have unlike."""
-OF_SIZE = {"batch_size", "global_batch_size", "accumulate"}
-"""Options that runs on different numbers of ranks have unlike."""
+RUN_OPTIONS = {"backend", "log_dir"}
+"""Options that differ between any two runs."""
+SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
+"""Options that differ between runs on different numbers of ranks."""
 
 
 def run_settings(one: Trace, other: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two runs must have been set up alike, by name: what they trained, what model, what options."""
+    """Return the settings that two runs must have alike, by name: of the data, the model and the options."""
     same_size = one.size == other.size
     aspects = {
         aspect.name: aspect.text
         for aspect in ASPECTS
         if same_size or aspect.across or aspect.name == "global_batch_size"
     }
-    unlike = OF_RUN if same_size else OF_RUN | OF_SIZE
+    unlike = RUN_OPTIONS if same_size else RUN_OPTIONS | SIZE_OPTIONS
     its: list[dict[str, Any]] = []
     for trace in (one, other):
         facts = {text: trace.facts[name] for name, text in aspects.items() if name in trace.facts}
@@ -32,8 +32,8 @@ def run_settings(one: Trace, other: Trace) -> tuple[dict[str, Any], dict[str, An
     return its[0], its[1]
 
 
-def settings(trace: Trace) -> dict[str, str]:
-    """The optimizer's, by name: `weight_decay`, and `weight_decay of group 1`."""
+def optimizer_settings(trace: Trace) -> dict[str, str]:
+    """Return the optimizer's settings by name: `weight_decay`, and `weight_decay of group 1`."""
     return {
         key if number == 0 else f"{key} of group {number}": value
         for number, group in enumerate(trace.start["settings"])

@@ -1,4 +1,4 @@
-"""Which tensors differ: between the ranks of one run, which should have the same, and between two runs."""
+"""Find tensors that differ: among the ranks of one run, and between two runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hvd_trainer.tools.parity.distance import Distance, distance_between, least_norms
-from hvd_trainer.tools.parity.traces import Moment, Trace, When
+from hvd_trainer.tools.parity.distance import Distance, distance_between, min_norms
+from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
 
 
 @dataclass(frozen=True)
-class Unlike:
-    """Tensors that differ; of the first one, how."""
+class TensorDifference:
+    """The tensors that differ: the distance of the first one, and their number."""
 
     name: str
     ranks: tuple[int, int]
@@ -23,42 +23,46 @@ class Unlike:
     count: int
     """how many differ"""
     total: int
-    """of how many"""
+    """how many were compared"""
 
 
-class Place(NamedTuple):
-    """A tensor on two ranks, be they of one run or of two."""
+class TensorPair(NamedTuple):
+    """A tensor on two ranks, of one run or of two."""
 
     name: str
     one: int
     other: int
 
 
-def among_ranks(trace: Trace, when: When, kind: str, limit: float = 0.0) -> Unlike | None:
-    """Tensors of one name that are not the same on all ranks that have them whole.
+def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> TensorDifference | None:
+    """Find tensors that are not the same on all ranks of a run that have them whole; None if there are none.
 
     Args:
         kind: gradients, parameters, optimizer or buffers.
-        limit: of the relative difference; 0: each bit counts.
+        limit: the largest allowed relative difference; 0: every bit counts.
     """
     places, holders = [], _holders(trace, when, kind)
     for rank, its in enumerate(trace.ranks):
-        for name in _whole(trace, its[when].checksums(kind)):
-            places.append(Place(name, holders[name], rank))
-    return _Sides(trace, trace, when, kind).unlike(places, limit)
+        for name in _unsliced(trace, its[when].checksums(kind)):
+            places.append(TensorPair(name, holders[name], rank))
+    return _KindComparison(trace, trace, when, kind).find(places, limit)
 
 
-def between(one: Trace, other: Trace, when: When, kind: str, limit: float = 0.0) -> Unlike | None:
-    """Tensors that two runs do not have alike: on each rank; of unequal numbers of ranks, those that are whole."""
-    sides = _Sides(one, other, when, kind)
+def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> TensorDifference | None:
+    """Find tensors that differ between two runs, rank by rank; between unequal numbers of ranks only whole
+    tensors are compared.
+    """
+    sides = _KindComparison(one, other, when, kind)
     if one.size != other.size:
         left, right = (_holders(trace, when, kind) for trace in (one, other))
-        places = [Place(name, left.get(name, 0), right.get(name, 0)) for name in dict.fromkeys([*left, *right])]
-        return sides.unlike(places, limit)
+        places = [
+            TensorPair(name, left.get(name, 0), right.get(name, 0)) for name in dict.fromkeys([*left, *right])
+        ]
+        return sides.find(places, limit)
     pairs = enumerate(zip(one.ranks, other.ranks, strict=True))
-    return sides.unlike(
+    return sides.find(
         [
-            Place(name, rank, rank)
+            TensorPair(name, rank, rank)
             for rank, pair in pairs
             for name in dict.fromkeys(name for its in pair for name in its[when].checksums(kind))
         ],
@@ -66,72 +70,72 @@ def between(one: Trace, other: Trace, when: When, kind: str, limit: float = 0.0)
     )
 
 
-def largest(one: Trace, other: Trace, when: When, kind: str = "parameters") -> float:
-    """The largest relative difference of a tensor between two runs, as rank 0 has them; 0: the same bits."""
-    sides = _Sides(one, other, when, kind)
+def largest_difference(one: Trace, other: Trace, when: Moment, kind: str = "parameters") -> float:
+    """Return the largest relative difference of a tensor on rank 0 of two runs; 0 means the same bits."""
+    sides = _KindComparison(one, other, when, kind)
     names = dict.fromkeys(name for its in (one, other) for name in its.ranks[0][when].checksums(kind))
-    places = [Place(name, 0, 0) for name in names if not sides.same(Place(name, 0, 0))]
+    places = [TensorPair(name, 0, 0) for name in names if not sides.same(TensorPair(name, 0, 0))]
     return max((sides.gap(place).relative for place in places), default=0.0)
 
 
-def _whole(trace: Trace, names: Iterable[str]) -> Iterator[str]:
-    """Those that are no slices of what several ranks share."""
+def _unsliced(trace: Trace, names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of tensors that are not split over ranks."""
     sliced = set(trace.start["sliced"])
     return (name for name in names if name not in sliced and name.rpartition("/")[0] not in sliced)
 
 
-def _holders(trace: Trace, when: When, kind: str) -> dict[str, int]:
-    """The first rank that has each tensor whole."""
+def _holders(trace: Trace, when: Moment, kind: str) -> dict[str, int]:
+    """Return the first rank that has each tensor whole, by name."""
     found: dict[str, int] = {}
     for rank, its in enumerate(trace.ranks):
-        for name in _whole(trace, its[when].checksums(kind)):
+        for name in _unsliced(trace, its[when].checksums(kind)):
             found.setdefault(name, rank)
     return found
 
 
-class _Sides:
-    """Tensors of one kind at one moment, on all ranks of two runs, or of one and the same."""
+class _KindComparison:
+    """The tensors of one kind at one moment, on all ranks of two runs, or twice of one run."""
 
-    def __init__(self, one: Trace, other: Trace, when: When, kind: str) -> None:
+    def __init__(self, one: Trace, other: Trace, when: Moment, kind: str) -> None:
         self._left, self._right = ([_Rank(its[when]) for its in trace.ranks] for trace in (one, other))
         self._kind = kind
 
-    def checksums(self, place: Place) -> tuple[str | None, str | None]:
+    def checksums(self, place: TensorPair) -> tuple[str | None, str | None]:
         left, right = self._left[place.one].moment, self._right[place.other].moment
         return left.checksums(self._kind).get(place.name), right.checksums(self._kind).get(place.name)
 
-    def same(self, place: Place) -> bool:
+    def same(self, place: TensorPair) -> bool:
         left, right = self.checksums(place)
         return left == right
 
-    def gap(self, place: Place) -> Distance:
+    def gap(self, place: TensorPair) -> Distance:
         left, right, name = self._left[place.one], self._right[place.other], f"{self._kind}/{place.name}"
-        return distance_between(left.values.get(name), right.values.get(name), left.least.get(name, 0.0))
+        return distance_between(left.values.get(name), right.values.get(name), left.min_norm.get(name, 0.0))
 
-    def unlike(self, places: Sequence[Place], limit: float) -> Unlike | None:
-        differing: dict[str, tuple[Place, Distance]] = {}
+    def find(self, places: Sequence[TensorPair], limit: float) -> TensorDifference | None:
+        differing: dict[str, tuple[TensorPair, Distance]] = {}
         seen = set()
         for place in places:
-            # Ranks that have the same need not be looked at again.
+            # The same two contents were compared on other ranks already.
             known = (place.name, *self.checksums(place))
             if place.name in differing or self.same(place) or known in seen:
                 continue
             seen.add(known)
             if limit == 0 and differing:
-                differing[place.name] = next(iter(differing.values()))  # only the first one's is told
+                differing[place.name] = next(iter(differing.values()))  # only the first one's distance is reported
             elif (its := self.gap(place)).relative > limit or limit == 0:
                 differing[place.name] = place, its
         if not differing:
             return None
         place, its = next(iter(differing.values()))
         total = len({place.name for place in places})
-        return Unlike(place.name, (place.one, place.other), its, len(differing), total)
+        return TensorDifference(place.name, (place.one, place.other), its, len(differing), total)
 
 
 class _Rank:
-    """What one rank has at one moment, read when it is needed."""
+    """The state of one rank at one moment, read on first use."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: Snapshot) -> None:
         self.moment = moment
 
     @cached_property
@@ -139,5 +143,5 @@ class _Rank:
         return self.moment.values()
 
     @cached_property
-    def least(self) -> Mapping[str, float]:
-        return least_norms(self.values)
+    def min_norm(self) -> Mapping[str, float]:
+        return min_norms(self.values)

@@ -1,14 +1,15 @@
-"""How far two runs that do the same may be apart.
+"""Set how far two runs that do the same may be apart.
 
 Two engines on as many ranks of CPUs compute the same sums in the same order, and so give the same bits. Else the
-order differs, and with it the last bit. What comes of that bit:
+order differs, and with it the last bit. The effect of that bit:
 
 first step      The loss is a smooth function of the weights, and differs as little. The gradient is not: a part
                 of the network's units, as small as that bit, is so close to the bend of its ReLU (or to another
                 maximum of its pool) that it falls to the other side. If a part e does, that moves the gradient by
                 sqrt(e) of its norm: 3e-4 in fp32.
 later steps     Training is chaotic. A small network that was 1e-6 apart for five steps was 8e-4 apart after a bend
-                in the sixth, and 2e-2 in the twentieth. What is wrong, and not rounded, is half or twice as much.
+                in the sixth, and 2e-2 in the twentieth.
+                A mistake, unlike rounding, changes figures by a factor of about two.
 """
 
 from __future__ import annotations
@@ -18,60 +19,62 @@ from typing import NamedTuple
 
 from hvd_trainer.tools.parity.traces import Trace
 
-BY_ORDER = {"fp32": (1e-5, 1e-3, 0.05), "fp16": (1e-3, 0.1, 0.3), "bf16": (1e-2, 0.3, 0.3)}
-"""By precision: of the first loss (100 times the last bit in fp32, once in the others), of the first tensors (3
-times its square root), and from the second step on (measured over 20 steps: 0.01 in fp32, 0.05 in bf16)."""
-COMPRESSED = (1e-5, 0.01, 0.05)
-"""The same where gradients are sent as fp16: Horovod adds up and divides, DDP divides first, and of what is less
-than 6e-5 few bits are left."""
-FREE = ("gradients", "optimizer")
-"""What is not looked at from the second step on, where only later figures tell whether it mattered."""
+TOLERANCE_BY_PRECISION = {"fp32": (1e-5, 1e-3, 0.05), "fp16": (1e-3, 0.1, 0.3), "bf16": (1e-2, 0.3, 0.3)}
+"""By precision, for the first loss (100 times the last bit in fp32, once in the others), the first tensors (3
+times its square root), and all from the second step on (measured over 20 steps: 0.01 in fp32, 0.05 in bf16)."""
+COMPRESSION_TOLERANCE = (1e-5, 0.01, 0.05)
+"""As above, where gradients are sent as fp16: Horovod adds up and divides, DDP divides first, and numbers below
+6e-5 have few bits left."""
+FIRST_STEP_ONLY = ("gradients", "optimizer")
+"""Not compared from the second step on, unless by a tolerance that the user set: the loss shows what matters."""
 
 
 class Tolerance(NamedTuple):
-    """How far two runs may be apart, relative."""
+    """The relative differences that are allowed between two runs."""
 
     loss: float
-    """of the first step"""
+    """for the loss of the first step"""
     tensors: float
-    """of the first step: gradients and their norm, parameters, the optimizer's state"""
+    """for tensors of the first step: gradients and their norm, parameters, the optimizer's state"""
     later: float
-    """of loss, gradient norm and parameters from the second step on"""
+    """for loss, gradient norm and parameters from the second step on"""
     why: str
     everywhere: bool = False
     """whether gradients and optimizer state are compared in later steps, too"""
 
     @property
     def exact(self) -> bool:
-        """Not by a bit."""
+        """Whether every bit must be the same."""
         return self.loss == self.tensors == self.later == 0
 
-    def of(self, quantity: str, *, first: bool) -> float:
-        """For one quantity of one step."""
+    def limit(self, quantity: str, *, first: bool) -> float:
+        """Return the relative difference allowed to a quantity in the first step, or in a later one."""
         if first:
             return self.loss if quantity == "loss" else self.tensors
-        return self.later if self.everywhere or quantity not in FREE else math.inf
+        return self.later if self.everywhere or quantity not in FIRST_STEP_ONLY else math.inf
 
 
-def tolerance(one: Trace, other: Trace, asked: float | None = None) -> Tolerance:
-    """What is to be expected of two runs that do the same.
+def expected_tolerance(one: Trace, other: Trace, asked: float | None = None) -> Tolerance:
+    """Return the tolerance for two runs that should compute the same.
 
     Args:
-        asked: what the user has set instead.
+        asked: the tolerance that the user set instead.
     """
     options, precision = one.options, one.options["precision"]
     if asked is not None:
         return Tolerance(asked, asked, asked, "--tolerance", everywhere=True)
     if options["reproducible"] is not None:
-        return _exactly("with --reproducible any number of ranks gives the same bits")
+        return _exact("with --reproducible any number of ranks gives the same bits")
     if one.size != other.size:
-        return Tolerance(*BY_ORDER[precision], f"{precision}, on {one.size} and {other.size} ranks")
+        return Tolerance(*TOLERANCE_BY_PRECISION[precision], f"{precision}, on {one.size} and {other.size} ranks")
     if one.facts["device"] != "cpu":
-        return Tolerance(*BY_ORDER[precision], f"{precision} on GPUs, which need not add up in one order")
+        return Tolerance(
+            *TOLERANCE_BY_PRECISION[precision], f"{precision} on GPUs, which need not add up in one order"
+        )
     if options["compression"] != "none":
-        return Tolerance(*COMPRESSED, f"gradients are sent as {options['compression']}")
-    return _exactly("on CPUs both engines compute the same sums in the same order")
+        return Tolerance(*COMPRESSION_TOLERANCE, f"gradients are sent as {options['compression']}")
+    return _exact("on CPUs both engines compute the same sums in the same order")
 
 
-def _exactly(why: str) -> Tolerance:
+def _exact(why: str) -> Tolerance:
     return Tolerance(0.0, 0.0, 0.0, why, everywhere=True)

@@ -1,4 +1,4 @@
-"""The runs that are compared: the same job on each engine, as a user would start it, one after the other."""
+"""Run the job with tracing on each engine, one after the other, as a user would start it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for
 from hvd_trainer.tools.runner.runs import RUNS, Run, append_run, run_once
 from hvd_trainer.utils.text import plural
 
-TRACED = "traced"
+TRACES_FOLDER = "traced"
 ENGINES = ("horovod", "ddp", "single")
-OURS = ("--trace-steps", "--resume")
-"""Options that the job may not have, beside those that `read_job` refuses."""
+RESERVED_OPTIONS = ("--trace-steps", "--resume")
+"""Options that the comparison sets: the job may not have them, nor those that `read_job` refuses."""
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A run, and what it has kept: also one that has failed, as far as it came."""
+class TracedRun:
+    """A run and its trace; a failed run has the trace of the steps it made."""
 
     engine: str
     run: Run
@@ -34,20 +34,20 @@ class Traced:
     def done(self) -> bool:
         return self.run.state == "done"
 
-    def trouble(self, folder: Path) -> str:
-        """Why it is not done."""
+    def failure_message(self, folder: Path) -> str:
+        """Return why the run is not done, and where its output is."""
         kept = f"; its output is in {folder / self.run.output}" if self.run.output else ""
         return f"{self.engine} {self.run.state}: {self.run.note}{kept}"
 
 
 def read_traced_job(words: Sequence[str], steps: int) -> tuple[tuple[str, ...], int]:
-    """The job, as what follows `python`, and how many steps it makes: its own --max-steps, if that is less.
+    """Return the job as the words after `python`, and the number of steps: at most the job's own --max-steps.
 
     Raises:
-        OptionError: there is no job, or it is given what the comparison gives.
+        OptionError: there is no job, or it has an option that the comparison sets.
     """
     job = read_job(words)
-    taken = [word for word in job if option_of(word) in OURS]
+    taken = [word for word in job if option_of(word) in RESERVED_OPTIONS]
     if taken:
         raise OptionError(
             f"Leave {' and '.join(taken)} out of the job: all runs are new ones, from their first step"
@@ -59,8 +59,8 @@ def read_traced_job(words: Sequence[str], steps: int) -> tuple[tuple[str, ...], 
     return job, steps
 
 
-def engines_of(text: str) -> list[str]:
-    """The engines, `single` last: it takes its global batch from the others.
+def parse_engines(text: str) -> list[str]:
+    """Parse the list of engines; `single` comes last, as it takes its global batch from the others.
 
     Raises:
         OptionError: an unknown one, one that comes twice, or fewer than two.
@@ -76,7 +76,7 @@ def engines_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the job is started on each engine."""
+    """The options with which the job is started on each engine."""
 
     job: tuple[str, ...]
     steps: int
@@ -86,11 +86,11 @@ class Plan:
     limit_s: float
 
     def command(self, engine: str, log: Path, like: Trace | None = None) -> list[str]:
-        """What a user would type.
+        """Return the command that a user would type to run the job on an engine.
 
         Args:
             log: the log folder.
-            like: for one process: a run on many ranks, whose global batch it shall have.
+            like: for `single`: a run on many ranks, whose global batch it takes.
 
         Raises:
             OptionError: the launcher is not installed.
@@ -98,42 +98,42 @@ class Plan:
         words = [*self.job, *NOT_SAVED, "--max-steps", str(self.steps), "--trace-steps", str(self.steps)]
         words += ["--backend", engine, "--log-dir", str(log)]
         if engine == "single" and like is not None:
-            words += same_global_batch(like)
+            words += global_batch_options(like)
         return command_for(LAUNCHER_OF[engine], self.ranks, words)
 
 
-def same_global_batch(like: Trace) -> list[str]:
-    """Options with which one process takes as many samples in a step as many ranks.
+def global_batch_options(like: Trace) -> list[str]:
+    """Return options with which one process takes as many samples in a step as the ranks of `like` do together.
 
-    As further passes of each step: each as large as a rank's, so that it fits where that does, and scaling of the
-    learning rate gives the same. Batch norm over the global batch needs that in one piece.
+    It takes them in further passes, each as large as a rank's batch: so they fit in memory where that does, and
+    scaling of the learning rate gives the same rate. Batch norm over the global batch needs one large pass.
     """
     options, size = like.options, like.start["copies"]
-    if options["reproducible"] is not None:  # virtual ranks have it already
+    if options["reproducible"] is not None:  # its virtual ranks fix the global batch
         return []
     if options["sync_batch_norm"]:
         return ["--batch-size", str(int(like.facts["batch_size"]) * size)]
     return ["--accumulate", str(int(options["accumulate"]) * size)]
 
 
-def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[Traced]:
-    """Runs the job on each engine; a run that fails is told, and the others go on."""
-    for old in (folder / TRACED, folder / "failed"):
+def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRun]:
+    """Run the job on each engine and print each result; after a failed run the others are run all the same."""
+    for old in (folder / TRACES_FOLDER, folder / "failed"):
         shutil.rmtree(old, ignore_errors=True)
     (folder / RUNS).unlink(missing_ok=True)
     for engine in engines:
-        plan.command(engine, folder)  # before anything runs, it is known whether all can
-    done: list[Traced] = []
+        plan.command(engine, folder)  # raises before the first run if a launcher is missing
+    done: list[TracedRun] = []
     for engine in engines:
         like = next((its.trace for its in done if its.trace is not None), None)
         done.append(_trace(engine, plan, folder, like))
         append_run(folder, done[-1].run)
-        print(_result(done[-1], plan), flush=True)
+        print(_result_line(done[-1], plan), flush=True)
     return done
 
 
-def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> Traced:
-    log = folder / TRACED / engine
+def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> TracedRun:
+    log = folder / TRACES_FOLDER / engine
     ranks = 1 if LAUNCHER_OF[engine] == "python" else plan.ranks
     command = plan.command(engine, log, like)
     identity = {"engine": engine, "ranks": ranks, "words": command[1:]}
@@ -148,16 +148,16 @@ def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> Traced:
     )
     if run.state == "failed" and run.note.startswith("exit code"):
         run = replace(run, note=f"it ended, and no Trainer has trained on {plural(ranks, 'rank')} in it")
-    return Traced(engine, run, read_trace(engine, log), log)
+    return TracedRun(engine, run, read_trace(engine, log), log)
 
 
 def _figures(log: Path, ranks: int, _: Path) -> dict[str, Any] | None:
-    """What is worth to be known of a run that has ended; None if it has not kept what it should."""
+    """Return the figures of a run that has ended; None if a rank has no trace."""
     trace = read_trace("", log)
     return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
 
 
-def _result(its: Traced, plan: Plan) -> str:
+def _result_line(its: TracedRun, plan: Plan) -> str:
     ranks = its.run.identity["ranks"]
     if not its.done:
         return f"{its.engine} on {plural(ranks, 'rank')}: {its.run.state} ({its.run.seconds:.0f} s)"

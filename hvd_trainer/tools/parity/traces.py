@@ -1,4 +1,4 @@
-"""Reading what a job has computed, step by step, on all of its ranks (`step_trace.py`)."""
+"""Read what a job has computed, step by step, on all of its ranks (written by `observe/step_trace.py`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvd_trainer.observe.run_folder import FACTS
 from hvd_trainer.observe.step_trace import FOLDER
 
 EVENTS = ("start", "step", "evaluation")
-"""In the order in which those of one step come."""
+"""In the order of the events of one step."""
 
 
-class When(NamedTuple):
-    """A moment of a training."""
+class Moment(NamedTuple):
+    """A point in a training: a step, and what was recorded in it."""
 
     step: int
     event: int
     """its number in `EVENTS`"""
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> When:
+    def parse(cls, line: Mapping[str, Any]) -> Moment:
         return cls(int(line["step"]), EVENTS.index(line["event"]))
 
     @property
@@ -42,30 +42,30 @@ class When(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What one rank had at one moment."""
+class Snapshot:
+    """The state of one rank at one moment."""
 
     line: Mapping[str, Any]
     values: Callable[[], Mapping[str, Tensor]]
     """reads the tensors, flat, by kind and name: `gradients/fc1.weight`"""
 
     def checksums(self, kind: str) -> Mapping[str, str]:
-        """Of gradients, parameters, optimizer or buffers, by name."""
+        """Return the checksums of gradients, parameters, optimizer or buffers, by tensor name."""
         found: Mapping[str, str] = self.line["checksums"].get(kind, {})
         return found
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What all ranks of one run had, moment by moment."""
+    """The snapshots of all ranks of one run."""
 
     name: str
-    """of the engine"""
+    """name of the engine"""
     facts: Mapping[str, Any]
-    """as run.json has them"""
+    """content of run.json"""
     options: Mapping[str, Any]
-    """of the job, by their flat names"""
-    ranks: Sequence[Mapping[When, Moment]]
+    """options of the job, by their flat names"""
+    ranks: Sequence[Mapping[Moment, Snapshot]]
 
     @property
     def size(self) -> int:
@@ -73,35 +73,37 @@ class Trace:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """What rank 0 told of itself and the model."""
+        """The line that rank 0 wrote about itself and the model before training."""
         return self.ranks[0][min(self.ranks[0])].line
 
     @property
-    def moments(self) -> list[When]:
-        """Those that all ranks have."""
+    def moments(self) -> list[Moment]:
+        """The moments that all ranks have, in order."""
         return sorted(set.intersection(*(set(rank) for rank in self.ranks)))
 
     @property
-    def steps(self) -> list[When]:
+    def steps(self) -> list[Moment]:
         return [when for when in self.moments if when.name == "step"]
 
-    def lines(self, when: When) -> list[Mapping[str, Any]]:
-        """One of each rank."""
+    def lines(self, when: Moment) -> list[Mapping[str, Any]]:
+        """Return the line of each rank at a moment."""
         return [rank[when].line for rank in self.ranks]
 
-    def loss(self, when: When) -> float:
-        """The mean over the samples of all ranks; not a number where no rank has a loss."""
+    def loss(self, when: Moment) -> float:
+        """Return the mean loss over the samples of all ranks; NaN where no rank has a loss."""
         pairs = [pair for line in self.lines(when) for pair in _weighted(line)]
         weight = sum(count for _, count in pairs)
         return sum(loss * count for loss, count in pairs) / weight if weight else float("nan")
 
-    def grad_norm(self, when: When) -> float | None:
-        """As rank 0 has it."""
+    def grad_norm(self, when: Moment) -> float | None:
+        """Return the gradient norm on rank 0; None if it was not computed."""
         norm: float | None = self.lines(when)[0]["grad_norm"]
         return norm
 
-    def samples(self, when: When) -> Counter[str]:
-        """How often each sample was taken by all together: stages of one copy of the model take the same ones."""
+    def samples(self, when: Moment) -> Counter[str]:
+        """Count how often each sample was taken by all ranks; the stages of one replica take the same samples,
+        counted once.
+        """
         taken: dict[int, list[str]] = {}
         for rank, line in zip(self.ranks, self.lines(when), strict=True):
             taken.setdefault(rank[min(rank)].line["copy"], line["samples"])
@@ -109,14 +111,14 @@ class Trace:
 
 
 def _weighted(line: Mapping[str, Any]) -> list[tuple[float, int]]:
-    """The losses of one rank's passes, and of how many samples each is the mean."""
+    """Return the losses of one rank's passes, each with the number of samples that it is the mean of."""
     losses, counts = line["losses"], line["counts"]
-    # A pipeline's chunks are not the batches; they are alike.
+    # A pipeline has a loss per micro-batch, all of one size, and not per batch.
     return list(zip(losses, counts if len(counts) == len(losses) else [1] * len(losses), strict=True))
 
 
 def read_trace(name: str, log: Path) -> Trace | None:
-    """What a run has kept in its log folder, also if it has failed; None if a rank has kept nothing."""
+    """Read the trace in a run's log folder, also of a failed run; None if a rank has none."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         size = json.loads((log / FACTS).read_text())["world_size"]
         ranks = [_read_rank(log / FOLDER / f"rank-{rank}") for rank in range(size)]
@@ -126,18 +128,18 @@ def read_trace(name: str, log: Path) -> Trace | None:
     return None
 
 
-def _read_rank(folder: Path) -> dict[When, Moment]:
+def _read_rank(folder: Path) -> dict[Moment, Snapshot]:
     moments = {}
     for text in folder.with_suffix(".jsonl").read_text().splitlines():
         with suppress(ValueError, KeyError):  # the last line of a killed run
             line = json.loads(text)
-            moments[When.of(line)] = Moment(
-                line, partial(_values, folder / f"{line['event']}-{line['step']}.safetensors")
+            moments[Moment.parse(line)] = Snapshot(
+                line, partial(_read_tensors, folder / f"{line['event']}-{line['step']}.safetensors")
             )
     return moments
 
 
-def _values(file: Path) -> Mapping[str, Tensor]:
+def _read_tensors(file: Path) -> Mapping[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(file)
