@@ -80,40 +80,40 @@ def test_each_rank_is_pinned_to_its_gpu(driver: Driver) -> None:
     assert len(driver.calls) == 4
 
 
-def test_a_task_that_sees_one_gpu_of_its_own_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Slurm's --gpus-per-task=1 local rank 3 sees GPU 0 only, which is another one than its neighbours'."""
     install(monkeypatch, Driver(devices=1))
     assert choose_devices(World(3, 4, 3, 4))[0].index == 0
 
 
-def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Driver(devices=0))
     assert choose_devices(World())[0].type == "cpu"
     with pytest.raises(BackendError, match=r"--device cuda .* sees no such GPU\. .* --device cpu"):
         choose_devices(World(), "cuda")
 
 
-def test_another_kind_of_gpu_than_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Driver("xpu"))
     assert choose_devices(World(1, 2, 1, 2))[0] == torch.device("xpu", 1)
     with pytest.raises(BackendError, match=r"--device cuda .* \(it sees xpu\).* --device xpu"):
         choose_devices(World(), "cuda")
 
 
-def test_devices_by_name(driver: Driver) -> None:
+def test_devices_are_chosen_by_name(driver: Driver) -> None:
     assert choose_devices(World(), devices=["cuda:1", "cpu"]) == [torch.device("cuda", 1), torch.device("cpu")]
     with pytest.raises(BackendError, match=r"--devices cuda:2: .* There are: cpu, cuda:0, cuda:1$"):
         choose_devices(World(), devices=["cuda:2"])
 
 
-def test_an_accelerator_that_cannot_train_is_no_device_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_accelerator_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Driver("mps"))
     assert accelerator.kind() is None
     assert accelerator.unsupported() == "mps"
     assert choose_devices(World())[0].type == "cpu"
 
 
-def test_seeding_one_gpu_leaves_the_others_alone(driver: Driver) -> None:
+def test_seed_all_seeds_one_gpu_only(driver: Driver) -> None:
     """`torch.cuda.manual_seed` seeds the current GPU: blocks on cuda:1 once seeded cuda:0, so that dropout there
     depended on where the blocks were."""
     rng.seed_all(7, torch.device("cuda", 1))
@@ -132,7 +132,7 @@ def session_on_gpus(rank: int, gpus: list[str]) -> Session:
     return session
 
 
-def test_more_ranks_than_gpus_under_nccl(driver: Driver) -> None:
+def test_nccl_refuses_more_ranks_than_gpus(driver: Driver) -> None:
     session = session_on_gpus(0, ["gpu-a", "gpu-b", "gpu-a"])
     with pytest.raises(LaunchError, match=r"Ranks 0, 2 would share one GPU \(cuda:0 on node1\)") as caught:
         session.prepare_nccl()
@@ -142,20 +142,20 @@ def test_more_ranks_than_gpus_under_nccl(driver: Driver) -> None:
         session.prepare_nccl()
 
 
-def test_nccl_is_used_on_gpus_unless_another_transport_is_asked_for(driver: Driver) -> None:
+def test_nccl_is_the_default_transport_on_gpus(driver: Driver) -> None:
     for transport, uses_nccl in (("auto", True), ("nccl", True), ("gloo", False)):
         backend = create(EngineOptions(backend="ddp", transport=transport), {})  # type: ignore[arg-type]
         backend.session.devices = [GPU]
         assert backend.uses_nccl is uses_nccl
 
 
-def test_nccl_may_be_told_to_share_a_gpu(driver: Driver) -> None:
+def test_nccl_shares_a_gpu_when_allowed(driver: Driver) -> None:
     with closing(session_on_gpus(0, ["gpu-a", "gpu-a"])) as session:
         session.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         session.prepare_nccl()
 
 
-def test_a_gpu_is_known_by_its_slot_and_by_the_host_that_nccl_is_told(driver: Driver) -> None:
+def test_gpu_slot_contains_nccl_hostid(driver: Driver) -> None:
     """Two slices of a GPU (MIG) have a UUID each, and NCCL refuses them by the slot."""
     session = session_on_gpus(1, ["gpu-a", "gpu-b"])
     assert session._gpu_slot() == "0000:3c:00"
@@ -163,7 +163,7 @@ def test_a_gpu_is_known_by_its_slot_and_by_the_host_that_nccl_is_told(driver: Dr
     assert session._gpu_slot() == "n1 0000:3c:00"
 
 
-def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
+def test_virtual_local_ranks_are_numbered() -> None:
     """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all."""
     there = [RankInfo("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [RankInfo("b", 0, "ddp", (0,), "g0")]
     numbered = ranks.number_virtual_ranks(there)
@@ -178,7 +178,7 @@ def test_local_ranks_of_processes_that_each_see_one_gpu_as_number_0() -> None:
 # Which library, and which group.
 
 
-def test_nccl_without_a_gpu() -> None:
+def test_nccl_without_a_gpu_is_refused() -> None:
     backend: Any = create(EngineOptions(backend="ddp", transport="nccl"), {})
     with pytest.raises(BackendError, match="--transport nccl needs a GPU per rank, and this rank has none"):
         backend._check_transport()
@@ -193,7 +193,7 @@ def test_nccl_without_a_gpu() -> None:
         ("xpu", "xccl", "cpu:gloo,xpu:xccl", True),
     ],
 )
-def test_cpu_tensors_are_exchanged_by_gloo(
+def test_process_group_uses_gloo_for_cpu_tensors(
     device: str, transport: str, groups: str, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under NCCL alone, objects went through the memory of every GPU: on a resume, a whole checkpoint did."""
@@ -230,7 +230,7 @@ def test_cpu_tensors_are_exchanged_by_gloo(
         ("cpu", (), ""),
     ],
 )
-def test_a_horovod_without_gpus_is_refused_on_one(
+def test_horovod_built_for_cpus_is_refused_on_a_gpu(
     device: str, built: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
@@ -245,7 +245,7 @@ def test_a_horovod_without_gpus_is_refused_on_one(
         backend._refuse_cpu_build()
 
 
-def test_horovod_completes_asynchronously_on_gpus_only() -> None:
+def test_horovod_async_completion_is_set_on_gpus_only() -> None:
     backend: Any = create(EngineOptions(), {})
     backend._hvd = SimpleNamespace(nccl_built=lambda: True)
     assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in backend._tuning()
@@ -253,7 +253,7 @@ def test_horovod_completes_asynchronously_on_gpus_only() -> None:
     assert backend._tuning()["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
 
 
-def test_horovod_aborts_nccl_where_ranks_go_on_without_one() -> None:
+def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
     backend: Any = create(EngineOptions(), {})
     backend._hvd, backend.session.devices = SimpleNamespace(nccl_built=lambda: True), [GPU]
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
@@ -261,7 +261,7 @@ def test_horovod_aborts_nccl_where_ranks_go_on_without_one() -> None:
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
 
 
-def test_tensors_on_a_gpu_are_not_kept_after_their_exchange() -> None:
+def test_hold_keeps_no_gpu_tensors() -> None:
     """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
     backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
@@ -284,7 +284,7 @@ def asked_of_a_module() -> set[str]:
 
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.xpu])
-def test_pytorch_has_the_same_for_every_kind_of_accelerator(module: Any) -> None:
+def test_device_modules_have_all_attributes_in_use(module: Any) -> None:
     """No machine of CI has any, and PyTorch's releases differ."""
     asked = asked_of_a_module()
     assert {"synchronize", "device_count", "stream", "default_generators"} <= asked, "in each of its forms"

@@ -60,7 +60,7 @@ def submit(saver: AsyncWriter, number: int) -> None:
     saver.submit(time.perf_counter(), state(number), step=number, epoch=0, figures={})
 
 
-def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: StandIn) -> None:
+def test_on_host_reuses_pinned_memory(gpu: StandIn) -> None:
     """Each had page-locked memory of its own, allocated in the first save and rounded up to a power of two."""
     memory, first = PinnedMemory(), state(1)
     copied = on_host(first, memory)
@@ -80,7 +80,7 @@ def test_all_tensors_are_copied_into_memory_that_is_kept(gpu: StandIn) -> None:
     assert gpu.calls == ["pin (8192,) of torch.uint8", *["synchronize cpu"] * 2]
 
 
-def test_the_host_copies_as_it_did() -> None:
+def test_on_host_copies_cpu_tensors() -> None:
     before = state(1)
     copied = on_host(before, PinnedMemory())
     assert equal(copied, before)
@@ -97,21 +97,21 @@ def test_the_host_copies_as_it_did() -> None:
         ([0, 64, 0], 0, 64, [(0, 0), (0, 0), (0, 64)]),
     ],
 )
-def test_tensors_are_placed_one_after_the_other(
+def test_placed_packs_tensors_into_blocks(
     sizes: list[int], least: int, block: int, places: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "MAX_SINGLE_BLOCK_BYTES", 256)
     assert placed(sizes, least) == (block, places)
 
 
-def test_of_many_tensors_little_memory_is_left_over() -> None:
+def test_placed_wastes_little_memory() -> None:
     """172 MB each, as in models of 7 billion parameters: rounded up one by one they took 1.5 times as much."""
     sizes = [172 * 2**20] * 400
     block, places = placed(sizes)
     assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
 
 
-def test_only_the_state_is_written(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
+def test_writer_writes_the_state_only(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
     """And not the block of memory that the copies of its tensors are slices of."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     submit(saver, 1)
@@ -120,7 +120,7 @@ def test_only_the_state_is_written(gpu: StandIn, saver: AsyncWriter, tmp_path: P
     assert (tmp_path / "step-000000001" / "state.safetensors").stat().st_size < 10_000
 
 
-def test_a_save_does_not_change_the_one_that_is_being_written(
+def test_submit_waits_for_the_save_before(
     gpu: StandIn, saver: AsyncWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, save = threading.Event(), storage.save
@@ -140,7 +140,7 @@ def test_a_save_does_not_change_the_one_that_is_being_written(
         assert equal(storage.load(tmp_path / f"step-{number:09d}"), state(number))
 
 
-def test_steps_that_still_run_do_not_count_as_saving(gpu: StandIn) -> None:
+def test_save_stall_excludes_steps_that_still_run(gpu: StandIn) -> None:
     """`save_stall_s` began when the host was done with a step, and the accelerator was steps behind."""
     backend = SimpleNamespace(
         session=SimpleNamespace(driver=None),

@@ -33,7 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return StandIn(monkeypatch)
 
 
-def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
     backend = create(EngineOptions(backend="ddp"), {})
     backend.session.devices = [GPU]
@@ -52,7 +52,7 @@ def test_a_rank_whose_gpu_waits_in_an_exchange_waits(gpu: StandIn, monkeypatch: 
     assert not activity.is_waiting
 
 
-def test_reading_a_number_from_the_device_is_waiting() -> None:
+def test_device_read_counts_as_waiting() -> None:
     backend = create(EngineOptions(backend="single"), {})
     heard: list[str] = []
     backend.activity.listeners.append(heard.append)
@@ -61,7 +61,7 @@ def test_reading_a_number_from_the_device_is_waiting() -> None:
     assert heard == ["reduce", "start"] * 2
 
 
-def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
+def test_aborted_exchange_invalidates_what_was_read() -> None:
     """A kernel of NCCL whose communicator is aborted ends, and leaves what was there before."""
     activity = Activity(60)
     activity.enter("step")
@@ -73,7 +73,7 @@ def test_after_an_abort_nothing_counts_that_was_read_from_the_device() -> None:
             going_on()
 
 
-def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None:
+def test_survivors_abort_exchanges_in_elastic_mode_only() -> None:
     """No connection breaks between two GPUs of a host: the survivor's kernel would wait for ever."""
     aborted = threading.Event()
     there = [RankInfo("here", rank, "ddp", (), pid=os.getpid()) for rank in range(2)]
@@ -96,7 +96,7 @@ def test_survivors_abort_their_exchanges_where_ranks_go_on_without_one() -> None
         monitor.close()
 
 
-def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_dump_names_unfinished_nccl_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {
         "profiling_name": "nccl:all_reduce",
         "input_sizes": [[1024]],
@@ -119,14 +119,14 @@ def test_the_stacks_name_the_exchanges_that_the_gpu_has_not_finished(monkeypatch
     assert "test_asynchronous_gpu.py" in stack_dump.main_thread_section(shown[0])
 
 
-def test_a_barrier_waits_for_the_gpu_first(gpu: StandIn) -> None:
+def test_barrier_synchronizes_the_gpu(gpu: StandIn) -> None:
     backend = create(EngineOptions(backend="single"), {})
     backend.session.devices = [GPU]
     backend.barrier()
     assert gpu.calls == ["synchronize cuda:1"]
 
 
-def test_what_was_read_counts_if_one_more_exchange_succeeds(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's thread aborts NCCL's exchanges when it misses a rank, before the monitor has decided anything."""
     backend = create(EngineOptions(backend="single"), {})
     backend.confirm_exchanges()
@@ -141,9 +141,7 @@ def test_what_was_read_counts_if_one_more_exchange_succeeds(gpu: StandIn, monkey
     assert backend.activity.in_exchange
 
 
-def test_a_step_is_captured_on_the_stream_that_it_was_prepared_on(
-    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capture_uses_the_preparation_stream(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
 
     class Graph:

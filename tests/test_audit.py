@@ -47,13 +47,13 @@ def audit(tmp_path: Path) -> Any:
     return run
 
 
-def test_where_no_service_answers_nothing_is_audited_and_that_is_said(audit: Any) -> None:
+def test_audit_without_a_service_says_so(audit: Any) -> None:
     skipped = [{"name": "torch", "skip_reason": "not found"}, {"name": "numpy", "skip_reason": "not found"}]
     for answer, why in (("", "no route to host"), (skipped, "it knows none of 2 packages")):
         assert audit(answer) == (0, f"audit: not audited: no answer from the service ({why})\n")
 
 
-def test_a_finding_fails_unless_it_has_an_answer(audit: Any) -> None:
+def test_audit_fails_on_findings_without_an_answer(audit: Any) -> None:
     code, said = audit([package("horovod", "PYSEC-0-0", "CVE-2024-10190"), package("torch")])
     assert code == 0
     assert "horovod 1.0: PYSEC-0-0, CVE-2024-10190: answered on 2026-" in said
@@ -66,13 +66,13 @@ def test_a_finding_fails_unless_it_has_an_answer(audit: Any) -> None:
     assert "2 findings without an answer" in said
 
 
-def test_what_the_service_does_not_know_is_named(audit: Any) -> None:
+def test_audit_names_unknown_packages(audit: Any) -> None:
     code, said = audit([package("torch"), {"name": "mine", "skip_reason": "not found"}])
     assert (code, said.splitlines()[0]) == (0, "audit: not known to the service: mine")
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_answer_says_of_what_when_and_why(name: str) -> None:
+def test_audit_answers_are_complete(name: str) -> None:
     answer = ANSWERS[name]
     assert set(answer) == {"package", "date", "answer"}
     assert isinstance(answer["date"], date)

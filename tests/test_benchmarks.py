@@ -20,7 +20,7 @@ from hvd_trainer.tools.runner.runs import Run, append_run
 
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")
-def test_every_contestant_is_there(contestant) -> None:
+def test_every_contestant_can_be_imported(contestant) -> None:
     first, module, *_ = contestant.arguments.split()
     assert first == "-m"
     assert importlib.util.find_spec(module) is not None
@@ -43,7 +43,7 @@ def test_one_round_gives_a_table(mnist_dir: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "table.json").read_text())
 
 
-def test_a_peer_that_is_not_installed_is_left_out() -> None:
+def test_contestant_that_is_not_installed_is_left_out() -> None:
     peer = next(one for one in CONTESTANTS if one.needs is not None)
     assert not replace(peer, needs="no_such_package").is_here
     assert replace(peer, needs="torch").is_here
@@ -70,7 +70,7 @@ def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
     assert "| failed |" in table({trainer: [None], trainer._replace(loop="hand"): [fast]})
 
 
-def test_the_way_to_a_target_over_seeds(tmp_path: Path) -> None:
+def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
     """The options behind -- win over the recipe's."""
     options = ("--dataset", "digits", "--epochs", "9", "--batch-size", "64")
     result = launch(
@@ -85,7 +85,7 @@ def test_the_way_to_a_target_over_seeds(tmp_path: Path) -> None:
     assert "1 of 1 seeds reached test_accuracy=0.9." in result.stdout
 
 
-def test_a_target_that_is_missed_is_counted() -> None:
+def test_to_target_counts_missed_targets() -> None:
     reached = Outcome(1.0, 0.5, 2, 100, 0.991, True)
     said = report("test_accuracy=0.99", [reached, reached._replace(seconds=2.0, figure=0.981, reached=False)])
     assert "| seconds after the first step | 1.5 | 1.5 | 1 | 2 | 0.5 |" in said
@@ -93,7 +93,7 @@ def test_a_target_that_is_missed_is_counted() -> None:
 
 
 @pytest.mark.long
-def test_a_training_of_a_grown_size_is_measured(tmp_path: Path) -> None:
+def test_growth_measures_a_training(tmp_path: Path) -> None:
     figures = run(Case("samples", 2, 10, 10**4, "ddp", "trainer"), tmp_path, 100)
     assert figures is not None
     assert 0 < figures.step_ms < 1000
@@ -117,7 +117,7 @@ def runs_of(plan: Plan, rounds: int) -> list[Run]:
     return runs
 
 
-def test_the_cost_of_a_slow_link_beside_that_of_a_fast_one() -> None:
+def test_slow_link_table_compares_slow_and_fast() -> None:
     """The time of an epoch on the slow link is that of its steps; what an engine lacks has a row that says so."""
     said = markdown(Measured(runs_of(BOTH, 3), 3, BOTH.steps), BOTH, BOTH.cases(fit=False), "here")
     rows = [line for line in said.splitlines() if line.startswith("| 2 |")]
@@ -127,7 +127,7 @@ def test_the_cost_of_a_slow_link_beside_that_of_a_fast_one() -> None:
     assert rows[3] == f"| 2 | ddp | 1 | powersgd | {times} | 0.5000 ± 0.0000 | 0.2600 ± 0.0100 |"
 
 
-def test_the_points_for_a_model_of_costs() -> None:
+def test_slow_link_points_have_all_fields() -> None:
     """Each has what such a model needs, and what has failed is left out."""
     runs = [run for run in runs_of(BOTH, 2) if run.identity["backend"] == "ddp"]
     points = as_points(Measured(runs, 2, BOTH.steps), BOTH.cases(fit=True), "here")
@@ -143,7 +143,7 @@ def test_the_points_for_a_model_of_costs() -> None:
     }
 
 
-def test_further_points_have_every_link_at_two_sizes_and_more_hosts() -> None:
+def test_slow_link_fit_cases_vary_links_sizes_and_hosts() -> None:
     further = set(BOTH.cases(fit=True)) - set(BOTH.cases(fit=False))
     seen = {(case.hosts, case.width, case.link) for case in further if case.exchange and case.backend == "ddp"}
     middle, others = Link(200.0, 5.0), (Link(1000.0, 1.0), Link(200.0, 5.0), Link(100.0, 0.0))
@@ -158,7 +158,7 @@ def test_further_points_have_every_link_at_two_sizes_and_more_hosts() -> None:
 NARROW = ("--width", "64", "--batch-size", "32", "--samples", "960", "--steps", "5", "--accumulations", "1")
 
 
-def test_what_has_been_measured_is_not_measured_again(
+def test_slow_link_resumes_from_recorded_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody may make hosts, the table of what is there is printed; what is missing is an error."""
@@ -183,7 +183,7 @@ def test_what_has_been_measured_is_not_measured_again(
         (["--hosts", "1", "--rounds", "0"], "--hosts must be 2 or more, not 1; --rounds must be 1 or more, not 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_slow_link_refuses_invalid_arguments(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -191,14 +191,14 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_images_that_the_hosts_would_not_see(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_link_refuses_data_below_tmp(capsys: pytest.CaptureFixture[str]) -> None:
     assert slow_link.main(["--data-dir", "/tmp/mnist"]) == 2
     assert "each host has a /tmp of its own" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
 @requires("hosts")
-def test_trainings_over_a_slow_link_are_measured(tmp_path: Path) -> None:
+def test_slow_link_measures_trainings(tmp_path: Path) -> None:
     words = ["-m", "benchmarks.slow_link", *NARROW, "--rounds", "1", "--output", str(tmp_path / "table")]
     result = launch("python", 1, [*words, "--backends", "ddp", "--compressions", "none"], timeout_s=240)
     assert "| 2 | ddp | 1 | none |" in result.stdout

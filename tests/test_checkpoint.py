@@ -49,7 +49,7 @@ def names(folder: Path) -> list[str]:
 # On the disk.
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_checkpoint_loads_equal(tmp_path: Path) -> None:
     path = save(tmp_path, 7, loss=1.5)
     assert path.name == "step-000000007"
     loaded = storage.load(path)
@@ -59,7 +59,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert names(tmp_path) == [path.name], "nothing temporary is left"
 
 
-def test_the_newest_is_the_one_saved_last_whatever_it_is_called(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     """A run that was taken back to step 200 and trains on must not lose to its own past at step 300."""
     for step in (300, 200, 300):
         save(tmp_path, step, {"at": [step, len(names(tmp_path))]})
@@ -74,7 +74,7 @@ def test_the_newest_is_the_one_saved_last_whatever_it_is_called(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("figure", "best"), [("test_loss", 2), ("test_accuracy", 3), ("other", None), (None, None)]
 )
-def test_the_best_stays_too(figure: str | None, best: int | None, tmp_path: Path) -> None:
+def test_prune_keeps_the_best(figure: str | None, best: int | None, tmp_path: Path) -> None:
     for step, loss, accuracy in (
         (1, 0.5, 0.1),
         (2, 0.3, 0.7),
@@ -114,7 +114,7 @@ def _cut(path: Path) -> None:
         pytest.param(lambda p: (p / "state.json").unlink(), id="no-tree"),
     ],
 )
-def test_a_damaged_one_is_refused_and_an_older_one_taken(tmp_path: Path, damage: Any) -> None:
+def test_damaged_checkpoint_is_refused_and_an_older_one_loaded(tmp_path: Path, damage: Any) -> None:
     save(tmp_path, 1, {**STATE, "progress": {"step": 1}})
     newest = save(tmp_path, 2)
     damage(newest)
@@ -140,7 +140,7 @@ def test_an_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
             storage.restore(None, str(asked))
 
 
-def test_where_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
+def test_auto_resume_refuses_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         _flip(save(tmp_path / "checkpoints", step) / "state.safetensors")
     with pytest.raises(CheckpointError, match=r"step-000000002 is damaged.*step-000000001 .*--resume none"):
@@ -160,7 +160,7 @@ FIELDS = st.sampled_from([*Manifest.__struct_fields__, "more"])
 @given(
     changes=st.dictionaries(FIELDS, ANY_JSON, max_size=3), removed=st.sets(FIELDS, max_size=2), fits=st.booleans()
 )
-def test_no_manifest_does_harm(
+def test_any_manifest_is_read_or_refused(
     changes: dict[str, Any], removed: set[str], fits: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whatever it holds, also with a checksum that fits: it is read as it should be, or refused by name."""
@@ -181,7 +181,7 @@ def test_no_manifest_does_harm(
 
 @settings(max_examples=300, deadline=None)
 @given(content=st.binary(max_size=300))
-def test_no_bytes_in_a_manifest_do_harm(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_bytes_as_manifest_are_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "step-000000002"
     path.mkdir(exist_ok=True)
     (path / "manifest.json").write_bytes(content)
@@ -189,7 +189,7 @@ def test_no_bytes_in_a_manifest_do_harm(content: bytes, tmp_path_factory: pytest
         storage.read_manifest(path)
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_save_names_what_it_cannot_save(tmp_path: Path) -> None:
     """An object in a state was pickled once, and refused when it was to be read."""
 
     class Schedule:
@@ -207,7 +207,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert names(tmp_path) == [old.name], "nothing temporary is left"
 
 
-def test_a_full_disk_leaves_the_old_ones(small_disk: Path) -> None:
+def test_full_disk_leaves_old_checkpoints(small_disk: Path) -> None:
     old = save(small_disk, 1)
     with pytest.raises(CheckpointError, match=r"No space left.*Older ones are intact"):
         save(small_disk, 2, {"model": torch.zeros(5_000_000)})
@@ -244,7 +244,7 @@ def fit(folder: Path, *, width: int = 3, optimizer: Any = torch.optim.Adam, num:
         trainer.fit(model, optimizer(model.parameters(), lr=0.1), nn.functional.cross_entropy, data, data)
 
 
-def test_when_it_saves_and_what_stays(tmp_path: Path) -> None:
+def test_save_options_choose_when_and_what_is_kept(tmp_path: Path) -> None:
     fit(tmp_path / "default")
     assert names(tmp_path / "default/checkpoints") == ["step-000000003", "step-000000006"]
     fit(tmp_path / "steps", save_every_steps=2, save_every_epochs=None, keep=2, keep_best=None)
@@ -262,7 +262,7 @@ def lines(folder: Path) -> list[tuple[str, int]]:
     return [(record["event"], record["step"]) for record in records]
 
 
-def test_records_after_the_checkpoint_come_once(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_resume_drops_records_after_the_checkpoint(tmp_path: Path, logged: Callable[[], str]) -> None:
     fit(tmp_path)
     before = lines(tmp_path)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["saves"] == 2
@@ -276,7 +276,7 @@ def test_records_after_the_checkpoint_come_once(tmp_path: Path, logged: Callable
     assert "at epoch 3, after 6 steps" in logged()
 
 
-def test_a_new_run_in_a_used_folder_loses_nothing(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_new_run_moves_the_earlier_run_aside(tmp_path: Path, logged: Callable[[], str]) -> None:
     for _ in range(3):
         fit(tmp_path, epochs=1)
         (tmp_path / "failures").mkdir()  # a report of this run, and not of the next one
@@ -288,7 +288,9 @@ def test_a_new_run_in_a_used_folder_loses_nothing(tmp_path: Path, logged: Callab
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=200) | st.lists(ANY_JSON, max_size=4).map(lambda v: json.dumps(v).encode()))
-def test_no_content_of_metrics_jsonl_does_harm(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_content_of_metrics_jsonl_is_survived(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
     good = b'{"event": "step", "step": 3}\n'
     file.write_bytes(good + content)
@@ -296,7 +298,7 @@ def test_no_content_of_metrics_jsonl_does_harm(content: bytes, tmp_path_factory:
     assert file.read_bytes().startswith(good)
 
 
-def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_resume_lists_what_does_not_fit(tmp_path: Path) -> None:
     fit(tmp_path, epochs=1)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, width=5, resume="auto")
@@ -306,13 +308,13 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["step-000000003"], "nothing was touched"
 
 
-def test_what_may_start_anew_is_named(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_resume_partial_names_what_is_reset(tmp_path: Path, logged: Callable[[], str]) -> None:
     fit(tmp_path, epochs=1)
     fit(tmp_path, optimizer=torch.optim.SGD, resume="auto", resume_partial=("optimizer",))
     assert "resume   restored model, random\nresume   anew: optimizer\n" in logged()
 
 
-def test_inside_an_epoch_of_other_data(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_resume_inside_an_epoch_of_other_data_is_refused(tmp_path: Path, logged: Callable[[], str]) -> None:
     fit(tmp_path, save_every_steps=5, save_every_epochs=None)
     with pytest.raises(CheckpointError, match=r"samples 12 \(here 16\).*--resume-partial data"):
         fit(tmp_path, num=16, resume="auto")
@@ -320,7 +322,7 @@ def test_inside_an_epoch_of_other_data(tmp_path: Path, logged: Callable[[], str]
     assert "anew: data (the epoch begins again)" in logged()
 
 
-def test_a_writer_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -333,7 +335,7 @@ def test_a_writer_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 # As a user starts it.
 
 
-def test_weights_are_exported_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_loadable_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They load in a plain module, and are those of the end of the run."""
     fit(tmp_path)
     assert cli.main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 0
@@ -359,7 +361,7 @@ def running(tmp_path: Path) -> Iterator[Any]:
         yield job
 
 
-def test_two_jobs_on_one_folder(running: Any, tmp_path: Path) -> None:
+def test_second_job_on_one_folder_is_refused(running: Any, tmp_path: Path) -> None:
     second = launch("python", 1, digits_job.argv("single", tmp_path / "log"), check=False)
     assert second.returncode == 2
     assert f"another job is using it (process {running.popen.pid} on" in second.stderr
@@ -371,7 +373,7 @@ def test_two_jobs_on_one_folder(running: Any, tmp_path: Path) -> None:
     assert not list((tmp_path / "log/checkpoints").glob(".*")), "what the kill left of a save is gone"
 
 
-def test_a_disk_that_fills_up(small_disk: Path) -> None:
+def test_job_ends_when_the_disk_fills_up(small_disk: Path) -> None:
     """3.3 of 4 MB are taken: two checkpoints of 0.27 MB fit, and not a third beside them."""
     (small_disk / "filler").write_bytes(os.urandom(3_350_000))
     result = launch("python", 1, digits_job.argv("single", small_disk / "log", ["--epochs", "9"]), check=False)
@@ -384,7 +386,7 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     assert all(storage.load(path) for _, path in whole)
 
 
-def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:
+def test_resume_from_a_missing_path_is_refused(tmp_path: Path) -> None:
     job = [
         "-m",
         "hvd_trainer.mnist",

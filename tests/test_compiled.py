@@ -24,7 +24,7 @@ def ranks(backend: str) -> list[dict[str, Any]]:
     return run_ranks(compiled_checks.train, num_processes=2, args=(backend,), timeout_s=300)
 
 
-def test_buckets_are_sent_between_the_parts_of_a_compiled_backward() -> None:
+def test_compiled_backward_overlaps_with_the_exchange() -> None:
     """A compiled backward was one function, and the exchange began when it had ended."""
     for rank in ranks("horovod"):
         # Each part's weight; the bias of the first layer is left over for a bucket of its own.
@@ -32,13 +32,13 @@ def test_buckets_are_sent_between_the_parts_of_a_compiled_backward() -> None:
 
 
 @pytest.mark.long
-def test_compiled_models_have_the_same_bits_on_either_engine() -> None:
+def test_compiled_models_train_the_same_bits() -> None:
     assert len({rank["weights"] for name in ("horovod", "ddp") for rank in ranks(name)}) == 1
     assert [rank["events"] for rank in ranks("ddp")] == [["backward"] * compiled_checks.LAYERS] * 2, "cut as ours"
 
 
 @pytest.mark.parametrize(("size", "exchange", "cut"), [(2, True, True), (2, False, False), (1, True, False)])
-def test_a_model_is_cut_where_there_is_an_exchange_to_hide(
+def test_compile_cuts_only_if_there_is_an_exchange(
     monkeypatch: pytest.MonkeyPatch, size: int, exchange: bool, cut: bool
 ) -> None:
     """Where there is none, one function is quicker; and with --reproducible it is the same on any ranks."""
@@ -51,7 +51,7 @@ def test_a_model_is_cut_where_there_is_an_exchange_to_hide(
     assert asked.get("mode") == (None if cut else "reduce-overhead")
 
 
-def test_a_graph_is_cut_by_buckets_and_for_evaluation_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_cuts_the_backward_by_buckets_only(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 
     compiled: list[list[tuple[int, ...]]] = []

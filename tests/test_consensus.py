@@ -21,7 +21,7 @@ from hvd_trainer.training.consensus import StepConsensus
         (5.0, 0.08, 100),
     ],
 )
-def test_asking_takes_a_small_share(
+def test_polling_takes_a_small_share_of_time(
     step_s: float, ask_s: float, asks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a link of 20 ms each way Horovod took 164 ms to ask, after each step of 600 ms."""

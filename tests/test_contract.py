@@ -59,7 +59,7 @@ def test_contract(backend: str, launcher: str, size: int, name: str) -> None:
         ("mpi", {}, ["'mpi'", "horovod, ddp, single"]),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(backend: str, options: dict[str, object], words: list[str]) -> None:
+def test_unsupported_options_are_refused(backend: str, options: dict[str, object], words: list[str]) -> None:
     message = contract_checks.refuses(backend, **options)
     for word in words:
         assert word in message

@@ -62,7 +62,7 @@ def step_of(facts: list[Any], number: int) -> list[int]:
     return [sample for row in zip(*parts, strict=True) for sample in row]
 
 
-def test_all_paths_give_the_same_batches(facts: list[dict[str, Any]]) -> None:
+def test_all_loaders_give_the_same_batches(facts: list[dict[str, Any]]) -> None:
     for rank in facts:
         assert rank["training"]["memory"] == rank["training"]["loader"] == rank["training"]["workers"]
 
@@ -88,7 +88,7 @@ def test_evaluation_counts_every_sample_once(facts: list[dict[str, Any]]) -> Non
             assert ids == list(range(count))
 
 
-def test_streams_are_shared_out_and_end_together(facts: list[dict[str, Any]]) -> None:
+def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]]) -> None:
     """The same slices as of a map-style set, whatever the workers; fewer samples than ranks are left over."""
     size = len(facts)
     for count, workers in STREAMS:
@@ -100,17 +100,17 @@ def test_streams_are_shared_out_and_end_together(facts: list[dict[str, Any]]) ->
             assert found == expected[: len(expected) // size * size]
 
 
-def test_a_stream_too_short_for_the_ranks_is_an_error_on_all(facts: list[dict[str, Any]]) -> None:
+def test_stream_shorter_than_the_ranks_is_an_error_on_all(facts: list[dict[str, Any]]) -> None:
     assert all("Stream gave fewer samples than there are ranks" in rank["too short"] for rank in facts)
 
 
-def test_each_sample_draws_numbers_of_its_own(facts: list[dict[str, Any]]) -> None:
+def test_random_numbers_differ_between_samples(facts: list[dict[str, Any]]) -> None:
     """One generator seed for all made worker 0 of each rank augment its samples like worker 0 of the others."""
     seeds = [seed for rank in facts for batch in rank["seeds"] for seed in batch]
     assert len(set(seeds)) == len(seeds) == 8
 
 
-def test_once_per_node(facts: list[dict[str, Any]]) -> None:
+def test_once_per_node_runs_on_one_rank(facts: list[dict[str, Any]]) -> None:
     firsts = [rank["once"]["first"] for rank in facts]
     assert firsts == [True] + [False] * (len(facts) - 1)
     for rank in facts:
@@ -132,7 +132,7 @@ def only_once(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.long
 @requires("srun")
 @pytest.mark.usefixtures("slurm")
-def test_once_on_each_of_two_nodes(tmp_path: Path) -> None:
+def test_once_per_node_runs_once_on_each_of_two_nodes(tmp_path: Path) -> None:
     found = run_ranks(
         only_once,
         num_processes=4,
@@ -207,7 +207,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "words"), BAD, ids=[words for _, words in BAD])
-def test_bad_data_says_what_is_wrong(make: Any, words: str) -> None:
+def test_invalid_data_set_is_named(make: Any, words: str) -> None:
     """A dictionary of two keys was once unpacked into its keys, and trained on the word 'image'."""
     with pytest.raises(DataError) as caught:
         fit(make())
@@ -261,7 +261,7 @@ def test_collate_makes_the_pair() -> None:
     assert fit([{"x": float(i)} for i in range(5)], collate=collate)[0]["samples"] == 5
 
 
-def test_batch_norm_on_one_sample_says_so() -> None:
+def test_batch_norm_on_one_sample_is_an_error() -> None:
     """9 samples in batches of 4 leave one for the last, from which no variance can be had."""
     model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -295,7 +295,7 @@ def test_mnist_is_read_plain_and_gzipped(mnist_dir: Path, tmp_path: Path, alone:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "magic", "gz", "zlib"])
-def test_a_damaged_file_is_named(damage: str, mnist_dir: Path, tmp_path: Path, alone: Backend) -> None:
+def test_damaged_mnist_file_is_named(damage: str, mnist_dir: Path, tmp_path: Path, alone: Backend) -> None:
     for path in (mnist_dir / "MNIST" / "raw").glob("*-ubyte"):
         shutil.copy(path, tmp_path)
     name = "t10k-labels-idx1-ubyte"
@@ -317,7 +317,7 @@ def test_a_damaged_file_is_named(damage: str, mnist_dir: Path, tmp_path: Path, a
 
 
 @pytest.mark.usefixtures("offline")
-def test_missing_mnist_says_how_to_get_it(tmp_path: Path, alone: Backend) -> None:
+def test_missing_mnist_names_what_to_type(tmp_path: Path, alone: Backend) -> None:
     with pytest.raises(DataError) as caught:
         load_images(ImageOptions("mnist", str(tmp_path / "nowhere")), alone)
     for words in (
@@ -344,7 +344,9 @@ def test_digits_are_those_of_uci() -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_auto_takes_digits_and_says_so(tmp_path: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_auto_falls_back_to_digits(
+    tmp_path: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     images = load_images(ImageOptions(), alone)
     assert (len(images.train), len(images.test)) == (1438, 359)
@@ -363,7 +365,7 @@ def fetch(folder: Path, limit_s: float) -> str:
     return str(caught.value)
 
 
-def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_gives_up_on_a_silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(mnist_module, "SERVER", f"http://127.0.0.1:{silent.getsockname()[1]}/")
         monkeypatch.setattr(download, "CONNECT_S", 0.5)
@@ -373,7 +375,7 @@ def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_slow_or_broken_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_has_one_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the server has answered, all files together have one time limit."""
     monkeypatch.setattr(download, "_reach", lambda url: None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -406,7 +408,7 @@ def test_mnist_is_downloaded_where_torchvision_puts_it(
     mnist_module.fetch_mnist(folder, 60)  # finds them there: nobody serves them any more
 
 
-def test_ranks_that_come_later_do_not_wait_for_those_that_train() -> None:
+def test_once_per_node_does_not_wait_for_training_ranks() -> None:
     """In elastic mode the others have read their data long before; MNIST met them in an exchange of theirs."""
     peers = [RankInfo("node", 0, "ddp", (0,), past_worlds=1), RankInfo("node", 1, "ddp", (0,))]
     backend = SimpleNamespace(

@@ -65,7 +65,7 @@ def train(backend: str, batch_size: int) -> tuple[int, list[dict[str, object]], 
         return history.end["global_batch_size"], history.epochs, model.state_dict()
 
 
-def test_a_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same samples as one process with twice the batch; another order of sums."""
     monkeypatch.setitem(backends.BACKENDS, "data-parallel", f"{__name__}:OnTwoCopies")
     size, epochs, weights = train("data-parallel", 8)
@@ -78,20 +78,20 @@ def test_a_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(tensor, alone_weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_without_two_gpus_it_is_refused() -> None:
+def test_data_parallel_needs_two_gpus() -> None:
     options = TrainerOptions(EngineOptions(backend="data-parallel", device="cpu"))
     with pytest.raises(BackendError, match="needs two GPUs or more in one process, and this one has none"):
         Trainer(options).__enter__()
 
 
 @pytest.mark.parametrize("train", [TrainOptions(reproducible=2), TrainOptions()])
-def test_what_does_not_go_with_it(train: TrainOptions) -> None:
+def test_data_parallel_refuses_conflicting_options(train: TrainOptions) -> None:
     options = TrainerOptions(EngineOptions(backend="data-parallel", sync_batch_norm=True), train)
     with pytest.raises(OptionError, match="--reproducible|--sync-batch-norm with --backend data-parallel"):
         Trainer(options).__enter__()
 
 
-def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_entries(["ddp", "data-parallel"], [], max_ranks=4, num_gpus=4)
     plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={})
     labels = [trial.label for trial in plan]
@@ -105,6 +105,6 @@ def test_it_is_compared_on_as_many_gpus_as_there_are_ranks(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
-def test_too_few_gpus_are_said(most: int, gpus: int) -> None:
+def test_compare_refuses_data_parallel_without_enough_gpus(most: int, gpus: int) -> None:
     with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
         read_entries(["data-parallel"], [], max_ranks=most, num_gpus=gpus)

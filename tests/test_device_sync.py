@@ -87,7 +87,7 @@ class Window(Callback):
         self.operators.is_counting = 5 <= run.progress.step < 15
 
 
-def test_a_step_adds_nothing_to_model_data_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_adds_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it had 15 operators of its own: sums, norms, a seed of backward."""
     operators = Operators()
     backward = Tensor.backward
@@ -152,9 +152,7 @@ class Reads:
             monkeypatch.setattr(Tensor, name, seen(getattr(Tensor, name)))
 
 
-def test_numbers_are_read_where_the_rank_says_that_it_waits(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_is_read_only_while_marked_as_waiting(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under NCCL the host stops at what it reads; outside of `waiting` a hang was blamed on the wrong rank."""
     backend.activity.enter("step")
     model = nn.Linear(2, 2)
@@ -185,7 +183,7 @@ def test_numbers_are_read_where_the_rank_says_that_it_waits(
         ((1.0, 1.0, 1.0), None, -math.inf, "The weights were no longer finite after step 3:"),
     ],
 )
-def test_what_is_not_finite_is_named(
+def test_guard_names_what_is_not_finite(
     backend: Backend, losses: tuple[float, ...], norms: tuple[float, ...] | None, weight: float, words: str
 ) -> None:
     model = nn.Linear(2, 2)
@@ -199,7 +197,7 @@ def test_what_is_not_finite_is_named(
     assert str(caught.value).startswith(words)
 
 
-def test_finite_steps_pass_and_a_second_check_has_nothing_to_read(backend: Backend) -> None:
+def test_guard_passes_finite_steps_and_reads_once(backend: Backend) -> None:
     model = nn.Linear(2, 2)
     guard = NonFiniteGuard(backend, "error", model)
     guard.note(1, [torch.tensor(1.0)], None)
@@ -209,7 +207,7 @@ def test_finite_steps_pass_and_a_second_check_has_nothing_to_read(backend: Backe
     guard.check()
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_though_nobody_asked_for_its_norm() -> None:
+def test_non_finite_gradient_ends_the_run_without_clipping() -> None:
     """sqrt has an infinite slope at 0: the loss is finite, the gradient is not."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -223,7 +221,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_though_nobody_asked_for_its_
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_skipped_steps_are_counted_with_either_kind_of_optimizer(backend: Backend, fused: bool | None) -> None:
+def test_skipped_steps_are_counted(backend: Backend, fused: bool | None) -> None:
     model = nn.Linear(2, 1, bias=False)
     plain = torch.optim.Adam(model.parameters(), lr=0.5, fused=fused)
     _, optimizer = backend.prepare(model, plain)

@@ -86,7 +86,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.nightly)])
-def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
+def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
     argv = digits_job.argv(backend, tmp_path / "log", options)
@@ -107,7 +107,7 @@ def test_ranks_come_and_are_killed(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
+def test_elastic_trains_each_sample_once_per_epoch(tmp_path: Path) -> None:
     """Ranks come while the first one starts, and one is stopped, which takes its host with it."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "3", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=1) as (job, cluster):
@@ -126,7 +126,7 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_host_is_taken_away(tmp_path: Path) -> None:
+def test_elastic_host_is_removed(tmp_path: Path) -> None:
     """That of rank 0: its ranks leave quietly, and another one writes the log from there on."""
     argv = [*JOB, "--epochs", "40", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=1, there=1) as (job, cluster):
@@ -139,7 +139,7 @@ def test_a_host_is_taken_away(tmp_path: Path) -> None:
     assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), once)
 
 
-def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
+def test_horovodrun_ends_with_its_only_host(tmp_path: Path) -> None:
     """It blacklists a host that had a failing rank. The report is followed by one line of its own."""
     argv = [*JOB, "--epochs", "1000", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=2) as (job, _):
@@ -152,7 +152,7 @@ def test_horovodrun_gives_up_with_its_only_host(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
-def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: Path) -> None:
+def test_elastic_frozen_rank_is_dropped(backend: str, frozen: str, tmp_path: Path) -> None:
     """Nobody there can end it. Once horovodrun waited for it without limit, and the other for horovodrun."""
     argv = [*JOB, "--backend", backend, "--epochs", "200", "--log-dir", str(tmp_path)]
     argv += ["--timeout-s", "4", "--startup-timeout-s", "20"]
@@ -166,7 +166,7 @@ def test_the_only_rank_of_a_host_is_frozen(backend: str, frozen: str, tmp_path: 
         assert job.wait(90).returncode == 0, job.report("did not go on")
 
 
-def test_horovodrun_gives_up_who_does_not_leave_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovodrun_drops_ranks_that_do_not_leave_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen rank; with its host, and without what has left by itself."""
     from horovod.runner.elastic.registration import WorkerStateRegistry
 
@@ -185,7 +185,7 @@ def test_horovodrun_gives_up_who_does_not_leave_a_world(monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_a_rank_that_takes_its_time_goes_on(tmp_path: Path) -> None:
+def test_elastic_slow_rank_survives_a_loss(tmp_path: Path) -> None:
     """It was ended where it took longer than --timeout-s to notice that another one had been lost."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "2", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, env={elastic_job.LONG_CALLBACK: "5"}, here=1, there=1) as (job, _):
@@ -198,7 +198,7 @@ def test_a_rank_that_takes_its_time_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mistake", [["--epochz", "3"], pytest.param(["--timeout-s", "0"], marks=pytest.mark.long)]
 )
-def test_a_mistake_that_all_ranks_make_is_said_once(mistake: list[str], tmp_path: Path) -> None:
+def test_elastic_mistake_of_all_ranks_is_printed_once(mistake: list[str], tmp_path: Path) -> None:
     """horovodrun ends nobody while there are others, so that each rank once said it after its ten seconds."""
     with elastic([*JOB, *mistake], tmp_path, here=2) as (job, _):
         assert job.wait(60).returncode != 0
@@ -206,7 +206,7 @@ def test_a_mistake_that_all_ranks_make_is_said_once(mistake: list[str], tmp_path
         assert len(re.findall(rf"{mistake[0]}\b", printed)) == 1, printed
 
 
-def test_one_fit_in_a_job() -> None:
+def test_elastic_second_fit_is_refused() -> None:
     """A rank that comes during the second training of the others is in its first."""
     others = (1, 240)
     backend: Any = SimpleNamespace(
@@ -221,7 +221,7 @@ def test_one_fit_in_a_job() -> None:
         manager.restore(seed=0, is_over=lambda: False)
 
 
-def test_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_with_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks that were left by others, some waited for Gloo's time limit."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: 5)
     engine: Any = create(EngineOptions(), dict(RANK))
@@ -254,7 +254,7 @@ def answering(status: int, answer: str) -> Iterator[HorovodElasticDriver]:
         server.shutdown()
 
 
-def test_a_horovodrun_that_is_not_there() -> None:
+def test_driver_without_horovodrun_is_an_error() -> None:
     """Its variables were set by hand, or it has ended."""
     with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_PORT too.* Type: unset HOROVOD_ELASTIC"):
         HorovodElasticDriver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
@@ -262,7 +262,7 @@ def test_a_horovodrun_that_is_not_there() -> None:
         HorovodElasticDriver(dict(RANK)).listen()
 
 
-def test_the_next_world() -> None:
+def test_driver_returns_the_next_world() -> None:
     with answering(200, "0,3,0,1,0,3") as driver:
         driver.hosts_changed.set()
         world = driver.next_world()
@@ -270,13 +270,13 @@ def test_the_next_world() -> None:
         assert (driver.past_worlds, driver.hosts_changed.is_set()) == (1, False)
 
 
-def test_no_place_in_the_next_world() -> None:
+def test_driver_dismisses_a_rank_without_a_place() -> None:
     with answering(200, "-1,-1,-1,-1,-1,-1") as driver, pytest.raises(DismissedError) as left:
         driver.next_world()
     assert left.value.code == 0
 
 
-def test_horovodrun_has_ended() -> None:
+def test_driver_reports_that_horovodrun_has_ended() -> None:
     with answering(404, "") as driver, pytest.raises(LaunchError, match="not started in its elastic mode"):
         driver.next_world()
     with pytest.raises(LaunchError, match=r"has no place for this process: .*--elastic-timeout"):

@@ -90,7 +90,7 @@ def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunVi
         return {name: record[name] for name in ("train_loss", "train_accuracy")}
 
 
-def test_a_second_loss_leaves_the_figures_of_an_epoch_right() -> None:
+def test_figures_survive_a_second_lost_rank() -> None:
     """The state that a world began from was remembered once more, without what the metrics had gathered."""
     seldom = SaveOptions(commit_every_steps=1000)
     # All ask each other after steps 1 and 3.
@@ -98,7 +98,7 @@ def test_a_second_loss_leaves_the_figures_of_an_epoch_right() -> None:
     assert lost == figures(seldom)
 
 
-def test_so_does_a_loss_after_a_start_from_a_checkpoint(tmp_path: Path) -> None:
+def test_figures_survive_a_lost_rank_after_resume(tmp_path: Path) -> None:
     def stop(run: RunView) -> None:
         raise CheckpointError("stopped")
 
@@ -109,9 +109,7 @@ def test_so_does_a_loss_after_a_start_from_a_checkpoint(tmp_path: Path) -> None:
     assert figures(resumed, tmp_path, step_5=a_rank_is_lost) == figures(often)
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_is_raised_before_rejoining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That has another writer, which does not know of it."""
 
     save, trouble = storage.save, [CheckpointError("the disk is full")]
@@ -126,7 +124,7 @@ def test_a_checkpoint_that_could_not_be_written_is_told_of_before_the_next_world
         figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
 
 
-def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_excludes_weights_of_an_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """An aborted kernel of NCCL ends, and the copy that waited for it takes whatever it has left."""
     runs: list[Any] = []
 
@@ -144,7 +142,7 @@ def test_weights_of_an_exchange_that_was_given_up_are_not_remembered(monkeypatch
     assert runs[0].manager._snapshot.step == 2
 
 
-def test_a_meeting_that_a_rank_misses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejoin_retries_a_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its time limit Horovod raises TimeoutError, which is no RuntimeError, and ended the rank."""
     with backends.create(EngineOptions(backend="single")) as backend:
         backend.session.driver = driver = horovodrun()
