@@ -31,7 +31,7 @@ def train(launcher: str, num_processes: int, *options: str, script: str = "") ->
 
 @pytest.mark.long
 @requires("horovodrun")
-def test_same_numbers_at_two_ranks(tmp_path: Path) -> None:
+def test_plain_examples_agree_at_two_ranks(tmp_path: Path) -> None:
     """With momentum, weight decay, clipping, accumulation and dropout."""
     options = "--optimizer sgd --lr 0.05 --weight-decay 1e-3 --max-norm 0.5 --accumulate 3 --batch-size 32"
     weights, results = [], []

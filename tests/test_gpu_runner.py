@@ -22,7 +22,7 @@ from benchmarks.run import finish
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_gpu_test_without_a_gpu_says_so() -> None:
     result = launch("python", 1, ["tests/gpu"], check=False)
     assert result.returncode == run.NO_GPU == 69
     assert result.stdout == ""
@@ -39,9 +39,7 @@ def wrong(bench: Bench, why: str) -> None:
     raise FailedError(why)
 
 
-def test_the_report_has_what_was_proven_what_failed_and_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_report_lists_proven_failed_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [
         Check("right", right),
         Check("without a limit", right, measures=True),
@@ -74,7 +72,7 @@ def test_the_report_has_what_was_proven_what_failed_and_what_is_missing(
     assert len(json.loads((tmp_path / "gpu-report.json").read_text())["checks"]) == 7
 
 
-def test_what_takes_too_long_is_ended_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_beyond_the_budget_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(bench: Bench) -> None:
         bench.ok("-c", "import time; time.sleep(60)")
 
@@ -86,7 +84,7 @@ def test_what_takes_too_long_is_ended_and_left_out(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_first_stages_run_on_a_cpu(tmp_path: Path) -> None:
+def test_first_stages_run_on_a_cpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--stages", "facts,one-rank", "--out", str(tmp_path)]
     result = launch("python", 1, ["tests/gpu", *options], timeout_s=580)
     assert ", 0 failed, " in result.stdout
@@ -97,7 +95,7 @@ def test_the_first_stages_run_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-def test_the_other_stages_run_on_a_cpu(tmp_path: Path) -> None:
+def test_other_stages_run_on_a_cpu(tmp_path: Path) -> None:
     stages = ["gloo", "nccl", "failures", "memory", "several", "speed"]
     options = ["--device", "cpu", "--quick", "--stages", ",".join(stages), "--out", str(tmp_path)]
     result = launch("python", 1, ["tests/gpu", *options], timeout_s=1480)
@@ -107,7 +105,7 @@ def test_the_other_stages_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in documents.commands() if "gpu-test" in c or "tests/gpu" in c])
-def test_the_commands_of_the_page_are_there(command: str, tmp_path: Path) -> None:
+def test_documented_gpu_commands_exist(command: str, tmp_path: Path) -> None:
     words = shlex.split(command)
     if words[0] == "make":
         environ = {name: value for name, value in os.environ.items() if name != "GPU_ARGS"}
@@ -125,7 +123,7 @@ def test_the_commands_of_the_page_are_there(command: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", run.STAGES)
-def test_checks_have_names_of_their_own_and_fitting_arguments(name: str, tmp_path: Path) -> None:
+def test_checks_have_unique_names_and_valid_arguments(name: str, tmp_path: Path) -> None:
     bench = Bench("cpu", 8, None, tmp_path)
     checks = list(run.STAGES[name].checks(bench))
     assert len({its.name for its in checks}) == len(checks)
@@ -133,14 +131,14 @@ def test_checks_have_names_of_their_own_and_fitting_arguments(name: str, tmp_pat
         inspect.signature(its.prove).bind(bench, *its.args)
 
 
-def test_quick_takes_the_first_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_runs_the_first_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(run.STAGES, "many", run.Stage(lambda bench: (Check(f"{n}", print) for n in range(9)), 60))
     assert run.main(["--device", "cpu", "--quick", "--stages", "many", "--out", str(tmp_path)]) == 0
     checks = json.loads((tmp_path / "gpu-report.json").read_text())["checks"]
     assert [its["name"] for its in checks] == ["0", "1"]
 
 
-def test_the_page_has_all_stages() -> None:
+def test_documented_stages_are_complete() -> None:
     rows = [line.split("|")[1] for line in documents.text_of("docs/gpu.md").splitlines() if line.startswith("| ")]
     assert [name.strip() for row in rows[1:] for name in row.split(",")] == list(run.STAGES)
 
@@ -148,7 +146,7 @@ def test_the_page_has_all_stages() -> None:
 # All other tests, and benchmarks.
 
 
-def test_tests_and_what_they_start_see_no_gpu(tmp_path: Path) -> None:
+def test_tests_and_their_children_see_no_gpu(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     for launcher in ("python", QUICKEST):
@@ -157,12 +155,12 @@ def test_tests_and_what_they_start_see_no_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_marked_sees_gpus() -> None:
+def test_gpu_mark_shows_gpus() -> None:
     assert not NO_GPUS.items() & os.environ.items()
 
 
-def test_tests_of_gpus_see_them() -> None:
-    only = f"{__file__}::{test_what_is_marked_sees_gpus.__name__}"
+def test_marked_tests_see_gpus() -> None:
+    only = f"{__file__}::{test_gpu_mark_shows_gpus.__name__}"
     environ = {**dict.fromkeys(NO_GPUS), "CUDA_VISIBLE_DEVICES": "5"}
     assert "1 passed" in launch("python", 1, ["-m", "pytest", "-q", "-m", "gpu", only], env=environ).stdout
 

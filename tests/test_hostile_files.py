@@ -91,21 +91,21 @@ def claiming(**changes: Any) -> bytes:
         pytest.param({"tree": b'{"x":{"$system":{"$tensor":"a"}}}'}, "KeyError: '.system'", id="code"),
     ],
 )
-def test_a_state_that_is_none(tmp_path: Path, content: dict[str, bytes], words: str) -> None:
+def test_malformed_state_is_refused(tmp_path: Path, content: dict[str, bytes], words: str) -> None:
     """No content of it can run, and it takes no more memory than its files: see test_serialization.py."""
     path = sealed(tmp_path / "step-000000001", {"a": torch.zeros(3)}, **content)
     with pytest.raises(CheckpointError, match=f"step-000000001 is not a whole checkpoint: its state: .*{words}"):
         checkpoint.load(path)
 
 
-def test_an_empty_state(tmp_path: Path) -> None:
+def test_empty_state_is_loaded(tmp_path: Path) -> None:
     assert checkpoint.load(sealed(tmp_path / "c", {})) == {}
 
 
 @pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.TENSORS, checkpoint.TREE])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.timeout(30)
-def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
+def test_special_files_are_not_read(name: str, kind: str, tmp_path: Path) -> None:
     """A pipe was waited for without limit, and of /dev/zero all was read into memory."""
     path = sealed(tmp_path / "checkpoints/step-000000001", {"a": 1})
     (path / name).unlink()
@@ -132,7 +132,7 @@ def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path) -> No
         ({"more": 1}, "unknown field `more`"),
     ],
 )
-def test_a_manifest_of_other_kinds(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_manifest_with_wrong_types_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     """Of an endless number, the next one's would have been one more, in a name too long for a folder."""
     path = sealed(tmp_path / "step-000000001", {"a": 1})
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | change
@@ -144,7 +144,7 @@ def test_a_manifest_of_other_kinds(tmp_path: Path, change: dict[str, Any], words
         checkpoint.load(path)
 
 
-def test_old_ones_are_removed_and_never_what_they_link_to(tmp_path: Path) -> None:
+def test_prune_removes_links_and_not_their_targets(tmp_path: Path) -> None:
     """One that was moved to another disk, with a link in its place, once ended the run that removed it."""
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     for step in (1, 2):
@@ -200,7 +200,7 @@ def rank(state: dict[str, Any]) -> dict[str, Any]:
         pytest.param(lambda s: s["optimizer"]["param_groups"][0].update(lr="fast"), id="rate"),
     ],
 )
-def test_a_state_of_other_kinds(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_state_with_wrong_types_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """All has its name, and one thing is not what it should be: a clear error, and nothing is lost."""
     fit(tmp_path, epochs=1, save_every_steps=2, save_every_epochs=None, max_steps=2)
     (path,) = (tmp_path / "checkpoints").iterdir()
@@ -215,7 +215,7 @@ def test_a_state_of_other_kinds(tmp_path: Path, change: Callable[[dict[str, Any]
 
 
 @pytest.mark.parametrize("who", ["all", "rank 1"])
-def test_all_ranks_end_over_a_hostile_checkpoint(who: str, tmp_path: Path) -> None:
+def test_hostile_checkpoint_ends_all_ranks(who: str, tmp_path: Path) -> None:
     """Also where only what one rank would have read is none: the others once began to train, and waited for it."""
     argv = digits_job.argv("ddp", tmp_path / "log", ["--save-every-steps", "1"])
     launch(QUICKEST, 2, argv)
@@ -269,7 +269,7 @@ def yaml_laughs(link: str) -> str:
     ],
 )
 @pytest.mark.timeout(30)
-def test_options_in_hostile_yaml(content: str | bytes, words: str, tmp_path: Path) -> None:
+def test_hostile_yaml_is_refused(content: str | bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(OptionError, match="job.yaml") as caught:
@@ -278,7 +278,7 @@ def test_options_in_hostile_yaml(content: str | bytes, words: str, tmp_path: Pat
     assert len(str(caught.value)) < 3000
 
 
-def test_options_from_a_device(tmp_path: Path) -> None:
+def test_endless_yaml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="more than 100,000 bytes"):
         parse(MnistOptions, ["--config", "/dev/zero"])
     file = tmp_path / "job.yaml"
@@ -290,7 +290,7 @@ def test_options_from_a_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", ".job", "metrics.jsonl", "config.yaml", "run.json", "steps/rank-0.npz"])
-def test_a_log_folder_from_elsewhere_leads_nowhere(name: str, tmp_path: Path) -> None:
+def test_log_folder_with_links_is_refused(name: str, tmp_path: Path) -> None:
     """Unpacked from an archive with links in it: a run that went on there wrote into what they lead to."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
@@ -303,13 +303,13 @@ def test_a_log_folder_from_elsewhere_leads_nowhere(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
-def test_a_log_folder_with_a_pipe(tmp_path: Path) -> None:
+def test_log_folder_with_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OptionError, match=r"metrics\.jsonl is a link, or no file"):
         fit(tmp_path, epochs=1, resume="auto")
 
 
-def test_metrics_of_any_length_and_depth(tmp_path: Path) -> None:
+def test_hostile_lines_of_metrics_jsonl_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     good = b'{"event": "step", "step": 3}\n'
     hostile = [b"[" * 100_000, b'{"a":' * 100_000, b"x" * (3 * MAX_LINE_BYTES), b"\xff\xfe", b"9" * 5000]
@@ -350,14 +350,14 @@ FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "ste
         ),
     ],
 )
-def test_a_line_that_is_no_run(line: str, tmp_path: Path) -> None:
+def test_malformed_run_is_left_out(line: str, tmp_path: Path) -> None:
     """Of a folder of results from elsewhere: it is left out like one that a kill has torn."""
     good = Run({"a": 1}, 1, "done", 1.0, figures=FIGURES)
     (tmp_path / "runs.jsonl").write_text(f"{json.dumps(asdict(good))}\n{line}\n{json.dumps(asdict(good))}\n")
     assert read_runs(tmp_path, are_figures) == [good, good]
 
 
-def test_results_from_elsewhere_lead_nowhere(tmp_path: Path) -> None:
+def test_results_folder_with_links_is_refused(tmp_path: Path) -> None:
     mine, out = tmp_path / "mine", tmp_path / "out"
     mine.write_text("precious")
     out.mkdir()
@@ -418,7 +418,7 @@ def tokens(tmp_path: Path) -> Path:
         ("about", np.frombuffer(b'{"counts": {"cut": "all"}, "tokenizer": ""}', np.uint8)),
     ],
 )
-def test_a_cache_with_other_content_is_refused(name: str, value: Any, tokens: Path) -> None:
+def test_cache_with_other_content_is_refused(name: str, value: Any, tokens: Path) -> None:
     with np.load(tokens) as arrays:
         content = dict(arrays) | {name: value}
     np.savez(tokens, **content)
@@ -426,7 +426,7 @@ def test_a_cache_with_other_content_is_refused(name: str, value: Any, tokens: Pa
         tokenizer.load(tokens, VOCABULARY, LENGTH)
 
 
-def test_a_packed_cache_is_refused(tokens: Path) -> None:
+def test_packed_cache_is_refused(tokens: Path) -> None:
     with np.load(tokens) as arrays:
         content = dict(arrays) | {"train_ids": np.zeros((10**6, LENGTH), np.int16)}
     np.savez_compressed(tokens, **content)
@@ -480,7 +480,7 @@ def test_own_wheels_are_used_whatever_the_umask(tmp_path: Path) -> None:
         (f"{Key.name}/horovod-0.28.1.whl", 0o646),
     ],
 )
-def test_a_wheel_that_others_could_have_written_is_refused(place: str, mode: int, wheels: Path) -> None:
+def test_wheel_writable_by_others_is_refused(place: str, mode: int, wheels: Path) -> None:
     assert cached(wheels) is not None
     (wheels / place).chmod(mode)
     with pytest.raises(InstallError, match=r"(?s)only you may write.*other users may write to .*type: "):
@@ -491,13 +491,13 @@ def test_a_wheel_that_others_could_have_written_is_refused(place: str, mode: int
 
 @needs_root
 @pytest.mark.parametrize("place", [".", "..", Key.name, f"{Key.name}/horovod-0.28.1.whl"])
-def test_a_wheel_of_another_user(place: str, wheels: Path) -> None:
+def test_wheel_of_another_user_is_refused(place: str, wheels: Path) -> None:
     os.chown(wheels / place, 12345, 12345)
     with pytest.raises(InstallError, match=r"belongs to another user \(number 12345\)"):
         cached(wheels)
 
 
-def test_a_wheel_by_a_link(wheels: Path, tmp_path: Path) -> None:
+def test_wheel_behind_a_link_is_refused(wheels: Path, tmp_path: Path) -> None:
     (wheels / Key.name).rename(tmp_path / "planted")
     (wheels / Key.name).symlink_to(tmp_path / "planted")
     with pytest.raises(InstallError, match="is a link"):

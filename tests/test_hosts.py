@@ -131,7 +131,7 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
 @pytest.mark.long
 @requires("mpirun", "mpi4py")
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_ranks_of_mpirun_without_an_address(backend: str, cluster: Cluster, shared: Path) -> None:
+def test_mpirun_without_an_address_meets_by_mpi(backend: str, cluster: Cluster, shared: Path) -> None:
     """By MPI's own messages, which carry the job's token in private."""
     words = ["mpirun", "--allow-run-as-root", "-np", "2", "-H", "hosta:1,hostb:1", "-x", "HOME", sys.executable]
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(shared / "log")]
@@ -142,7 +142,7 @@ def test_ranks_of_mpirun_without_an_address(backend: str, cluster: Cluster, shar
 
 
 @requires("horovodrun")
-def test_a_host_that_answers_with_another_key_is_not_entered(cluster: Cluster, shared: Path) -> None:
+def test_horovodrun_refuses_a_host_with_another_key(cluster: Cluster, shared: Path) -> None:
     """Horovod's horovodrun gives whoever answers the job, with all that is in the environment."""
     first = cluster.hosts[0]
     known = cluster.folder / "known_hosts"
@@ -166,7 +166,7 @@ def test_a_host_that_answers_with_another_key_is_not_entered(cluster: Cluster, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("horovod", marks=pytest.mark.nightly), "ddp"])
-def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
+def test_four_stages_train_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
     """What passes from host to host is the batch and its gradient; the weights are those of one host."""
     stages = ["--stages", "4", "--chunks", "4", "--balance", "1,1,1,1", "--backend", backend]
     argv = [JOB, *OPTIONS, *stages, "--log-dir", str(shared / "log")]
@@ -210,7 +210,9 @@ def by_hand(
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_ranks_by_hand_with_a_secret_and_on_another_card(backend: str, cluster: Cluster, shared: Path) -> None:
+def test_ranks_by_hand_meet_with_a_secret_on_another_interface(
+    backend: str, cluster: Cluster, shared: Path
+) -> None:
     """The name leads to one card, where the ranks meet, and what they then exchange passes over the other one."""
     log = ["--log-dir", str(shared / "log"), "--network-interface", "eth1"]
     pair = cluster.hosts[:2]
@@ -231,7 +233,7 @@ def test_ranks_with_another_secret_do_not_meet(cluster: Cluster, shared: Path) -
 
 
 @pytest.mark.long
-def test_three_hosts(cluster: Cluster, shared: Path) -> None:
+def test_horovodrun_trains_on_three_hosts(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", "horovod", "--log-dir", str(shared / "log")]
     with started("horovodrun", cluster.hosts, argv, shared, each=1) as running:
         assert finish(running, shared) == [0], said(shared)
@@ -240,7 +242,7 @@ def test_three_hosts(cluster: Cluster, shared: Path) -> None:
 
 
 @pytest.mark.long
-def test_checkpoints_on_hosts_that_share_no_folder(cluster: Cluster, shared: Path) -> None:
+def test_resume_without_a_shared_folder_needs_rank_0_on_the_same_host(cluster: Cluster, shared: Path) -> None:
     """Rank 0's host has them. Where it is another host's, the job stops, and does not begin anew."""
     first, second, _ = cluster
     argv = [JOB, *OPTIONS, "--no-quiet", "--log-dir", "/tmp/log", "--resume", "auto"]
@@ -274,7 +276,7 @@ ENDLESS = ("--epochs", "1000", "--batch-size", "32", "--log-every", "1", "--seco
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_the_chosen_interface_and_no_other(backend: str, cluster: Cluster, shared: Path) -> None:
+def test_sockets_use_the_chosen_interface_only(backend: str, cluster: Cluster, shared: Path) -> None:
     """What rank 0 opens for the others is open on the card that was named; what they exchange passes there."""
     pair = cluster.hosts[:2]
     argv = [JOB, *ENDLESS, "--backend", backend, "--log-dir", str(shared / "log"), "--network-interface", "eth1"]
@@ -294,7 +296,7 @@ def sockets(host: Host, option: str, pids: set[str]) -> list[tuple[str, str]]:
     return [(here.rpartition(":")[0], there.rpartition(":")[0]) for _, _, _, here, there, *_ in ours]
 
 
-def test_an_interface_that_there_is_not(cluster: Cluster, shared: Path) -> None:
+def test_missing_interface_is_named(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--network-interface", "ib0"]
     with started("torchrun", cluster.hosts[:1], argv, shared) as running:
         assert finish(running, shared) != [0]
@@ -308,7 +310,7 @@ def test_an_interface_that_there_is_not(cluster: Cluster, shared: Path) -> None:
 @pytest.mark.parametrize(
     ("fate", "backend"), [("cut", "horovod"), pytest.param("dead", "ddp", marks=pytest.mark.nightly)]
 )
-def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path) -> None:
+def test_lost_host_ends_the_job(fate: str, backend: str, shared: Path) -> None:
     """A cable that is pulled, a host without power: nobody says a word, and after --timeout-s the job is over."""
     with hosts("hosta", "hostb") as cluster:
         first, second = cluster
@@ -338,7 +340,7 @@ def test_a_host_that_is_gone_ends_the_job(fate: str, backend: str, shared: Path)
         pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
     ],
 )
-def test_a_host_that_is_gone_is_done_without(launcher: str, backend: str, shared: Path) -> None:
+def test_elastic_job_continues_without_a_lost_host(launcher: str, backend: str, shared: Path) -> None:
     """The others are told by nobody. In elastic mode they once waited as long as a start may take, and horovodrun
     for --elastic-timeout."""
     with hosts("hosta", "hostb", "hostc") as cluster:
@@ -368,7 +370,7 @@ def test_a_host_that_is_gone_is_done_without(launcher: str, backend: str, shared
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", [pytest.param("horovod", marks=requires("horovod")), "ddp"])
-def test_a_cut_that_heals_in_time_changes_nothing(backend: str, shared: Path) -> None:
+def test_short_network_cut_changes_nothing(backend: str, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-every", "1", "--timeout-s", "30"]
     with hosts("hosta", "hostb") as cluster:
         slow = [*argv, "--seconds-per-step", "0.3", "--log-dir", str(shared / "log")]
@@ -388,7 +390,7 @@ def test_a_cut_that_heals_in_time_changes_nothing(backend: str, shared: Path) ->
 @pytest.mark.long
 @requires("horovodrun")
 @pytest.mark.parametrize("where", ["elsewhere", pytest.param("here, and bash is sh", marks=pytest.mark.nightly)])
-def test_a_launcher_that_shall_stop_lets_all_ranks_save(where: str, shared: Path) -> None:
+def test_stopped_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
     """Those on other hosts heard nothing, those under bash were frozen, and all had 5 s, less than a step."""
     with hosts("hosta", "hostb", "hostc") as cluster:
         first, *others = cluster.hosts
@@ -441,13 +443,13 @@ def there_and_back_s(cluster: Cluster, size: int) -> float:
 
 
 @pytest.mark.parametrize(("size", "least_s"), [(1, 0.020), (2_500_000, 0.220)])
-def test_a_slow_cable_is_no_faster_than_it_says(size: int, least_s: float, cluster: Cluster) -> None:
+def test_slow_cable_has_its_delay_and_bandwidth(size: int, least_s: float, cluster: Cluster) -> None:
     """There and back is twice 10 ms, and 2.5 MB at 100 Mbit/s are 200 ms."""
     with cluster.slow(cluster.hosts[1], mbit=100, delay_ms=10):
         assert there_and_back_s(cluster, size) >= least_s
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_between_slow_hosts_is_all_of_the_delay_whatever_their_number(number: int, cluster: Cluster) -> None:
+def test_slow_hosts_have_the_whole_delay_between_them(number: int, cluster: Cluster) -> None:
     with cluster.slow_between(cluster.hosts[:number], mbit=100, delay_ms=50):
         assert there_and_back_s(cluster, 1) >= 0.1

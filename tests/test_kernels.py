@@ -54,7 +54,7 @@ def test_engines_train_the_same_bits_captured_and_channels_last() -> None:
 
 
 @requires("horovod")
-def test_weights_that_are_channels_last_are_kept_and_restored(tmp_path: Path) -> None:
+def test_channels_last_weights_are_saved_and_restored(tmp_path: Path) -> None:
     job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--model", "quick", "--channels-last"]
     job += ["--log-dir", str(tmp_path), "--resume", "auto"]
     said = launch(QUICKEST, 2, [*job, "--epochs", "1", "--backend", "horovod"]).stdout
@@ -77,7 +77,7 @@ def test_weights_that_are_channels_last_are_kept_and_restored(tmp_path: Path) ->
         ({"compile": True, "compile_mode": "reduce-overhead"}, "--compile-mode reduce-overhead"),
     ],
 )
-def test_what_no_graph_can_do_is_refused(options: dict[str, Any], words: str) -> None:
+def test_capture_step_refuses_training_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
         check(TrainerOptions(train=TrainOptions(capture_step=True, **options)))
 
@@ -93,7 +93,7 @@ def test_what_no_graph_can_do_is_refused(options: dict[str, Any], words: str) ->
         ({"engine": EngineOptions(num_groups=2)}, "--num-groups"),
     ],
 )
-def test_what_no_graph_can_do_with_other_parts_is_refused(parts: dict[str, Any], words: str) -> None:
+def test_capture_step_refuses_other_options(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
         check(TrainerOptions(train=TrainOptions(capture_step=True), **parts))
 
@@ -109,7 +109,7 @@ def test_what_no_graph_can_do_with_other_parts_is_refused(parts: dict[str, Any],
         ({"cudnn_benchmark": True}, "--cudnn-benchmark needs cuDNN, and CPU has none: leave it out"),
     ],
 )
-def test_what_a_cpu_has_not_is_refused(options: dict[str, Any], words: str) -> None:
+def test_gpu_options_are_refused_on_a_cpu(options: dict[str, Any], words: str) -> None:
     wanted = TrainerOptions(engine=EngineOptions(backend="single", device="cpu"), train=TrainOptions(**options))
     model = nn.Linear(2, 2)
     data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
@@ -126,7 +126,7 @@ def test_what_a_cpu_has_not_is_refused(options: dict[str, Any], words: str) -> N
         ("cpu", "CPU, 1 thread"),
     ],
 )
-def test_an_accelerator_that_is_not_used_is_named(
+def test_unused_accelerator_is_named(
     device: Any, words: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
     """Training went to the CPU without a word."""
@@ -141,7 +141,7 @@ def test_an_accelerator_that_is_not_used_is_named(
     assert words in logged()
 
 
-def test_a_graph_needs_a_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_step_needs_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kernel_checks.optimizer_of
     monkeypatch.setattr(kernel_checks, "optimizer_of", lambda kind, its: without_fused(plain(kind, its)))
     with pytest.raises(OptionError, match="this AdamW does not: make it with fused=True"):
@@ -163,7 +163,7 @@ def without_fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_kernels_that_contradict_other_options(wanted: TrainerOptions, words: str) -> None:
+def test_conflicting_kernel_options_are_refused(wanted: TrainerOptions, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         check(wanted)
 
@@ -171,7 +171,7 @@ def test_kernels_that_contradict_other_options(wanted: TrainerOptions, words: st
 # What is set for the whole process is set back.
 
 
-def test_tf32_and_the_benchmark_end_with_the_training() -> None:
+def test_fast_kernels_restores_settings() -> None:
     def now() -> tuple[str, bool]:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
@@ -213,9 +213,7 @@ def test_updates_are_fused_on_accelerators(
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(CPU, CUDA), (CUDA, CPU)])
-def test_a_checkpoint_of_the_other_kind_of_device_does_not_change_how_updates_are_made(
-    saved_on: torch.device, loaded_on: torch.device
-) -> None:
+def test_checkpoint_of_another_device_keeps_fused(saved_on: torch.device, loaded_on: torch.device) -> None:
     """PyTorch takes it from the checkpoint: a GPU's, gone on with on CPUs, had other bits; and the other way
     round a loss scaler met an optimizer that did not expect it."""
     inputs = torch.ones(1, 2)

@@ -44,7 +44,7 @@ from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, Shar
         ("abc", 1, "0 1 2"),
     ],
 )
-def test_a_replica_stays_on_a_node_where_it_fits(nodes: str, stages: int, rows: str) -> None:
+def test_grid_keeps_replicas_on_a_node(nodes: str, stages: int, rows: str) -> None:
     grid = make_grid(list(nodes), stages)
     assert " ".join("".join(map(str, row)) for row in grid.rows) == rows
     assert grid.rows[0][0] == 0
@@ -71,7 +71,7 @@ def every_cut(weights: Sequence[float], parts: int) -> list[tuple[float, float]]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_the_cut_is_the_best_of_all(weights: list[int], data: st.DataObject) -> None:
+def test_balanced_finds_the_best_cut(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
     sizes = balanced([float(weight) for weight in weights], parts)
     assert len(sizes) == parts
@@ -82,7 +82,7 @@ def test_the_cut_is_the_best_of_all(weights: list[int], data: st.DataObject) -> 
     assert (max(sums), sum(x * x for x in sums)) == min(every_cut(weights, parts))
 
 
-def test_parts_by_bytes_by_hand_and_by_time() -> None:
+def test_parts_are_balanced_by_bytes_hand_or_time() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     names = block_names(model, "--stages 2")
     by_bytes = make_parts(model, names, 2, "bytes", "--stages 2", None)
@@ -96,12 +96,12 @@ def test_parts_by_bytes_by_hand_and_by_time() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3,", "a", "3,-1", "3,0,1", "4,1", "1,2", "5"])
-def test_a_balance_by_hand_must_fit(text: str) -> None:
+def test_balance_by_hand_must_fit(text: str) -> None:
     with pytest.raises(OptionError, match="--balance 3,2|none of them empty. Type for instance: --balance 2,2"):
         read_balance(text, 4, 2)
 
 
-def test_what_cannot_be_cut() -> None:
+def test_block_names_refuses_models_that_cannot_be_cut() -> None:
     with pytest.raises(OptionError, match="--stages 2 needs a model that is a sequence of blocks"):
         block_names(nn.Linear(1, 1), "--stages 2")
     tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -110,20 +110,20 @@ def test_what_cannot_be_cut() -> None:
         block_names(tied, "--stages 2")
 
 
-def test_the_order_on_several_devices() -> None:
+def test_ticks_order_parts_on_several_devices() -> None:
     drawn = [" ".join(f"{part}:{chunk}" for part, chunk in tick) for tick in ticks(2, 3)]
     assert drawn == ["0:0", "0:1 1:0", "0:2 1:1", "1:2"]
 
 
 @pytest.mark.parametrize(("schedule", "parts", "waits"), [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11)])
-def test_the_bubble_of_the_textbook(schedule: str, parts: int, waits: float) -> None:
+def test_bubble_equals_the_published_formulas(schedule: str, parts: int, waits: float) -> None:
     assert bubble(schedule, 4, 8, parts) == pytest.approx(waits)  # type: ignore[arg-type]
     assert bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert bubble("zero-bubble", 4, 8) == pytest.approx(3 / 27)
     assert bubble("gpipe", 1, 8) == 0
 
 
-def test_chunks_that_a_schedule_has_no_order_for() -> None:
+def test_check_chunks_refuses_counts_without_an_order() -> None:
     check_chunks("gpipe", 4, 1)
     with pytest.raises(OptionError, match="Type --chunks 4, or --schedule gpipe"):
         check_chunks("1f1b", 4, 2)
@@ -131,7 +131,7 @@ def test_chunks_that_a_schedule_has_no_order_for() -> None:
         check_chunks("interleaved", 4, 9)
 
 
-def test_a_short_batch_fills_its_chunks_up() -> None:
+def test_cut_pads_a_short_batch() -> None:
     numbers = torch.arange(10)
     chunks = cut((numbers, numbers), 4, 3)
     assert [chunk.inputs.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
@@ -139,7 +139,7 @@ def test_a_short_batch_fills_its_chunks_up() -> None:
     assert [chunk.samples for chunk in cut((numbers[:2], numbers[:2]), 3, 2)] == [2, 0, 0]
 
 
-def test_what_is_sent_together_is_small() -> None:
+def test_broadcast_buckets_are_small() -> None:
     """Engines hold on to what they have sent last: copies of all parameters at once cost what had been saved."""
     sizes = [5, 3 * 2**18, 2**20, 2**22, 2**18, 7]  # 2**20 of them are a bucket
     parameters = [torch.zeros(size) for size in sizes] + [torch.zeros(4, dtype=torch.float64)]
@@ -154,9 +154,7 @@ def test_what_is_sent_together_is_small() -> None:
 
 
 @pytest.mark.parametrize("engine", [DDPBackend, HorovodBackend])
-def test_broadcasts_are_all_under_way_before_one_is_waited_for(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod takes 0.15 ms and more from the request to the answer: each bucket was waited for."""
     calls: list[str] = []
 
@@ -176,7 +174,7 @@ def test_broadcasts_are_all_under_way_before_one_is_waited_for(
     assert calls == ["start"] * 3 + ["wait"] * 3
 
 
-def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they are waited for less often; copies of all of them would be as large as the model."""
     monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 8)
     sent: list[list[int]] = []
@@ -203,7 +201,7 @@ def test_updates_are_sent_together_but_not_all_at_once(monkeypatch: pytest.Monke
     assert [p.item() for p in parameters] == [-1 if updates.owns(p) else 7 for p in parameters]
 
 
-def test_updates_are_shared_out_evenly() -> None:
+def test_share_out_balances_sizes() -> None:
     assert share_out([10, 1, 1, 8, 2], 2) == [0, 0, 1, 1, 1]
 
 
@@ -217,13 +215,13 @@ def test_updates_are_shared_out_evenly() -> None:
         (3, 4, 2, 1, [1]),
     ],
 )
-def test_each_rank_has_its_own_gpus(
+def test_gpu_numbers_are_disjoint(
     local_rank: int, local_size: int, visible: int, count: int, chosen: list[int]
 ) -> None:
     assert gpu_numbers(local_rank, local_size, visible, count) == chosen
 
 
-def test_too_few_gpus_for_all() -> None:
+def test_gpu_numbers_refuses_too_few_gpus() -> None:
     with pytest.raises(
         BackendError, match="need 8 GPUs, and 4 are visible. Type --devices-per-rank 1, or start 2"
     ):
@@ -243,7 +241,7 @@ def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -
         refuse_stages_on_gloo(backend, 2)
 
 
-def test_the_norm_asks_for_its_places_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_norm_copies_indices_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a list to a GPU waits for all that it was asked for: it once did in each step."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

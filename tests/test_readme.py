@@ -61,7 +61,7 @@ TYPED_ELSEWHERE = {
     # Its stages need a GPU; that these forms are there is tested without one.
     **dict.fromkeys(
         (command for command in documents.commands() if "gpu-test" in command or "tests/gpu" in command),
-        ("tests/test_gpu_runner.py", "test_the_commands_of_the_page_are_there"),
+        ("tests/test_gpu_runner.py", "test_documented_gpu_commands_exist"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install --quiet -c constraints.txt"),

@@ -64,7 +64,7 @@ def exchanged(
 
 
 @pytest.mark.parametrize("options", [{}, {"passes": 2}, {"keeps_grads": True}, {"unused": True}], ids=str)
-def test_an_accelerator_gets_the_same_bits_by_two_operations_a_bucket(
+def test_buckets_on_accelerators_use_two_operations(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     expected, sizes = exchanged(3, **options)
@@ -114,7 +114,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_wait_sleeps_at_once_on_cpus_and_asks_first_on_accelerators(clocked: Any) -> None:
+def test_waiter_spins_on_accelerators_only(clocked: Any) -> None:
     clock, waiter = clocked(40e-6)
     assert waiter.result(7) == "result 7"
     assert clock.slept == 1
@@ -126,7 +126,7 @@ def test_a_wait_sleeps_at_once_on_cpus_and_asks_first_on_accelerators(clocked: A
     assert 0 < clock.slept < 20, "nor does it hold a core for long"
 
 
-def test_a_wait_ends_when_another_rank_has_failed(clocked: Any) -> None:
+def test_waiter_ends_when_another_rank_has_failed(clocked: Any) -> None:
     """It once waited for the time limit, and elastic training with it."""
     activity, failed_s = Activity(60), 2.0
 
@@ -142,14 +142,14 @@ def test_a_wait_ends_when_another_rank_has_failed(clocked: Any) -> None:
     assert isinstance(caught.value, LOST_RANK_ERRORS), "as a broken exchange"
 
 
-def test_a_wait_has_a_limit(clocked: Any) -> None:
+def test_waiter_has_a_time_limit(clocked: Any) -> None:
     clock, waiter = clocked(float("inf"))
     with pytest.raises(TimeoutError, match="did not take part in an exchange within 60 s"):
         waiter.wait(7)
     assert 60 < clock.now < 60.001
 
 
-def test_what_is_done_is_returned_although_a_rank_has_failed_since(clocked: Any) -> None:
+def test_waiter_returns_a_result_despite_a_failed_rank(clocked: Any) -> None:
     activity = Activity(60)
     activity.abort()
     _, waiter = clocked(0.0, check=activity.check)
