@@ -35,7 +35,15 @@ from hvd_trainer.config.checks import value_errors
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_folder import METRICS
 from hvd_trainer.tools.runner.command import NOT_SAVED
-from hvd_trainer.tools.runner.runs import MARK, Run, append_run, key_of, locked_folder, read_runs, why_it_failed
+from hvd_trainer.tools.runner.runs import (
+    MARK,
+    RunRecord,
+    append_run,
+    key_of,
+    locked_folder,
+    read_runs,
+    why_it_failed,
+)
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 JOB = ("-m", "benchmarks.ours.wide")
@@ -43,7 +51,9 @@ PORTS = itertools.count(29501)
 """Of the ranks' meetings, one for each."""
 
 
-def carry_out(cluster: Cluster, case: Case, number: int, data: Sequence[str], folder: Path, limit_s: float) -> Run:
+def carry_out(
+    cluster: Cluster, case: Case, number: int, data: Sequence[str], folder: Path, limit_s: float
+) -> RunRecord:
     """One training, from its start to its end.
 
     Args:
@@ -75,7 +85,7 @@ def carry_out(cluster: Cluster, case: Case, number: int, data: Sequence[str], fo
             note = few if code == 0 else why_it_failed(place, code)
         if note:
             print((place / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
-    return Run(
+    return RunRecord(
         case._asdict(),
         number,
         "done" if figures is not None else "killed" if code is None else "failed",

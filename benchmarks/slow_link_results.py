@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.slow_link_cases import FAST, Case, Link, Plan, is_offered
 from hvd_trainer.jobs.models import mlp
-from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.runs import RunRecord
 from hvd_trainer.utils.text import plural
 
 FORMAT = 1
@@ -25,7 +25,7 @@ class Measured:
         steps: that counted where nothing was exchanged.
     """
 
-    def __init__(self, runs: Iterable[Run], rounds: int, steps: int) -> None:
+    def __init__(self, runs: Iterable[RunRecord], rounds: int, steps: int) -> None:
         self._steps = steps
         self._rounds: dict[Case, dict[int, Figures]] = {}
         for run in runs:

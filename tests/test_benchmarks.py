@@ -16,7 +16,7 @@ from benchmarks.growth import Case, Figures, cases, run, table
 from benchmarks.slow_link_cases import FAST, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
 from benchmarks.to_target import Outcome, report
-from hvd_trainer.tools.runner.runs import Run, append_run
+from hvd_trainer.tools.runner.runs import RunRecord, append_run
 
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")
@@ -105,7 +105,7 @@ SLOW = Link(100.0, 20.0)
 BOTH = Plan((2,), 1, (SLOW,), ("horovod", "ddp"), ("none", "powersgd"), (1,), 64, 32, 960, 5, "digits")
 
 
-def runs_of(plan: Plan, rounds: int) -> list[Run]:
+def runs_of(plan: Plan, rounds: int) -> list[RunRecord]:
     """Of which a step takes 10 ms, 20 over the fast link and 300 over the slow one, and 1 more in each round."""
     runs = []
     for number in range(rounds):
@@ -113,7 +113,7 @@ def runs_of(plan: Plan, rounds: int) -> list[Run]:
             step_ms = 10.0 + number if not case.exchange else (20.0 if case.link == FAST else 300.0) + number
             losses = {"train_loss": 0.5, "test_loss": 0.25 + 0.01 * number}
             figures = {"step_ms": step_ms, "steps": 15, "samples": 960, **losses}
-            runs.append(Run(case._asdict(), number + 1, "done", 1.0, figures=figures))
+            runs.append(RunRecord(case._asdict(), number + 1, "done", 1.0, figures=figures))
     return runs
 
 

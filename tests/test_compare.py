@@ -28,8 +28,8 @@ from hvd_trainer.tools.compare.trials import Trial, make_trials
 from hvd_trainer.tools.compare.variants import make_variants
 from hvd_trainer.tools.runner import formats
 from hvd_trainer.tools.runner.command import read_job
-from hvd_trainer.tools.runner.ratio import ratio, widened
-from hvd_trainer.tools.runner.runs import Run, in_rounds, read_runs
+from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
+from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 
 JOB = ("-m", "hvd_trainer.mnist")
@@ -135,10 +135,10 @@ def what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     trials = trials_of(["ddp"], [1, 2, 4, 8])
     started: list[tuple[int, int]] = []
 
-    def start_nothing(trial: Trial, number: int, folder: Path, options: cli.Options) -> Run:
+    def start_nothing(trial: Trial, number: int, folder: Path, options: cli.Options) -> RunRecord:
         started.append((number, trial.ranks))
         ended: Any = again.ends[trial.ranks]
-        return Run(trial.identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
+        return RunRecord(trial.identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
 
     def again(**options: Any) -> list[tuple[int, int]]:
         started.clear()
@@ -207,7 +207,7 @@ def test_a_difference_is_seen_only_above_the_noise() -> None:
     assert not noisy.is_clear
     assert ratio([3, 3, 3], [2, 2, 2]).is_clear
     # What t(4) is wider than the normal distribution: Phi(-2.776 x sqrt(5 / 4)).
-    assert widened(5)[0] == pytest.approx(0.00096, abs=1e-5)
+    assert interval_quantiles(5)[0] == pytest.approx(0.00096, abs=1e-5)
 
 
 WORK = {
@@ -267,7 +267,7 @@ def test_what_a_script_does_not_tell_is_not_compared() -> None:
 FIGURES: dict[str, Any] = {"work": WORK, "step_s": 0.1, "first_step_at": 1.0}
 
 
-def run_of(trial: Trial, number: int, rate: float, **figures: Any) -> Run:
+def run_of(trial: Trial, number: int, rate: float, **figures: Any) -> RunRecord:
     parts = dict.fromkeys(("data", "forward", "backward", "exchange", "straggler", "step", "other"), 0.001)
     known = {
         "work": WORK,
@@ -282,7 +282,7 @@ def run_of(trial: Trial, number: int, rate: float, **figures: Any) -> Run:
         "weights": "abc",
         "curve": [[1, 2.0], [2, 1.0]],
     }
-    return Run(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
+    return RunRecord(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def made() -> Comparison:
     plan = trials_of(["horovod", "ddp"], [1, 2])
     rates = {"horovod x 1": 1000, "ddp x 1": 1000, "horovod x 2": 1800, "ddp x 2": 1500}
     runs = [run_of(p, n, rates[p.label] + 10 * n + (n if p.ranks == 1 else 0)) for n in range(1, 6) for p in plan]
-    runs += [Run(plan[0].identity, 6, "failed", 1.0, "no such <file>")]
+    runs += [RunRecord(plan[0].identity, 6, "failed", 1.0, "no such <file>")]
     return Comparison.of(plan, runs, job=JOB, strong=False, machine={"cores": 2, "load": 0.1})
 
 
@@ -310,7 +310,7 @@ def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.touch()
     plan = trials_of(["ddp"], [2], baselines=[f"ddp {script}"])
-    plain = Run(plan[1].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
+    plain = RunRecord(plan[1].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [run_of(plan[0], 1, 1000), plain], job=JOB, strong=False, machine={})
     assert found.results[1].median("samples_per_s") == pytest.approx(500)
     (pair,) = found.pairs
@@ -320,7 +320,7 @@ def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
 def test_what_a_script_does_not_tell_is_not_drawn() -> None:
     """An empty picture once had a warning about its missing names."""
     plan = trials_of(["ddp"], [2])
-    silent = Run(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
+    silent = RunRecord(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
     found = Comparison.of(plan, [silent], job=JOB, strong=False, machine={})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

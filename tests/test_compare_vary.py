@@ -25,7 +25,7 @@ from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.trials import Trial, axes_of, make_trials
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, Axis, make_variants, read_axes
 from hvd_trainer.tools.runner import formats
-from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.runs import RunRecord
 
 MNIST = "hvd_trainer.mnist"
 WORK = {"global_batch_size": 32, "steps": 10, "rates": [[0.1, 10]]}
@@ -202,15 +202,15 @@ def test_a_base_has_the_same_engine_and_the_same_other_options() -> None:
 # Results.
 
 
-def run_of(trial: Trial, number: int = 1, rate: float = 100.0, batch: int = 32, **figures: Any) -> Run:
+def run_of(trial: Trial, number: int = 1, rate: float = 100.0, batch: int = 32, **figures: Any) -> RunRecord:
     known = {"samples_per_s": rate, "step_s": batch / rate, "train_loss": 0.5, "first_step_at": 3.0}
     given = {**known, "percentiles_s": [batch / rate] * 51, **figures}
-    return Run(
+    return RunRecord(
         trial.identity, number, "done", 1.0, figures={"work": {**WORK, "global_batch_size": batch}, **given}
     )
 
 
-def compared(trials: Sequence[Trial], runs: Sequence[Run], **values: str) -> Comparison:
+def compared(trials: Sequence[Trial], runs: Sequence[RunRecord], **values: str) -> Comparison:
     job, machine = ("-m", MNIST), {"cores": 2}
     return Comparison.of(trials, runs, job=job, strong=False, machine=machine, varied=varied(**values))
 
@@ -220,7 +220,7 @@ def test_results_have_medians_and_the_loss_beside_the_first_one() -> None:
     first, other, third, last = trials
     runs = [run_of(first, number, rate) for number, rate in enumerate((90, 110, 100), 1)]
     runs += [run_of(other, train_loss=0.51), run_of(third, batch=64, train_loss=9.0)]
-    runs += [Run(third.identity, 2, "killed", 9.0, "had not ended")]
+    runs += [RunRecord(third.identity, 2, "killed", 9.0, "had not ended")]
     found = compared(trials, runs, batch_size="16,32")
     assert [its.state for its in found.results] == ["done", "done", "done", "not run"]
     its = found.results[0]
@@ -236,7 +236,7 @@ def test_results_have_medians_and_the_loss_beside_the_first_one() -> None:
 
 def test_the_last_run_of_a_round_counts() -> None:
     trials = trials_of(ranks="1,2,3", stages="1,2")
-    failed = Run(trials[0].identity, 1, "failed", 1.0, "out of memory")
+    failed = RunRecord(trials[0].identity, 1, "failed", 1.0, "out of memory")
     its = TrialResult.of(trials[0], [failed])
     assert (its.state, its.note) == ("failed", "failed in round 1: out of memory")
     its, *others = compared(trials, [failed, run_of(trials[0])], stages="1,2").results
@@ -269,7 +269,9 @@ def grid() -> Comparison:
     axes = {"stages": "1,2", "chunks": "2,4", "batch_size": "16,32"}
     trials = trials_of(ranks="1,2", **axes)
     runs = [run_of(t, rate=1000.0 + 7 * n, bubble=0.4) for n, t in enumerate(trials) if t.reason is None]
-    return compared(trials, [*runs[:-1], Run(trials[-1].identity, 1, "failed", 1.0, "out of memory")], **axes)
+    return compared(
+        trials, [*runs[:-1], RunRecord(trials[-1].identity, 1, "failed", 1.0, "out of memory")], **axes
+    )
 
 
 def test_tables_name_what_has_no_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
-from hvd_trainer.tools.diagnose import cli as diagnose
-from hvd_trainer.tools.tune import cli as tune
+from hvd_trainer.tools.runner.command import ENDLESS
 
 COMMON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
@@ -261,11 +260,10 @@ def test_conflicting_options_are_refused(args: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("endless", [diagnose.ENDLESS, tune.ENDLESS])
-def test_endless_arguments_of_tools_override_until(endless: tuple[str, ...], tmp_path: Path) -> None:
+def test_endless_arguments_of_tools_override_until(tmp_path: Path) -> None:
     """Typed or in YAML: a job that ended after its first good epoch once made too few steps."""
     (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
-    job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *endless]
+    job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *ENDLESS]
     assert parse(MnistOptions, job).train.until is None
 
 

@@ -15,7 +15,7 @@ from launchers import launch, requires
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose import cli
-from hvd_trainer.tools.diagnose.actions import actions
+from hvd_trainer.tools.diagnose.actions import find_actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
     NEITHER,
@@ -26,9 +26,9 @@ from hvd_trainer.tools.diagnose.causes import (
     TWICE,
     Line,
     Shares,
-    shares,
+    compute_shares,
 )
-from hvd_trainer.tools.diagnose.cli import Options, plan
+from hvd_trainer.tools.diagnose.cli import Options, plan_trials
 from hvd_trainer.tools.diagnose.report import Report, sentences
 from hvd_trainer.tools.runner.command import with_options
 
@@ -79,7 +79,7 @@ def runs(**changed: Any) -> dict[str, Any]:
 
 
 def found(**changed: Any) -> Shares:
-    return shares(runs(**changed), LINE, 4e6, 1)
+    return compute_shares(runs(**changed), LINE, 4e6, 1)
 
 
 def test_what_is_missing_tells_what_it_costs() -> None:
@@ -144,7 +144,7 @@ def test_latency_and_bandwidth_are_a_line() -> None:
 
 
 def advice(facts: Mapping[str, Any] | None = None, ranks: int = 2, **changed: Any) -> list[str]:
-    made = actions(found(**changed), runs(**changed), FACTS | (facts or {}), ranks)
+    made = find_actions(found(**changed), runs(**changed), FACTS | (facts or {}), ranks)
     return [f"{action.text.partition(':')[0]} {action.speed:.2f}" for action in made]
 
 
@@ -163,11 +163,11 @@ def test_advice_has_an_option_and_a_gain() -> None:
 
 
 def test_each_trial_changes_one_thing() -> None:
-    trials = plan(Options(np=2), {"batch_size": 32, "threads": 4, "device": "cpu", "cores": 5})
+    trials = plan_trials(Options(np=2), {"batch_size": 32, "threads": 4, "device": "cpu", "cores": 5})
     assert [trial.name for trial in trials] == [NORMAL, NO_DATA, NO_EXCHANGE, NEITHER, ALONE, TWICE, ONE_THREAD]
     assert [trial.threads for trial in trials] == [None, None, None, None, 2, 2, 1]
     assert trials[5].words == ("--global-batch-size", "None", "--batch-size", "64")
-    assert len(plan(Options(np=2), {"batch_size": 32, "threads": 1, "device": "cpu", "cores": 1})) == 6
+    assert len(plan_trials(Options(np=2), {"batch_size": 32, "threads": 1, "device": "cpu", "cores": 1})) == 6
 
 
 def test_options_of_the_job_are_replaced() -> None:

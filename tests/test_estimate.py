@@ -27,7 +27,7 @@ from hvd_trainer.tools.estimate.points import SHIPPED, Point, pieces_of, read_po
 from hvd_trainer.tools.estimate.projection import elsewhere, near
 from hvd_trainer.tools.estimate.published import SERIES, published
 from hvd_trainer.tools.estimate.scope import Scope
-from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.runs import RunRecord
 
 NOTHING = Costs(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 """No cost but the link's own."""
@@ -474,7 +474,7 @@ def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
     (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={})
     work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
-    run = Run(trial.identity, 1, "done", 1.0, figures=figures)
+    run = RunRecord(trial.identity, 1, "done", 1.0, figures=figures)
     its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps(compare_report.as_json(its)))

@@ -32,7 +32,7 @@ from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.jobs.reviews import archive as imdb_archive
 from hvd_trainer.jobs.reviews import tokenizer
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
-from hvd_trainer.tools.runner.runs import Run, locked_folder, read_runs
+from hvd_trainer.tools.runner.runs import RunRecord, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.utils.serialization import flatten, to_json
 
@@ -352,7 +352,7 @@ FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "ste
 )
 def test_malformed_run_is_left_out(line: str, tmp_path: Path) -> None:
     """Of a folder of results from elsewhere: it is left out like one that a kill has torn."""
-    good = Run({"a": 1}, 1, "done", 1.0, figures=FIGURES)
+    good = RunRecord({"a": 1}, 1, "done", 1.0, figures=FIGURES)
     (tmp_path / "runs.jsonl").write_text(f"{json.dumps(asdict(good))}\n{line}\n{json.dumps(asdict(good))}\n")
     assert read_runs(tmp_path, are_figures) == [good, good]
 

@@ -34,7 +34,7 @@ from hvd_trainer.tools.parity.traced_runs import (
     read_traced_job,
 )
 from hvd_trainer.tools.parity.traces import EVENTS, Moment, Trace, read_trace
-from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.runs import RunRecord
 
 HERE = Path(__file__).parent
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
@@ -402,7 +402,7 @@ def test_table_and_json(tmp_path: Path) -> None:
         make_trace("horovod", edit_at("step 4", combine(set_line(losses=[math.nan]), multiply(2, "parameters")))),
         make_trace("ddp"),
     ]
-    run = Run({"engine": "x", "ranks": 2}, 1, "done", 1.0)
+    run = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
     runs = [TracedRun(trace.name, run, trace, tmp_path) for trace in traces]
     pairs = compare_all(traces)
     lines = table(traces, pairs)
@@ -430,7 +430,7 @@ def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> Non
         make_trace("horovod", edit_at("start 0", set_line(stride=16))),
         make_trace("ddp", edit_at("step 1", multiply(1.5, "gradients"))),
     ]
-    run = Run({}, 1, "done", 1.0)
+    run = RunRecord({}, 1, "done", 1.0)
     lines = conclusions([TracedRun(t.name, run, t, tmp_path) for t in traces], compare_all(traces), tmp_path)
     assert any("every 16th was kept" in line for line in lines)
 

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.runs import (
-    Run,
+    RunRecord,
     append_run,
     in_rounds,
     locked_folder,
@@ -28,10 +28,10 @@ def test_rounds_go_forwards_and_backwards() -> None:
 
 def test_a_torn_line_is_no_run_and_spoils_no_other(tmp_path: Path) -> None:
     identity = {"ranks": 2, "words": ["-m", "hvd_trainer.mnist"]}
-    append_run(tmp_path, Run(identity, 1, "done", 1.0, figures={"step_s": 0.1}))
+    append_run(tmp_path, RunRecord(identity, 1, "done", 1.0, figures={"step_s": 0.1}))
     file = tmp_path / "runs.jsonl"
     file.write_bytes(file.read_bytes() + file.read_bytes()[:40])
-    append_run(tmp_path, Run(identity, 2, "done", 1.0, figures={"step_s": 0.1}))
+    append_run(tmp_path, RunRecord(identity, 2, "done", 1.0, figures={"step_s": 0.1}))
     assert [run.round for run in read_runs(tmp_path)] == [1, 2]
     assert [run.identity for run in read_runs(tmp_path)] == [identity, identity]
     assert len({run.key for run in read_runs(tmp_path)}) == 1

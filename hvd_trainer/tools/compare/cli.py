@@ -31,16 +31,16 @@ from hvd_trainer.tools.compare.trials import Trial, make_trials
 from hvd_trainer.tools.compare.variants import make_variants, read_axes
 from hvd_trainer.tools.runner.command import ENDLESS, command_for, read_job, with_options
 from hvd_trainer.tools.runner.formats import check_installed, number
-from hvd_trainer.tools.runner.machine import busy, describe_machine, num_gpus
+from hvd_trainer.tools.runner.machine import busy_warning, describe_machine, num_gpus
 from hvd_trainer.tools.runner.runs import (
-    Run,
+    RunRecord,
     append_run,
     in_rounds,
     locked_folder,
     log_dir,
     read_runs,
     run_once,
-    split,
+    split_job,
 )
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures, read_probed
 from hvd_trainer.utils.text import COMMAND, plural
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or unknown to the job; the runs have not done the same work.
     """
-    own, words = split(argv)
+    own, words = split_job(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} compare", args=own)
     check_ranges(options)
     if options.vary and options.baseline:
@@ -180,7 +180,7 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
     )
     if count := sum(trial.key in failed for trial in possible):
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
-    if to_do and (warning := busy()) is not None:
+    if to_do and (warning := busy_warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     ended = list(done.values())
     sides = [side_of(trial, run) for run in done.values() for trial in trials if trial.key == run.key]
@@ -212,7 +212,7 @@ def _listed(trials: Sequence[Trial]) -> str:
     return f"{text}, {impossible} of them impossible" if impossible else text
 
 
-def time_left(ended: Iterable[Run], to_come: Sequence[Trial]) -> str:
+def time_left(ended: Iterable[RunRecord], to_come: Sequence[Trial]) -> str:
     """Return `, about 3 min left`, from how long the runs have taken so far."""
     if not to_come:
         return ""
@@ -224,7 +224,7 @@ def time_left(ended: Iterable[Run], to_come: Sequence[Trial]) -> str:
     return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
-def start(trial: Trial, round_: int, folder: Path, options: Options) -> Run:
+def start(trial: Trial, round_: int, folder: Path, options: Options) -> RunRecord:
     """Run a trial once, from its start to its end."""
     words = trial.entry.arguments(trial.variant.words, log_dir(folder))
     read = read_figures if trial.entry.is_job else read_probed
@@ -247,7 +247,7 @@ def only_gpus(trial: Trial) -> list[str]:
     return ["env", f"CUDA_VISIBLE_DEVICES={','.join(visible[: trial.ranks])}"]
 
 
-def check_steps(trial: Trial, run: Run, warmup_steps: int) -> None:
+def check_steps(trial: Trial, run: RunRecord, warmup_steps: int) -> None:
     """Check that a run that has ended has steps that count.
 
     Raises:
@@ -260,7 +260,7 @@ def check_steps(trial: Trial, run: Run, warmup_steps: int) -> None:
         )
 
 
-def result_of(run: Run) -> str:
+def result_of(run: RunRecord) -> str:
     """Return `14,210 samples/s (12 s)`; of a script, which does not tell its samples, the steps per second."""
     if run.state != "done":
         return f"{run.state}: {run.note}"

@@ -16,7 +16,7 @@ from hvd_trainer.tools.compare.trials import Trial, axes_of
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
-from hvd_trainer.tools.runner.runs import Run
+from hvd_trainer.tools.runner.runs import RunRecord
 from hvd_trainer.tools.runner.step_stats import STEP_PARTS
 from hvd_trainer.utils.text import plural
 
@@ -40,14 +40,14 @@ class TrialResult:
     """A trial, and its runs that came to their end, by round."""
 
     trial: Trial
-    runs: Mapping[int, Run]
+    runs: Mapping[int, RunRecord]
     state: str
     """done, failed, killed, impossible, or not run"""
     note: str = ""
     """why it cannot be, or what became of the latest run that failed, unless its round went well later"""
 
     @classmethod
-    def of(cls, trial: Trial, runs: Sequence[Run]) -> TrialResult:
+    def of(cls, trial: Trial, runs: Sequence[RunRecord]) -> TrialResult:
         """Collect the runs of a trial from all runs in a folder; the last one of each round counts."""
         if trial.reason is not None:
             return cls(trial, {}, "impossible", trial.reason)
@@ -173,7 +173,7 @@ class Comparison:
     def of(
         cls,
         trials: Sequence[Trial],
-        runs: Sequence[Run],
+        runs: Sequence[RunRecord],
         *,
         job: tuple[str, ...],
         strong: bool,
@@ -289,7 +289,7 @@ class Comparison:
         return lines
 
 
-def side_of(trial: Trial, run: Run) -> Side:
+def side_of(trial: Trial, run: RunRecord) -> Side:
     """Return a run as the check of equal work sees it."""
     return Side(trial.entry.name, trial.ranks, run.figures["work"], trial.variant.label)
 

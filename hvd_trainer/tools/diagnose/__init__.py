@@ -1,4 +1,4 @@
-"""`diagnose`: a job with things left out.
+"""`diagnose`: run a job with parts of it left out, and conclude what each part costs.
 
-cli.py runs it -> causes.py: what each cause costs -> actions.py: what to do about it -> report.py
+cli.py runs the job -> causes.py: the cost of each cause -> actions.py: the advice -> report.py
 """

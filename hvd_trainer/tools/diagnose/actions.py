@@ -1,4 +1,4 @@
-"""What to do about a step's lost time: the option to set, and the gain to expect. Pure."""
+"""Advice about a step's lost time: the option to set, and the gain to expect. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvd_trainer.utils.text import plural
 
 Runs = Mapping[str, Figures]
 Facts = Mapping[str, Any]
-MOST = 3
-"""Actions that are named."""
-ACCUMULATED = 4
-"""Passes per exchange, where exchanges are to be fewer."""
+MAX_ACTIONS = 3
+"""Actions in a report."""
+ADVISED_ACCUMULATE = 4
+"""Passes per exchange that are advised where there shall be fewer exchanges."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing to try."""
+    """A change to try."""
 
     cause: str
     text: str
@@ -39,8 +39,8 @@ class Action:
         return bool(self.words) or self.threads is not None
 
 
-def actions(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]:
-    """The best few: first what is against the largest loss, then those with the largest gains.
+def find_actions(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]:
+    """Return the best few actions: first those against the largest loss, then those with the largest gains.
 
     Args:
         found: the shares.
@@ -56,11 +56,11 @@ def actions(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]
         "overhead": _about_overhead,
     }
     made = [action for cause in found.ranked for action in makers[cause](found, runs, facts, ranks)]
-    return sorted(made, key=lambda action: (action.cause != found.ranked[0], -action.speed))[:MOST]
+    return sorted(made, key=lambda action: (action.cause != found.ranked[0], -action.speed))[:MAX_ACTIONS]
 
 
 def _without(found: Shares, seconds: float) -> float:
-    """The speed if a step were so much shorter."""
+    """Return the relative speed if a step were shorter by `seconds`."""
     return found.step_s / max(found.step_s - seconds, 1e-9)
 
 
@@ -83,13 +83,13 @@ def _about_data(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Act
 def _about_exchange(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]:
     made = []
     if facts["passes"] == 1:
-        saved = found.seconds["exchange"] * (1 - 1 / ACCUMULATED)
+        saved = found.seconds["exchange"] * (1 - 1 / ADVISED_ACCUMULATE)
         text = (
-            f"--accumulate {ACCUMULATED}: exchange once in {ACCUMULATED} passes; the global batch is then "
-            f"{ACCUMULATED} times as large, so look at the learning rate"
+            f"--accumulate {ADVISED_ACCUMULATE}: exchange once in {ADVISED_ACCUMULATE} passes; the global batch "
+            f"is then {ADVISED_ACCUMULATE} times as large, so look at the learning rate"
         )
-        words = ("--accumulate", str(ACCUMULATED))
-        made.append(Action("exchange", text, _without(found, saved), words, batch_factor=ACCUMULATED))
+        words = ("--accumulate", str(ADVISED_ACCUMULATE))
+        made.append(Action("exchange", text, _without(found, saved), words, batch_factor=ADVISED_ACCUMULATE))
     if facts["compression"] == "none" and found.bandwidth_s > found.latency_s:
         text = "--compression fp16: half the bytes on the wire; the last bits of gradients are lost"
         speed = _without(found, found.bandwidth_s / 2)

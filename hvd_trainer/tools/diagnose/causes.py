@@ -1,4 +1,4 @@
-"""What a step's time goes to, found by leaving things out: from the runs of `diagnose` to shares of the step.
+"""Compute the shares of a step's time from runs in which parts of the job were left out.
 
 With T(...) the time of a step, the mean of ranks and of the middle half of the steps:
 
@@ -9,7 +9,7 @@ With T(...) the time of a step, the mean of ranks and of the middle half of the 
     overhead     2 T(alone) - T(alone, twice the batch): what a step costs however small its batch is
     computing    the rest of T(alone): what the samples cost
 
-Pure: nothing is started here.
+Pure functions: nothing is started here.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ CAUSES = {
     "contention": "ranks in each other's way on this machine's CPUs",
     "overhead": "overhead per step, however small the batch is",
 }
-"""What is lost, in words."""
+"""The causes of lost time, in words."""
 COMPUTING = "computing the samples"
-DOUBTFUL = 0.15
-"""Of a step: if the runs contradict each other by more, something else was at work."""
-SMALL = 0.05
-"""Of a step: what takes less is no reason to do anything."""
+MAX_CONTRADICTION = 0.15
+"""Fraction of a step by which the runs may contradict each other; more means that something else was at work."""
+MIN_SHARE = 0.05
+"""Fraction of a step below which a cause is not worth an action."""
 
 Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Line:
-    """The time of an exchange by its size: latency + bytes / bandwidth."""
+    """The model of an exchange's time: latency + bytes / bandwidth."""
 
     latency_s: float
     bytes_per_s: float
 
     @classmethod
     def through(cls, pairs: Sequence[Sequence[float]]) -> Line:
-        """The line that has the smallest relative errors (small exchanges count as much as large ones).
+        """Return the line with the smallest relative errors, so that small exchanges count as much as large ones.
 
         Args:
             pairs: bytes and seconds, of two sizes at least.
@@ -59,13 +59,13 @@ class Line:
         return cls(max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15))
 
     def parts(self, num_bytes: float, exchanges: int) -> tuple[float, float]:
-        """The seconds that latency and bandwidth make of sending so many bytes in so many exchanges."""
+        """Return the seconds that latency and bandwidth take of `exchanges` exchanges of `num_bytes` together."""
         return exchanges * self.latency_s, num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a step's time goes to, in seconds; `step_s` is their sum but for `unexplained`."""
+    """The parts of a step's time, in seconds; `step_s` is their sum plus `unexplained_s`."""
 
     step_s: float
     alone_s: float
@@ -78,40 +78,40 @@ class Shares:
     """of the exchange"""
     bandwidth_s: float
     twice_gains_s: float = 0.0
-    """seconds by which a rank alone was quicker with twice the batch, which only something else can make it"""
+    """seconds by which a rank alone was faster with twice the batch, which only a disturbance can explain"""
 
     @property
     def unexplained_s(self) -> float:
-        """What is left, or (negative) is counted twice: an overlap, or noise."""
+        """The rest of a step, or, if negative, time that is counted twice: an overlap, or noise."""
         return self.step_s - self.computing_s - sum(self.seconds.values())
 
     @property
     def contradiction(self) -> float:
-        """By how much of a step the runs say different things."""
+        """The fraction of a step by which the runs contradict each other."""
         return max(abs(self.unexplained_s), self.twice_gains_s) / self.step_s
 
     @property
     def is_doubtful(self) -> bool:
-        return self.contradiction > DOUBTFUL
+        return self.contradiction > MAX_CONTRADICTION
 
     @property
     def efficiency(self) -> float:
-        """The speed of a rank, as a part of that of a rank alone."""
+        """The speed of a rank, as a fraction of that of a rank alone."""
         return self.alone_s / self.step_s
 
     def share(self, cause: str) -> float:
-        """Of a step."""
+        """Return the fraction of a step that a cause takes."""
         return self.seconds[cause] / self.step_s
 
     @property
     def ranked(self) -> list[str]:
-        """The causes that are worth doing something about, the largest first."""
-        worth = [cause for cause in self.seconds if self.share(cause) >= SMALL]
+        """The causes that are worth an action, the largest first."""
+        worth = [cause for cause in self.seconds if self.share(cause) >= MIN_SHARE]
         return sorted(worth, key=self.share, reverse=True)
 
 
-def shares(runs: Mapping[str, Figures], line: Line, gradient_bytes: float, exchanges: int) -> Shares:
-    """From the figures of each run (`step_figures.speed`) by its name.
+def compute_shares(runs: Mapping[str, Figures], line: Line, gradient_bytes: float, exchanges: int) -> Shares:
+    """Return the shares of a step's time from the figures of each run (`step_stats.speed`), by its name.
 
     Args:
         runs: all; `ONE_THREAD` where ranks have several.
@@ -149,7 +149,7 @@ def shares(runs: Mapping[str, Figures], line: Line, gradient_bytes: float, excha
 
 
 def _charge_threads(seconds: dict[str, float], gained: float) -> None:
-    """What one thread per rank gains, the ranks were in each other's way: also in what looks like waiting.
+    """Move to contention the time that one thread per rank gains, also where it looks like waiting.
 
     Args:
         seconds: by cause; changed.

@@ -1,10 +1,10 @@
-"""`python -m hvd_trainer diagnose`: what a step's time goes to, and what to do about it.
+"""`python -m hvd_trainer diagnose`: find out where a step's time goes, and what to change.
 
 python -m hvd_trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist
 
 The job is started a few times for a few seconds each: as it is, without fetching data, without exchanging
-gradients, without both, and on one rank alone with the same batch and with twice of it. What is missing then tells
-what it costs.
+gradients, without both, and on one rank alone with the same batch and with twice of it. The differences tell what
+each part costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose import collectives_job
-from hvd_trainer.tools.diagnose.actions import Action, actions
+from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
     NEITHER,
@@ -35,7 +35,7 @@ from hvd_trainer.tools.diagnose.causes import (
     ONE_THREAD,
     TWICE,
     Line,
-    shares,
+    compute_shares,
 )
 from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
 from hvd_trainer.tools.runner.command import (
@@ -48,17 +48,17 @@ from hvd_trainer.tools.runner.command import (
     with_options,
 )
 from hvd_trainer.tools.runner.formats import check_installed
-from hvd_trainer.tools.runner.machine import busy
-from hvd_trainer.tools.runner.runs import Run, in_rounds, locked_folder, log_dir, run_once, split
+from hvd_trainer.tools.runner.machine import busy_warning
+from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once, split_job
 from hvd_trainer.tools.runner.step_stats import medians, read_figures
 from hvd_trainer.utils.text import COMMAND, plural
 
-WARM_UP = 5
-"""Steps that do not count."""
-FEWEST, MOST = 10, 2000
-"""Counted steps of a run."""
+WARMUP_STEPS = 5
+"""Steps at the beginning of each run that do not count."""
+MIN_STEPS, MAX_STEPS = 10, 2000
+"""Bounds of the counted steps of a run."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
-"""Of a gradient's number on the wire; PowerSGD sends far fewer numbers, and how many depends on their shapes."""
+"""Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to run the job."""
+    """A way to run the job."""
 
     name: str
     ranks: int
@@ -97,8 +97,8 @@ class Trial:
     threads: int | None
 
 
-class Bench:
-    """Runs a job in several ways, one after the other.
+class TrialRunner:
+    """Runs the trials of a job, one after the other, and keeps their figures.
 
     Raises:
         OptionError: the job failed.
@@ -109,24 +109,25 @@ class Bench:
         self.figures: dict[str, list[dict[str, Any]]] = {}
 
     def run(self, trial: Trial, steps: int) -> Mapping[str, Any]:
-        """One run; its figures are kept under the trial's name."""
+        """Run a trial once, and return its figures, which are also kept under its name."""
         engine = self._options.backend if trial.ranks > 1 else "single"
-        words = with_options(self._job, [*ENDLESS, *NOT_SAVED, *trial.words, "--max-steps", str(WARM_UP + steps)])
-        read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARM_UP)
-        run = self._carry_out(engine, trial, measured_job(words, engine, log_dir(self._folder)), read)
+        limit = ("--max-steps", str(WARMUP_STEPS + steps))
+        words = with_options(self._job, [*ENDLESS, *NOT_SAVED, *trial.words, *limit])
+        read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
+        run = self._run_once(engine, trial, measured_job(words, engine, log_dir(self._folder)), read)
         figures = {**run.figures, **run.figures["typical"]}
         self.figures.setdefault(trial.name, []).append(figures)
         return figures
 
-    def exchanges(self, threads: int | None) -> Line:
-        """How long exchanges of any size take here."""
+    def measure_exchanges(self, threads: int | None) -> Line:
+        """Measure how long exchanges take by their size."""
         job = ["-m", collectives_job.__name__, "--backend", self._options.backend]
         trial = Trial("exchanges", self._options.np, (), threads)
         job += ["--log-dir", str(log_dir(self._folder))]
-        run = self._carry_out(self._options.backend, trial, job, _pairs)
+        run = self._run_once(self._options.backend, trial, job, _pairs)
         return Line.through(run.figures["pairs"])
 
-    def _carry_out(self, engine: str, trial: Trial, words: Sequence[str], read: Any) -> Run:
+    def _run_once(self, engine: str, trial: Trial, words: Sequence[str], read: Any) -> RunRecord:
         run = run_once(
             command_for(LAUNCHER_OF[engine], trial.ranks, words),
             self._folder,
@@ -143,53 +144,54 @@ class Bench:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0.
+    """Run the command, and return the exit code: 0.
 
     Raises:
         OptionError: an option is out of its range, or the job failed.
     """
-    own, words = split(argv)
+    own, words = split_job(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} diagnose", args=own)
     check_ranges(options)
     check_installed()
     job = read_job(words)
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):
-        diagnose(Bench(job, options, folder), options, folder)
+        diagnose(TrialRunner(job, options, folder), options, folder)
     return 0
 
 
-def diagnose(bench: Bench, options: Options, folder: Path) -> None:
-    """Measures, and says what came of it."""
-    if (warning := busy()) is not None:
+def diagnose(runner: TrialRunner, options: Options, folder: Path) -> None:
+    """Measure the trials, print the report, and write diagnosis.json."""
+    if (warning := busy_warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"a first look: {plural(options.np, 'rank')} on {options.backend}", flush=True)
-    first = bench.run(Trial("to see how long a step takes", options.np, (), options.threads), FEWEST)
+    first = runner.run(Trial("to see how long a step takes", options.np, (), options.threads), MIN_STEPS)
     facts = first["work"] | {"cores": len(os.sched_getaffinity(0))}
-    steps = min(MOST, max(FEWEST, round(options.seconds / first["step_s"])))
-    trials = plan(options, facts)
+    steps = min(MAX_STEPS, max(MIN_STEPS, round(options.seconds / first["step_s"])))
+    trials = plan_trials(options, facts)
     count = options.rounds * len(trials)
-    print(f"{plural(count, 'run')} of {plural(WARM_UP + steps, 'step')} each ({plural(options.rounds, 'round')})")
+    length = plural(WARMUP_STEPS + steps, "step")
+    print(f"{plural(count, 'run')} of {length} each ({plural(options.rounds, 'round')})")
     for place, (_, trial) in enumerate(in_rounds(trials, options.rounds), 1):
-        figures = bench.run(trial, steps)
+        figures = runner.run(trial, steps)
         print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)
-    line = bench.exchanges(options.threads)
-    runs = {trial.name: medians(bench.figures[trial.name]) for trial in trials}
+    line = runner.measure_exchanges(options.threads)
+    runs = {trial.name: medians(runner.figures[trial.name]) for trial in trials}
     gradient_bytes = facts["parameters"] * BYTES[facts["compression"]]
     pieces = max(1, -(-gradient_bytes // int(facts["bucket_mb"] * 2**20)))
-    found = shares(runs, line, gradient_bytes, pieces)
-    advice = actions(found, runs, facts, options.np)
+    found = compute_shares(runs, line, gradient_bytes, pieces)
+    advice = find_actions(found, runs, facts, options.np)
     report = Report(found, line, runs, facts, advice, options.np, options.backend)
     show(report)
-    tried = attempt(bench, options, steps, advice) if options.attempt else []
+    tried = try_actions(runner, options, steps, advice) if options.attempt else []
     show_tried(tried)
     file = folder / "diagnosis.json"
     file.write_text(json.dumps(as_json(report, tried), indent=1) + "\n")
     print(f"written: {file}")
 
 
-def plan(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
-    """What is run in each round."""
+def plan_trials(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
+    """Return the trials of each round."""
     batch, threads = facts["batch_size"], options.threads
     # Alone, a rank gets no more than its share of the cores: else it would be slowed down by its own threads, too.
     share = max(1, facts["cores"] // options.np)
@@ -208,19 +210,19 @@ def plan(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
     return trials
 
 
-def attempt(
-    bench: Bench, options: Options, steps: int, advice: Sequence[Action]
+def try_actions(
+    runner: TrialRunner, options: Options, steps: int, advice: Sequence[Action]
 ) -> list[tuple[Action, float, float]]:
-    """Runs what is advised, each beside the job as it is: samples per second before and after."""
+    """Run each action beside the unchanged job, and return it with the samples per second before and after."""
     tried = []
     for action in (action for action in advice if action.can_be_tried):
         threads = action.threads or options.threads
         before = Trial("before", options.np, (), options.threads)
         after = Trial(f"after: {action.text.partition(':')[0]}", options.np, action.words, threads)
-        bench.figures.pop("before", None)
+        runner.figures.pop("before", None)
         for _, trial in in_rounds((before, after), options.rounds):
-            bench.run(trial, max(FEWEST, steps // action.batch_factor) if trial is after else steps)
-        rates = [medians(bench.figures[trial.name])["samples_per_s"] for trial in (before, after)]
+            runner.run(trial, max(MIN_STEPS, steps // action.batch_factor) if trial is after else steps)
+        rates = [medians(runner.figures[trial.name])["samples_per_s"] for trial in (before, after)]
         tried.append((action, rates[0], rates[1]))
     return tried
 

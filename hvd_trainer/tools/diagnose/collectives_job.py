@@ -1,4 +1,4 @@
-"""How long an exchange takes on this machine, by its size: ranks that add up tensors, for `diagnose`."""
+"""A job that measures how long an all-reduce takes by its size, for `diagnose`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hvd_trainer.tools.doctor.all_reduce_job import all_reduce_s
 from hvd_trainer.training.job import run_job
 
 RESULT = "collectives.json"
-SMALLEST, LARGEST = 2**10, 2**24
-"""Bytes."""
+MIN_BYTES, MAX_BYTES = 2**10, 2**24
+"""Bytes of the smallest and the largest exchange."""
 BUDGET_BYTES = 2**27
-"""Sent for one size: small ones are sent more often."""
+"""Bytes that are sent for each size: small exchanges are repeated more often."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class CollectivesOptions:
 
 
 def measure(options: CollectivesOptions) -> None:
-    """Runs in each rank; rank 0 writes pairs of bytes and seconds."""
+    """Measure exchanges of several sizes on all ranks; rank 0 writes pairs of bytes and seconds."""
     with create(options.engine) as backend:
         pairs = []
-        size = SMALLEST
-        while size <= LARGEST:
+        size = MIN_BYTES
+        while size <= MAX_BYTES:
             times = max(5, min(50, BUDGET_BYTES // size))
             pairs.append([size, all_reduce_s(backend, size, times)])
             size *= 4

@@ -1,4 +1,4 @@
-"""A diagnosis to read."""
+"""The report of a diagnosis: tables, sentences and JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hvd_trainer.tools.diagnose.causes import CAUSES, COMPUTING, Figures, Line, 
 from hvd_trainer.tools.runner.formats import console, milliseconds, number
 from hvd_trainer.utils.text import plural
 
-BAR = 30
-"""Letters that stand for a whole step."""
+BAR_LENGTH = 30
+"""Length in characters of the bar for a whole step."""
 Tried = Sequence[tuple[Action, float, float]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found out."""
+    """The results of a diagnosis."""
 
     found: Shares
     line: Line
@@ -30,7 +30,7 @@ class Report:
 
 
 def show(report: Report) -> None:
-    """Prints it."""
+    """Print the tables and the sentences."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -44,7 +44,7 @@ def show(report: Report) -> None:
     seconds = {COMPUTING: found.computing_s, **{text: found.seconds[cause] for cause, text in CAUSES.items()}}
     for text, value in [*seconds.items(), ("unexplained: overlaps and noise", found.unexplained_s)]:
         share = value / found.step_s
-        parts.add_row(text, milliseconds(value), f"{share:.0%}", "#" * round(BAR * max(share, 0)))
+        parts.add_row(text, milliseconds(value), f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0)))
     for table in (runs, parts):
         for column in table.columns[1:3]:
             column.justify = "right"
@@ -54,7 +54,7 @@ def show(report: Report) -> None:
 
 
 def sentences(report: Report) -> list[str]:
-    """What it means."""
+    """Return the conclusions, a sentence each."""
     found, facts, line = report.found, report.facts, report.line
     said = [
         f"A rank is at {found.efficiency:.0%} of the speed that one rank has alone "
@@ -83,7 +83,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def show_tried(tried: Tried) -> None:
-    """Prints what came of the advice."""
+    """Print the speeds before and after each action that was tried."""
     for action, before, after in tried:
         what = action.text.partition(":")[0]
         print(
@@ -93,7 +93,7 @@ def show_tried(tried: Tried) -> None:
 
 
 def as_json(report: Report, tried: Tried) -> dict[str, Any]:
-    """All of it."""
+    """Return the report in plain JSON."""
     found = report.found
     return {
         "backend": report.backend,

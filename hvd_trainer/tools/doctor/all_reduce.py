@@ -15,7 +15,7 @@ from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
 from hvd_trainer.tools.doctor.torch_facts import ProbeResult
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
-from hvd_trainer.tools.runner.runs import Run, log_dir, run_once
+from hvd_trainer.tools.runner.runs import RunRecord, log_dir, run_once
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
@@ -65,7 +65,7 @@ def read_result(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def judge_run(engine: str, device: str, run: Run) -> Finding:
+def judge_run(engine: str, device: str, run: RunRecord) -> Finding:
     """Return the finding for a run that has ended."""
     launcher = LAUNCHER_OF[engine]
     if run.state != "done":

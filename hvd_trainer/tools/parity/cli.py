@@ -21,7 +21,7 @@ from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.tools.parity.pair import compare_all
 from hvd_trainer.tools.parity.report import print_report
 from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, read_traced_job, trace_all
-from hvd_trainer.tools.runner.runs import locked_folder, split
+from hvd_trainer.tools.runner.runs import locked_folder, split_job
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import COMMAND
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or there is no job.
     """
-    own, words = split(argv)
+    own, words = split_job(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} parity", args=own)
     check_ranges(options)
     job, steps = read_traced_job(words, options.steps)

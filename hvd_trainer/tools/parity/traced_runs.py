@@ -12,7 +12,7 @@ from typing import Any
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, read_job
-from hvd_trainer.tools.runner.runs import RUNS, Run, append_run, run_once
+from hvd_trainer.tools.runner.runs import RUNS, RunRecord, append_run, run_once
 from hvd_trainer.utils.text import plural
 
 TRACES_FOLDER = "traced"
@@ -26,7 +26,7 @@ class TracedRun:
     """A run and its trace; a failed run has the trace of the steps it made."""
 
     engine: str
-    run: Run
+    run: RunRecord
     trace: Trace | None
     log: Path
 

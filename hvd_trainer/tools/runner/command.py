@@ -1,4 +1,4 @@
-"""The job that a tool measures: how it is named behind `--`, and what starts it."""
+"""Read the job behind `--`, and build the command lines that start it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
-"""What starts an engine as its own documentation does."""
+"""The program that starts an engine in the engine's own documentation."""
 OURS = ("--backend", "--log-dir", "--record-steps")
 """Options that the tools give to the job themselves."""
 NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
@@ -23,7 +23,7 @@ ENDLESS = ("--epochs", "1000000", "--until", "None")
 
 
 def read_job(words: Sequence[str]) -> tuple[str, ...]:
-    """The job, as what follows `python`.
+    """Return the words that follow `python`, of the job behind `--`.
 
     Raises:
         OptionError: there is none, its file or module is missing, or it is given what the tool gives.
@@ -50,18 +50,18 @@ def _is_there(package: str) -> bool:
 
 
 def script_checksum(job: Sequence[str]) -> str | None:
-    """Of the job's file, which is another job when it was changed; None for a module."""
+    """Return the SHA-256 of the job's file, by which a changed job is another one; None for a module."""
     script = Path(job[0])
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else None
 
 
 def option_of(word: str) -> str:
-    """The option that a word of a command line is, as it is usually typed: `--max_steps=5` is `--max-steps`."""
+    """Return the option in a word of a command line, as it is usually typed: `--max-steps` for `--max_steps=5`."""
     return word.partition("=")[0].replace("_", "-")
 
 
 def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The job's words without those that other words replace, and these."""
+    """Return the job's words with further ones; options that come again replace the job's."""
     replaced = {option_of(word) for word in words if word.startswith("--")}
     kept: list[str] = []
     dropping = False
@@ -83,7 +83,7 @@ def measured_job(job: Sequence[str], engine: str, log: Path) -> list[str]:
 
 
 def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:
-    """What a user would type.
+    """Return the command line that a user would type to start the job.
 
     Args:
         launcher: horovodrun, torchrun, or python, which starts one process whatever the size.

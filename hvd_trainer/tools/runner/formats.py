@@ -1,4 +1,4 @@
-"""How the tools write figures, and what they need to draw them."""
+"""Format figures, and check for the packages that draw tables and plots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 NEEDED = ("jinja2", "matplotlib", "rich", "scipy")
 
 
-WIDE = 10_000
-"""Columns for tables that go into a file."""
+TABLE_WIDTH = 10_000
+"""Width in characters of tables that are written to a file or a pipe."""
 
 
 def number(value: float) -> str:
-    """With three digits at least, and thousands apart."""
+    """Return a number with three significant digits at least, and commas between thousands."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -36,7 +36,7 @@ def more_or_less(fraction: float) -> str:
 
 
 def check_installed() -> None:
-    """Refuses to begin what could not be shown in the end.
+    """Check for the packages that a command needs to show its results.
 
     Raises:
         OptionError: a package is missing that makes the tables or the pictures.
@@ -50,9 +50,9 @@ def check_installed() -> None:
 
 
 def console(out: TextIO | None = None) -> Console:
-    """Where tables are printed: as wide as the terminal; into a file or a pipe, no line is broken."""
+    """Return a console as wide as the terminal; in a file or a pipe it breaks no line."""
     from rich.console import Console
 
     file = out or sys.stdout
-    wide = None if file.isatty() else WIDE
+    wide = None if file.isatty() else TABLE_WIDTH
     return Console(file=file, width=wide, highlight=False, soft_wrap=wide is None)

@@ -1,4 +1,4 @@
-"""What measurements depend on: the machine, and the versions of what computes."""
+"""Describe the machine and the versions that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.5
-"""Of the cores, from which a measurement is disturbed."""
+MAX_LOAD = 0.5
+"""Load per core from which a measurement is disturbed."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """By name, in plain JSON."""
+    """Return the machine's properties and the versions of its software by name, in plain JSON."""
     import torch
 
     from hvd_trainer.utils import accelerator
@@ -32,16 +32,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def num_gpus() -> int:
-    """Those that PyTorch sees."""
+    """Return how many GPUs PyTorch sees."""
     from hvd_trainer.utils import accelerator
 
     return accelerator.count(accelerator.kind())
 
 
-def busy() -> str | None:
-    """A warning, if other programs have kept this machine busy in the last minute."""
+def busy_warning() -> str | None:
+    """Return a warning if other programs have kept this machine busy in the last minute."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load < BUSY * cores:
+    if load < MAX_LOAD * cores:
         return None
     return f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
 

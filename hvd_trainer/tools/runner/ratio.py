@@ -1,4 +1,4 @@
-"""Is one faster than the other? The ratio of two series that were measured in pairs, and how sure it is.
+"""The ratio of two series that were measured in pairs, with a confidence interval.
 
 The interval is the bootstrap's, by percentiles, over the rounds' ratios. With few rounds such intervals are too
 narrow, since a sample's own spread is smaller than the population's; the levels are therefore widened by what
@@ -17,13 +17,13 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-FEWEST = 3
-"""Rounds from which an interval says something."""
+MIN_ROUNDS = 3
+"""Rounds below which there is no interval."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as large one figure is as the other."""
+    """The ratio of two figures, and its 95 % confidence interval."""
 
     value: float
     """the median of the rounds' ratios"""
@@ -39,7 +39,7 @@ class Ratio:
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
-    """The ratio of pairs, one of each round.
+    """Return the ratio of pairs of figures, one pair of each round.
 
     Args:
         ones, others: figures above 0, of the same rounds in the same order; at least one.
@@ -47,16 +47,16 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
     logs = np.log(np.asarray(ones, dtype=float) / np.asarray(others, dtype=float))
     value = median(math.exp(log) for log in logs.tolist())
     count = len(logs)
-    if count < FEWEST:
+    if count < MIN_ROUNDS:
         return Ratio(value, None, None, count)
     # A fixed seed: the same measurements have the same interval each time they are shown.
     drawn = np.random.default_rng(0).choice(logs, (RESAMPLES, count))
-    low, high = np.quantile(np.median(drawn, axis=1), widened(count))
+    low, high = np.quantile(np.median(drawn, axis=1), interval_quantiles(count))
     return Ratio(value, math.exp(low), math.exp(high), count)
 
 
-def widened(count: int) -> tuple[float, float]:
-    """The two quantiles that bound the interval of so many values."""
+def interval_quantiles(count: int) -> tuple[float, float]:
+    """Return the two quantiles that bound the interval of `count` values."""
     from scipy.stats import norm, t
 
     tail = (1 - CONFIDENCE) / 2

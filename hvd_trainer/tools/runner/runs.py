@@ -1,4 +1,4 @@
-"""Runs of jobs that a tool measures: each as a user would start it, with a time limit, and what it left to read.
+"""Run jobs as a user would start them, with a time limit, and keep a record of each run.
 
 DIR/runs.jsonl    one line per run that has ended
 DIR/running/      what the present run writes: metrics, weights, output; gone after it
@@ -33,31 +33,31 @@ from hvd_trainer.utils.files import find_unsafe_path, open_regular
 T = TypeVar("T")
 
 MARK = "HVD_TRAINER_RUN"
-"""Every process of a run has it in its environment, with the tool's folder: launchers put ranks into sessions of
-their own, which a signal to a process group does not reach."""
+"""The environment variable by which the processes of a run are found; its value is the command's folder. Launchers
+put ranks into sessions of their own, which a signal to a process group does not reach."""
 END_S = 20.0
 RUNS = "runs.jsonl"
 MAX_LINE_BYTES = 2**26
-"""Of it. The learning rate of each of a million steps has 30 MB."""
-SAID = (
+"""The largest line of runs.jsonl that is read. The learning rates of a million steps take 30 MB."""
+REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
     r"^\S+: error: (.*)",  # argparse's
     r"^\u256d[^\n]*\n\u2502 (.*?) *\u2502$",  # tyro's box
     r"^((?:\w+\.)*\w*(?:Error|Exception): \S.*)",
 )
-"""How the programs of a run say why they fail, the likeliest first."""
+"""Patterns of the lines in which a run's programs state why they failed, the likeliest first."""
 TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
-class Run:
-    """How one run ended."""
+class RunRecord:
+    """The record of one run."""
 
     identity: Mapping[str, Any]
     """what was run, in plain JSON"""
     round: int
     state: Literal["done", "failed", "killed"]
-    """killed: from outside or by the time limit, so that it may go well another time"""
+    """killed: by a signal or the time limit, so that it may succeed another time"""
     seconds: float
     """from start to end"""
     note: str = ""
@@ -84,12 +84,12 @@ def in_rounds(plan: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
-    """One text for one configuration, by which its runs are found again."""
+    """Return the identity of a trial as text, by which its runs are found again."""
     return json.dumps(identity, sort_keys=True)
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those behind `--`, which are the job's."""
+def split_job(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments at `--` into those of the command and those of the job."""
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
@@ -97,14 +97,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Has the folder for this tool alone, until it ends, however it ends: what runs in the folder ends with it.
+    """Lock a folder for this command while the context is open; on exit, whatever runs in the folder is ended.
 
     Raises:
         OptionError: another one is using it, or it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # What is in other folders goes with them, when the next run begins.
+        # Other folders are removed when the next run begins.
         files = [path.name for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
         if strange := find_unsafe_path(folder, [*files, "failed"]):
             raise OptionError(f"--out {folder} cannot be written to: {strange}")
@@ -128,8 +128,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[Run]:
-    """All runs that have ended, in their order; a line that a kill has torn is none.
+def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[RunRecord]:
+    """Return the records of all runs that have ended, in their order; incomplete lines are left out.
 
     Args:
         are_figures: whether these can be a run's that is done. The folder may come from elsewhere, and a line in
@@ -143,7 +143,7 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
         with suppress(FileNotFoundError), open_regular(folder / RUNS) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 with suppress(ValueError, TypeError, RecursionError):
-                    run = Run(**json.loads(line))
+                    run = RunRecord(**json.loads(line))
                     if _is_run(run) and (run.state != "done" or are_figures(run.figures)):
                         runs.append(run)
     except OSError as error:
@@ -151,7 +151,7 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
     return runs
 
 
-def _is_run(run: Run) -> bool:
+def _is_run(run: RunRecord) -> bool:
     return (
         isinstance(run.identity, dict)
         and type(run.round) is int
@@ -163,8 +163,8 @@ def _is_run(run: Run) -> bool:
     )
 
 
-def append_run(folder: Path, run: Run) -> None:
-    """Writes down how a run ended, safe from whatever ends this process next."""
+def append_run(folder: Path, run: RunRecord) -> None:
+    """Append the record of a run to runs.jsonl, and wait until it is on the disk."""
     file = folder / RUNS
     with file.open("ab+") as lines:
         torn = lines.tell() > 0 and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n"
@@ -182,8 +182,8 @@ def run_once(
     threads: int | None,
     limit_s: float,
     read: Callable[[Path], Mapping[str, Any] | None],
-) -> Run:
-    """Starts the job, waits for its end, and leaves no process of it.
+) -> RunRecord:
+    """Start the job, wait for its end, end all its processes, and return its record.
 
     Args:
         command: with `--log-dir` and the folder that `log_dir(DIR)` names.
@@ -201,7 +201,7 @@ def run_once(
     code = _exit_code(command, folder, threads, limit_s)
     seconds = round(time.monotonic() - began, 2)
     figures = read(log_dir(folder)) if code == 0 else None
-    ended = partial(Run, identity, round_, seconds=seconds, began_at=began_at)
+    ended = partial(RunRecord, identity, round_, seconds=seconds, began_at=began_at)
     if figures is not None:
         run = ended(state="done", figures=figures)
     elif code is None or code < 0:
@@ -214,7 +214,7 @@ def run_once(
 
 
 def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_s: float) -> int | None:
-    """Of a program that has come to its end; None if it was killed for being late. No process of it is left."""
+    """Return the exit code of a program; None if it ran past the limit. All its processes are ended."""
     try:
         with (running(folder) / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -236,17 +236,17 @@ def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_
 
 
 def running(folder: Path) -> Path:
-    """Where the present run writes."""
+    """Return the folder into which the present run writes."""
     return folder / "running"
 
 
 def log_dir(folder: Path) -> Path:
-    """The log folder of the present run."""
+    """Return the log folder of the present run."""
     return running(folder) / "log"
 
 
 def clear(folder: Path) -> None:
-    """Leaves nothing of a run in this folder, neither files nor processes, also if the tool was killed."""
+    """Remove the files and end the processes of a run in this folder, also of one whose command was killed."""
     end_processes(folder)
     shutil.rmtree(running(folder), ignore_errors=True)
 
@@ -265,7 +265,7 @@ def _environment(folder: Path, threads: int | None) -> dict[str, str]:
 
 
 def end_processes(folder: Path) -> None:
-    """Kills what lives of a run in this folder.
+    """Kill all processes of a run in this folder.
 
     Raises:
         LaunchError: it cannot be killed.
@@ -291,7 +291,7 @@ def _processes(folder: Path) -> list[psutil.Process]:
 
 
 def why_it_failed(place: Path, code: int) -> str:
-    """The reason in one line: what the failed rank said, or else the launcher."""
+    """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
         return "it ended without having trained: is it built on hvd_trainer's Trainer?"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -299,14 +299,14 @@ def why_it_failed(place: Path, code: int) -> str:
     # A rank that is alone has no watch over it that would tell torchrun.
     said = (place / "output").read_text(errors="replace")
     said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
-    for pattern in SAID:
+    for pattern in REASONS:
         if (match := re.search(pattern, said, re.MULTILINE)) is not None:
             return _reason(match[1])
     return f"exit code {code}"
 
 
 def _reason(text: str) -> str:
-    """Of a report in one line or more: the exception where there is a traceback, else the first line."""
+    """Return one line of a report: the exception where there is a traceback, else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if TRACEBACK in text else lines[0]
 

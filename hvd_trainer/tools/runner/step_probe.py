@@ -1,9 +1,9 @@
-"""Runs a training script with a stopwatch on its optimizer's steps: for scripts that are not built on the Trainer.
+"""Run a training script that is not built on the Trainer, and record the times of its optimizer's steps.
 
     torchrun --nproc-per-node 2 -m hvd_trainer.tools.runner.step_probe LOG_DIR plain_ddp.py --epochs 1
 
-The script is run as it is and knows nothing of this: PyTorch's global optimizer hooks see each step of any
-optimizer in the process. What is kept has the form of `step_timer.py`, with all of a step's time in its last part.
+The script is run unchanged: PyTorch's global optimizer hooks see each step of any
+optimizer in the process. The file has the format of `step_timer.py`, with all of a step's time in its last part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvd_trainer.observe.step_timer import FOLDER, OTHER, PARTS, Clock, HostCloc
 
 
 class Probe:
-    """Counts the optimizer steps that follow a backward pass, and keeps when each has ended.
+    """Records when each optimizer step that follows a backward pass has ended.
 
     Args:
         log: where to write.
@@ -46,7 +46,7 @@ class Probe:
         self._depth, self._gradients = 0, False
 
     def install(self) -> None:
-        """Hooks every optimizer that this process will make, and every `Tensor.backward`."""
+        """Hook every optimizer that this process will make, and every `Tensor.backward`."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         original: Any = torch.Tensor.backward

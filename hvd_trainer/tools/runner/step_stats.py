@@ -1,4 +1,4 @@
-"""The figures of one measured run, from what its ranks have kept of each step (`step_timer.py`).
+"""Compute the figures of one run from the step times that its ranks have recorded (`step_timer.py`).
 
 Waiting for other ranks has two causes. The last rank to arrive at an exchange waits only for the exchange itself;
 what the others wait beyond that, they wait for it:
@@ -29,20 +29,20 @@ from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS
 from hvd_trainer.observe.step_timer import FOLDER, PARTS
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
-"""What a step's time is made of, over all ranks."""
+"""The parts of a step's time, over all ranks."""
 SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
 LISTS = ("computing_s", "cpu_s", "percentiles_s")
-POINTS = 200
-"""Of a curve that is kept."""
-MOST_STEPS = 10_000_000
-"""Of a measured run."""
+MAX_CURVE_POINTS = 200
+"""Points of a curve."""
+MAX_STEPS = 10_000_000
+"""Steps of a run whose figures are read from a file."""
 RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "base_memory_mb")
 
 Steps = Mapping[str, Any]
 
 
 def read_steps(log: Path) -> list[Steps]:
-    """What each rank has kept, in rank order.
+    """Return the recorded steps of each rank, in rank order.
 
     Raises:
         OSError, ValueError, KeyError: a file cannot be read.
@@ -56,7 +56,7 @@ def read_steps(log: Path) -> list[Steps]:
 
 
 def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """All figures of a run of a job, in plain JSON; None if it did not come to its end.
+    """Return all figures of a run of a job, in plain JSON; None if the run did not come to its end.
 
     Args:
         log: its log folder.
@@ -81,7 +81,7 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
 
 
 def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """The same of a script that is not built on the Trainer: what can be known from outside (`step_probe.py`)."""
+    """Return the figures of a script that is not built on the Trainer, as far as `step_probe.py` records them."""
     with suppress(OSError, ValueError, KeyError):
         everyone = read_steps(log)
         if len(everyone) != ranks:
@@ -90,7 +90,7 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
         work = {
             "steps": len(first["step"]),
             "parameters": int(first["parameters"]),
-            "rates": _runs_of(first["lr"].tolist()),
+            "rates": _run_lengths(first["lr"].tolist()),
         }
         figures = speed(everyone, warmup_steps)
         figures["peak_memory_mb"] = max(float(rank["peak_memory_mb"]) for rank in everyone)
@@ -102,7 +102,7 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:
-    """Whether these are as `read_figures` and `read_probed` give them; those in a file may be anything."""
+    """Return whether figures from a file, which may hold anything, are like those of a run."""
     try:
         work, parts = figures["work"], [figures[name] for name in ("parts",) if name in figures]
         steps = work["steps"]
@@ -117,7 +117,7 @@ def are_figures(figures: Mapping[str, Any]) -> bool:
         return (
             all(isinstance(number, int | float) and math.isfinite(number) for number in [*numbers, *speeds])
             and all(speed > 0 for speed in speeds)
-            and 0 <= steps <= MOST_STEPS
+            and 0 <= steps <= MAX_STEPS
             and sum(operator.index(count) for _, count in work["rates"]) == steps
             and isinstance(figures.get("weights"), str | None)
         )
@@ -135,18 +135,18 @@ def _started(ranks: Sequence[Steps]) -> dict[str, float]:
 
 
 def _work(ranks: Sequence[Steps]) -> dict[str, Any]:
-    """What a run has done, beside what it was set up for."""
+    """Return the work that a run has done, beside the facts about its set-up."""
     first = ranks[0]
     return {
         "steps": len(first["step"]),
         "samples": int(first["samples"].sum()),
         "skipped_steps": int(first["skipped"].sum()),
-        "rates": _runs_of(first["lr"].tolist()),
+        "rates": _run_lengths(first["lr"].tolist()),
     }
 
 
-def _runs_of(values: Sequence[float]) -> list[list[float]]:
-    """`[[0.1, 3], [0.05, 2]]` for 0.1 three times and then 0.05 twice."""
+def _run_lengths(values: Sequence[float]) -> list[list[float]]:
+    """Return run lengths: `[[0.1, 3], [0.05, 2]]` for 0.1 three times and then 0.05 twice."""
     runs: list[list[float]] = []
     for value in values:
         if runs and runs[-1][0] == value:
@@ -157,7 +157,7 @@ def _runs_of(values: Sequence[float]) -> list[list[float]]:
 
 
 def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
-    """How fast the steps after the warm-up were, and what their time went to; seconds. Empty if there are none."""
+    """Return speed and parts of the steps after the warm-up, in seconds; empty if there are none."""
     seconds = np.stack([rank["seconds"] for rank in ranks])[:, warmup_steps:]  # (ranks, steps, parts)
     if seconds.shape[1] == 0:
         return {}
@@ -177,13 +177,13 @@ def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
         "counted_steps": len(steps),
         "cpu_s": [float(rank["cpu_s"][warmup_steps:].mean()) for rank in ranks],
         "percentiles_s": [float(value) for value in np.percentile(steps, range(0, 101, 2))],
-        # What happens now and then, such as another program's turn on this machine, is in the others.
+        # The middle half of the steps leaves out what happens now and then, such as other programs' time slices.
         "typical": times(seconds[:, (low <= steps) & (steps <= high)]),
     }
 
 
 def times(seconds: Any) -> dict[str, Any]:
-    """Means over steps.
+    """Return means over steps.
 
     Args:
         seconds: an array of shape (ranks, steps, parts).
@@ -201,14 +201,14 @@ def times(seconds: Any) -> dict[str, Any]:
 
 
 def curve(ranks: Sequence[Steps]) -> list[list[float]]:
-    """Pairs of step and training loss (the mean of the ranks that have one), each the mean of a few steps."""
+    """Return pairs of step and training loss, averaged over the ranks that have one and over a few steps."""
     losses = np.stack([rank["loss"] for rank in ranks])
     known = ~np.isnan(losses).all(axis=0)
     steps, losses = ranks[0]["step"][known], losses[:, known]
     if losses.size == 0:
         return []
     means = np.nanmean(losses, axis=0)
-    groups = min(POINTS, len(means))
+    groups = min(MAX_CURVE_POINTS, len(means))
     return [
         [float(steps[piece].mean()), float(means[piece].mean())]
         for piece in np.array_split(np.arange(len(means)), groups)
@@ -216,14 +216,14 @@ def curve(ranks: Sequence[Steps]) -> list[list[float]]:
 
 
 def checksum(log: Path) -> str | None:
-    """Of the final weights; None if there are none."""
+    """Return the SHA-256 of the final weights; None if there are none."""
     with suppress(OSError):
         return hashlib.sha256((log / WEIGHTS).read_bytes()).hexdigest()
     return None
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure of several runs; of lists and groups, each member's."""
+    """Return the median of each figure of several runs; of lists and groups, the median of each member."""
     wanted = [name for name, value in runs[0].items() if isinstance(value, float | list | dict)]
     return {name: _median([run[name] for run in runs]) for name in wanted}
 

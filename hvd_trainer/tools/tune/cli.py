@@ -38,16 +38,16 @@ from hvd_trainer.tools.runner.command import (
     with_options,
 )
 from hvd_trainer.tools.runner.formats import check_installed, number
-from hvd_trainer.tools.runner.machine import busy, describe_machine
+from hvd_trainer.tools.runner.machine import busy_warning, describe_machine
 from hvd_trainer.tools.runner.runs import (
-    Run,
+    RunRecord,
     append_run,
     key_of,
     locked_folder,
     log_dir,
     read_runs,
     run_once,
-    split,
+    split_job,
 )
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
@@ -149,7 +149,7 @@ class Bench:
     def __init__(self, backend: str, job: Job, options: Options, folder: Path, setting: Mapping[str, Any]) -> None:
         self._backend, self._job, self._options, self._folder = backend, job, options, folder
         self._setting = setting
-        self._known: dict[str, list[Run]] = {}
+        self._known: dict[str, list[RunRecord]] = {}
         for run in read_runs(folder, _are_figures):
             if run.state == "done":  # what failed may have been mended
                 self._known.setdefault(run.key, []).append(run)
@@ -169,7 +169,7 @@ class Bench:
         self.steps = min(MOST, max(FEWEST, round(self._options.seconds / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(os.sched_getaffinity(0))}
 
-    def _why(self, run: Run) -> str:
+    def _why(self, run: RunRecord) -> str:
         """What kept a run from giving a figure."""
         if run.state == "done":
             return "it makes too few steps: give it more data, or smaller batches"
@@ -184,7 +184,7 @@ class Bench:
         print(f"{self._backend}, run {self.count}  {label}: {said}", flush=True)
         return None if speed is None else float(speed)
 
-    def _run(self, settings: Mapping[str, Any]) -> Run:
+    def _run(self, settings: Mapping[str, Any]) -> RunRecord:
         warm_up, options = WARM_UP + settling_steps(settings), self._options
         job = with_options(
             self._job.words, [*ENDLESS, *NOT_SAVED, *words(settings), "--max-steps", str(warm_up + self.steps)]
@@ -225,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or the job does not run.
     """
-    own, words = split(argv)
+    own, words = split_job(argv)
     options = tyro.cli(Options, prog=f"{COMMAND} tune", args=own)
     check_ranges(options)
     check_installed()
@@ -242,7 +242,7 @@ def main(argv: Sequence[str]) -> int:
 
 def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
     """Searches on each engine, and writes down what was found."""
-    if (warning := busy()) is not None:
+    if (warning := busy_warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     machine = describe_machine()
     versions = {name: machine[name] for name in ("python", "torch", "horovod")}
