@@ -50,7 +50,7 @@ def libraries(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         ("wait for another rank", "1", "the exchange on NCCL was given up: a rank is gone or has failed"),
     ],
 )
-def test_gpu_failures_are_reported(libraries: dict[str, Path], kernels: str, aborts: str, answer: str) -> None:
+def test_horovod_reports_gpu_failures(libraries: dict[str, Path], kernels: str, aborts: str, answer: str) -> None:
     environment = {
         **os.environ,
         "HOROVOD_NCCL_ABORT": aborts,

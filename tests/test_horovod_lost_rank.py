@@ -13,7 +13,7 @@ REPETITIONS = 5
 
 
 @requires("horovod")
-def test_ranks_can_shut_down_after_another_was_lost() -> None:
+def test_horovod_shuts_down_after_a_lost_rank() -> None:
     """As published, of ten times: three with a rank that aborted, four in which all waited without end."""
     command = [sys.executable, str(JOB), str(REPETITIONS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -48,9 +48,7 @@ def test_nccl_is_found_where_packages_have_it(bare: Path, library: str) -> None:
     assert toolchain.nccl_for(CUDA_TORCH) == Nccl(bare / "include", bare / library, "2.28.9")
 
 
-def test_the_nccl_of_pytorch_comes_before_others(
-    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_of_pytorch_comes_first(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel, named = put_nccl(tmp_path / "wheel"), put_nccl(tmp_path / "named")
     put_nccl(bare)
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(named))
@@ -61,7 +59,7 @@ def test_the_nccl_of_pytorch_comes_before_others(
         assert found.include == home / "include"
 
 
-def test_a_header_or_a_library_alone_is_no_nccl(bare: Path, tmp_path: Path) -> None:
+def test_nccl_needs_header_and_library(bare: Path, tmp_path: Path) -> None:
     homes = [put_nccl(tmp_path / "a", library=None), put_nccl(tmp_path / "b", header=False), tmp_path / "c"]
     assert find_nccl(homes) is None
     put_nccl(bare, library=None)  # libnccl2 without libnccl-dev is the other way round
@@ -71,12 +69,12 @@ def test_a_header_or_a_library_alone_is_no_nccl(bare: Path, tmp_path: Path) -> N
     assert "apt-get install libnccl-dev" in str(error.value)
 
 
-def test_a_pytorch_for_rocm_is_refused(bare: Path) -> None:
+def test_nccl_refuses_a_pytorch_for_rocm(bare: Path) -> None:
     with pytest.raises(InstallError, match=r"built for ROCm[^$]*--backend ddp, which uses RCCL"):
         toolchain.find_cuda(TorchFacts(version="2.15.0+rocm7.0", hip="7.0"))
 
 
-def test_the_build_gets_nccl_as_cmake_looks_for_it(bare: Path, tmp_path: Path) -> None:
+def test_build_names_nccl_for_cmake(bare: Path, tmp_path: Path) -> None:
     nccl = find_nccl([put_nccl(bare, f"lib/{TRIPLET}/libnccl.so.2")])
     (bare / "include/stdlib.h").touch()
     plan = BuildPlan(CUDA_TORCH, toolchain.CudaToolkit(tmp_path / "cuda", "13.0"), nccl, None, 1)
@@ -98,7 +96,7 @@ def symbols(library: Path, kind: str) -> dict[str, str]:
 
 
 @requires("horovod")
-def test_every_symbol_of_horovod_is_in_a_library_that_it_names() -> None:
+def test_horovod_links_all_libraries_of_its_symbols() -> None:
     """So it loads on a machine without a GPU: it names no library of the driver, and uses none of its symbols."""
     if shutil.which("nm") is None or shutil.which("readelf") is None:
         pytest.skip("needs nm and readelf: apt-get install binutils")

@@ -115,14 +115,14 @@ def attack(source: Path, folder: Path) -> dict[str, object]:
     return found
 
 
-def test_the_published_source_runs_what_any_host_sends(published: Path, tmp_path: Path) -> None:
+def test_published_horovod_runs_what_any_host_sends(published: Path, tmp_path: Path) -> None:
     found = attack(published, tmp_path / "marks")
     assert found["ran"] == ["by_put", "by_reply"]
     assert found["key_leaks"]
     assert found["heard"] == [[7, 3, "HostUpdateResult"]]
 
 
-def test_the_patched_source_refuses_it_and_still_serves_workers(patched: Path, tmp_path: Path) -> None:
+def test_patched_horovod_refuses_the_attack_and_serves_workers(patched: Path, tmp_path: Path) -> None:
     found = attack(patched, tmp_path / "marks")
     assert found["ran"] == []
     assert found["put"] == 400

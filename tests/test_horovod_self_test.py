@@ -54,7 +54,7 @@ def test_only_a_passed_self_test_marks_the_record(
     assert record_of(installed) == {"mpi": None, "proved": True}
 
 
-def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_names_an_unknown_localhost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a new chroot without /etc/hosts, horovodrun only said that it could not connect by ssh."""
 
     def unknown(host: str) -> str:
@@ -69,7 +69,7 @@ def test_an_unknown_localhost_is_named_as_the_cause(tmp_path: Path, monkeypatch:
 
 
 @requires("horovod", "ssh")
-def test_an_unknown_localhost_is_named_in_a_real_run(tmp_path: Path) -> None:
+def test_self_test_names_an_unknown_localhost_in_a_real_run(tmp_path: Path) -> None:
     """With an empty /etc/hosts."""
     (tmp_path / "hosts").touch()
     hide = f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
@@ -90,7 +90,7 @@ def test_an_unknown_localhost_is_named_in_a_real_run(tmp_path: Path) -> None:
 
 
 @requires("horovod")
-def test_an_unproved_horovod_is_installed_anew(tmp_path: Path) -> None:
+def test_installer_replaces_an_untested_horovod(tmp_path: Path) -> None:
     """As after a self-test that failed or was interrupted; once it counted as "installed already"."""
     built, spec = installed_record(), importlib.util.find_spec("horovod")
     assert spec is not None

@@ -42,7 +42,7 @@ PATCHED_FILE = "horovod/common/timeline.cc"
         (None, "24-timeline[^$]*source/target file does not exist"),
     ],
 )
-def test_a_source_that_differs_is_refused(
+def test_patches_refuse_a_different_source(
     published: Path, tmp_path: Path, change: Callable[[str], str] | None, message: str
 ) -> None:
     source = tmp_path / published.name
@@ -56,20 +56,20 @@ def test_a_source_that_differs_is_refused(
         apply_patches(source, published.parent / "tools", cxx_standard=20, record={})
 
 
-def test_a_patched_source_is_refused(patched: Path, published: Path) -> None:
+def test_patches_refuse_a_patched_source(patched: Path, published: Path) -> None:
     """For patch-ng alone a second time is a success."""
     with pytest.raises(PatchError, match=r"cannot apply 01-[^$]*already patched"):
         apply_patches(patched, published.parent / "tools", cxx_standard=20, record={})
 
 
 @pytest.mark.parametrize("path", sorted(PATCHES.iterdir()), ids=lambda path: path.name)
-def test_a_patch_begins_with_its_reason(path: Path) -> None:
+def test_patches_begin_with_their_reason(path: Path) -> None:
     header, *_ = path.read_text(encoding="utf-8").partition("\n--- a/")
     assert re.fullmatch(r"\d\d-[a-z0-9.-]+\.patch", path.name)
     assert re.match(r"Description: [A-Z].+\n( .+\n)+Origin: vendor\n", header)
 
 
-def test_a_package_with_another_hash_is_not_even_unpacked(
+def test_package_with_another_hash_is_not_unpacked(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = tmp_path / "index"
@@ -84,7 +84,7 @@ def test_a_package_with_another_hash_is_not_even_unpacked(
     assert not list(tmp_path.glob("horovod-0.28.1*"))
 
 
-def test_a_horovod_without_its_extension_is_not_usable(patched: Path) -> None:
+def test_horovod_without_its_extension_is_not_usable(patched: Path) -> None:
     """Such a one prints a warning, imports all the same, and has no `init`."""
     code = "from hvd_trainer.horovod_build.facts import probe; print(probe().horovod.error)"
     out = subprocess.check_output(

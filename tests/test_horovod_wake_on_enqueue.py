@@ -24,7 +24,7 @@ def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]
 
 
 @requires("horovod")
-def test_enqueued_work_ends_the_pause() -> None:
+def test_wake_on_enqueue_ends_the_pause() -> None:
     """As published, 20 exchanges in cycles of 1 s take 20 s. A variable that the user sets is kept."""
     asked = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE_S)}
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(None,), env=asked):
@@ -33,7 +33,7 @@ def test_enqueued_work_ends_the_pause() -> None:
 
 
 @requires("horovod")
-def test_a_cycle_time_by_option_is_kept() -> None:
+def test_cycle_time_option_turns_waking_off() -> None:
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(100.0,)):
         assert seconds > (EXCHANGES - 2) * 0.1
         assert cycle is None

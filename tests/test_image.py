@@ -40,21 +40,21 @@ def run(
     return done
 
 
-def test_the_dockerfile_passes_hadolint() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     assert run(program("hadolint"), DOCKER / "Dockerfile").stdout == ""
 
 
 @pytest.mark.parametrize("script", ["hvd-ssh", "hvd-mnist"])
-def test_the_scripts_pass_shellcheck(script: str) -> None:
+def test_docker_scripts_pass_shellcheck(script: str) -> None:
     assert run(program("shellcheck"), DOCKER / script).stdout == ""
     assert os.access(DOCKER / script, os.X_OK)
 
 
-def test_the_compose_file_follows_its_specification() -> None:
+def test_compose_file_follows_its_schema() -> None:
     run(program("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml")
 
 
-def test_compose_knows_of_shared_memory_and_of_gpus() -> None:
+def test_compose_file_gives_shared_memory_and_gpus() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
@@ -66,7 +66,7 @@ def test_compose_knows_of_shared_memory_and_of_gpus() -> None:
         assert (DOCKER / service["build"]["context"] / dockerfile).samefile(DOCKER / "Dockerfile"), name
 
 
-def test_what_the_dockerfile_says_of_the_package_is_true() -> None:
+def test_dockerfile_has_the_version_and_the_license() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
@@ -74,7 +74,7 @@ def test_what_the_dockerfile_says_of_the_package_is_true() -> None:
     assert f'image.licenses="{setup["metadata"]["license"]}"' in text
 
 
-def test_what_is_copied_is_sent_to_the_builder() -> None:
+def test_dockerignore_sends_what_is_copied() -> None:
     """And nothing else: a change of a test makes no layer anew."""
     copied = re.findall(r"^COPY (?!--from)(?:--\S+ )?(.+) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
     sent = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
@@ -98,14 +98,14 @@ def built_for(folder: Path, gpu: str, *, has_nvcc: bool) -> str:
     return said.splitlines()[-1].partition("install-horovod --gpu ")[2].strip()
 
 
-def test_an_image_for_gpus_has_no_horovod_for_cpus(tmp_path: Path) -> None:
+def test_gpu_image_has_no_horovod_for_cpus(tmp_path: Path) -> None:
     """`--gpu auto` would build one in silence where PyTorch's CUDA is not the base's; `nccl` is refused there."""
     assert built_for(tmp_path, "auto", has_nvcc=False) == "none"
     assert built_for(tmp_path, "auto", has_nvcc=True) == "nccl"
     assert built_for(tmp_path, "none", has_nvcc=True) == "none"
 
 
-def test_the_health_check_opens_no_gpu() -> None:
+def test_health_check_opens_no_gpu() -> None:
     (command,) = re.findall(
         r"^HEALTHCHECK (?:.*\\\n)*\s*CMD (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE
     )
@@ -155,7 +155,7 @@ def served(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
 
 
 @requires("sshd")
-def test_a_host_is_entered_by_the_key_only(home: Path) -> None:
+def test_hvd_ssh_serve_accepts_the_key_only(home: Path) -> None:
     """The server runs while the command does; another key, or a host that answers with another one, is refused."""
     folder = home / ".ssh"
     with served(home) as (_, ssh):
@@ -183,7 +183,7 @@ time.sleep(60)
 
 
 @requires("sshd")
-def test_a_host_that_shall_stop_lets_its_ranks_save(home: Path) -> None:
+def test_hvd_ssh_serve_passes_sigterm_to_ranks(home: Path) -> None:
     """The server alone got the signal and ended, and with it the container and all that ran there."""
     (home / "rank.py").write_text(RANK)
     with served(home) as (serving, ssh):
@@ -220,14 +220,14 @@ def test_hvd_ssh_says_what_to_type(home: Path, words: Sequence[str], says: str) 
 
 @requires("ssh-keygen")
 @pytest.mark.parametrize(("port", "names"), [(2222, ["[a]:2222", "[b]:2222"]), (22, ["a", "b"])])
-def test_hosts_are_known_by_the_names_that_ssh_looks_for(home: Path, port: int, names: Sequence[str]) -> None:
+def test_hvd_ssh_keys_writes_known_hosts(home: Path, port: int, names: Sequence[str]) -> None:
     hvd_ssh(home, "keys", "a", "b", port=port)
     known = (home / ".ssh/known_hosts").read_text().splitlines()
     assert [line.split()[0] for line in known] == names
 
 
 @requires("ssh-keygen")
-def test_keys_are_not_written_over(home: Path) -> None:
+def test_hvd_ssh_keys_overwrites_no_key(home: Path) -> None:
     hvd_ssh(home, "keys", "a", "b")
     before = {file.name: file.read_bytes() for file in (home / ".ssh").iterdir()}
     assert "is there already" in hvd_ssh(home, "keys", "a", check=False).stderr
@@ -235,7 +235,7 @@ def test_keys_are_not_written_over(home: Path) -> None:
 
 
 @requires("horovodrun")
-def test_hvd_mnist_starts_as_many_ranks_as_told() -> None:
+def test_hvd_mnist_starts_np_ranks() -> None:
     words = [DOCKER / "hvd-mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     assert "2 ranks on 1 node" in run(*words, env=path | {"NP": "2"}).stdout
@@ -324,7 +324,7 @@ def image() -> Iterator[Image]:
 
 
 @pytest.mark.image
-def test_the_image_trains_on_both_engines(image: Image) -> None:
+def test_image_trains_on_both_engines(image: Image) -> None:
     options = ["--dataset", "digits", "--epochs", "1", "--batch-size", "64"]
     said = image.run("env", "NP=2", "hvd-mnist", *options)
     assert "2 ranks on 1 node" in said
@@ -334,14 +334,14 @@ def test_the_image_trains_on_both_engines(image: Image) -> None:
 
 
 @pytest.mark.image
-def test_the_image_is_nobodys_root_and_has_no_compiler(image: Image) -> None:
+def test_image_has_no_root_user_and_no_compiler(image: Image) -> None:
     assert image.run("id", "-u").strip() == "10001"
     assert "gcc" not in image.run("ls", "/usr/bin").split()
     assert "ssh_host_" not in image.run("ls", "/etc/ssh")
 
 
 @pytest.mark.image
-def test_the_image_is_healthy_and_says_what_it_is(image: Image) -> None:
+def test_image_is_healthy_and_labelled(image: Image) -> None:
     inspected = image.buildah("inspect", "--type", "image", IMAGE)
     for word in ("org.opencontainers.image.revision", "tested", '"hvd-mnist"', '"doctor"'):
         assert word in inspected
@@ -351,7 +351,7 @@ def test_the_image_is_healthy_and_says_what_it_is(image: Image) -> None:
 
 
 @pytest.mark.image
-def test_nothing_of_the_build_is_left(image: Image) -> None:
+def test_image_contains_no_build_files(image: Image) -> None:
     """All but PyTorch, what PyTorch requires, and Debian's own is small; `-s` prints what takes room."""
     wheels = "/opt/hvd_trainer/lib/python3*/site-packages"
     parts = {"all": "/", "torch": f"{wheels}/torch", "nvidia": f"{wheels}/nvidia", "triton": f"{wheels}/triton"}
@@ -367,7 +367,7 @@ def test_nothing_of_the_build_is_left(image: Image) -> None:
 
 
 @pytest.mark.image
-def test_a_container_is_a_host(image: Image) -> None:
+def test_container_is_reached_by_ssh(image: Image) -> None:
     """Entered by ssh, as another machine."""
     enter = "ssh -o HostKeyAlias='[container]:2222' 127.0.0.1 python -m hvd_trainer doctor --help"
     said = image.run("sh", "-c", f"hvd-ssh keys container && hvd-ssh serve {enter}")

@@ -81,7 +81,7 @@ def load(backend: Backend, place: Path, said: list[str] | None = None, length: i
 # The archive.
 
 
-def test_archive_and_folder_are_found_and_read_alike(folder: Path, archive: Path) -> None:
+def test_archive_and_folder_are_read_alike(folder: Path, archive: Path) -> None:
     for place in (archive, archive.parent, folder, folder.parent):
         source = imdb_archive.find(place)
         imdb_archive.digest(source)
@@ -122,7 +122,7 @@ def test_malformed_reviews_are_counted(folder: Path, cache: Path, alone: Backend
     )
 
 
-def test_an_archive_reads_reviews_alone(tmp_path: Path) -> None:
+def test_archive_reads_reviews_only(tmp_path: Path) -> None:
     """The official one has unlabelled reviews and lists of words, too."""
     more = {
         "aclImdb/train/unsup/0_0.txt": b"not labelled",
@@ -136,9 +136,7 @@ def test_an_archive_reads_reviews_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other"])
-def test_an_archive_that_is_not_the_official_one_is_refused(
-    damage: str, archive: Path, cache: Path, alone: Backend
-) -> None:
+def test_unofficial_archive_is_refused(damage: str, archive: Path, cache: Path, alone: Backend) -> None:
     """It is not even opened; what it unpacks to can be used as a folder."""
     whole = archive.read_bytes()
     middle = len(whole) // 2
@@ -153,7 +151,7 @@ def test_an_archive_that_is_not_the_official_one_is_refused(
         assert words in str(caught.value)
 
 
-def test_a_label_without_reviews_is_named(tmp_path: Path) -> None:
+def test_label_without_reviews_is_named(tmp_path: Path) -> None:
     files = {name: raw for name, raw in fake_imdb.reviews().items() if "test/pos" not in name}
     place = fake_imdb.write_folder(tmp_path, files) / imdb_archive.FOLDER
     with pytest.raises(DataError, match=r"no reviews in aclImdb/test/pos, but 36 in all.*train/pos/0_9\.txt"):
@@ -243,7 +241,7 @@ def test_downloads_end_whole_or_leave_nothing(
     assert imdb_archive.read(imdb_archive.find(folder)) == imdb_archive.read(archive)
 
 
-def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_gives_up_on_a_silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         fetch(f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar.gz", tmp_path / "new", 60, monkeypatch)
@@ -253,7 +251,7 @@ def test_a_server_that_never_answers_costs_seconds(tmp_path: Path, monkeypatch: 
 # Tokens and their cache.
 
 
-def test_the_tokenizer_is_trained_on_the_training_reviews_alone(folder: Path) -> None:
+def test_tokenizer_is_trained_on_training_reviews_only(folder: Path) -> None:
     reviews = imdb_archive.read(folder)
     tokens = imdb_tokens.encode(reviews, VOCABULARY, LENGTH)
     pieces = json.loads(tokens.tokenizer)["model"]["vocab"]
@@ -264,7 +262,7 @@ def test_the_tokenizer_is_trained_on_the_training_reviews_alone(folder: Path) ->
     assert tokens.fingerprint() == imdb_tokens.encode(reviews, VOCABULARY, LENGTH).fingerprint()
 
 
-def test_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
+def test_token_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
     from tokenizers import Tokenizer
 
     reviews = imdb_archive.read(archive)
@@ -285,7 +283,7 @@ def test_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
         assert row == whole + [PADDING] * (400 - len(whole))
 
 
-def test_odd_letters_are_neither_padding_nor_out_of_range(tmp_path: Path) -> None:
+def test_tokenizer_accepts_any_letters(tmp_path: Path) -> None:
     odd = {name: "[PAD] \0\t\x7f \u4e16\u754c \U0001f600 e\u0301 [PAD]".encode() for name in fake_imdb.reviews()}
     reviews = imdb_archive.read(fake_imdb.write_folder(tmp_path, odd) / imdb_archive.FOLDER)
     tokens = imdb_tokens.encode(reviews, MIN_VOCABULARY, LENGTH)
@@ -293,7 +291,7 @@ def test_odd_letters_are_neither_padding_nor_out_of_range(tmp_path: Path) -> Non
     assert int(tokens.ids["test"].max()) < MIN_VOCABULARY
 
 
-def test_missing_tokenizers_are_named_with_what_to_type(
+def test_missing_tokenizers_package_is_named(
     folder: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package is in the extra [imdb]; a start from the cache does without it."""
@@ -307,7 +305,7 @@ def test_missing_tokenizers_are_named_with_what_to_type(
     assert torch.equal(load(alone, folder).train.inputs, first.train.inputs)
 
 
-def test_the_second_start_reads_the_cache(
+def test_second_start_reads_the_cache(
     folder: Path, cache: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -325,7 +323,7 @@ def test_the_second_start_reads_the_cache(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
-def test_a_damaged_cache_is_made_anew(damage: str, folder: Path, cache: Path, alone: Backend) -> None:
+def test_damaged_cache_is_rebuilt(damage: str, folder: Path, cache: Path, alone: Backend) -> None:
     first = load(alone, folder)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
@@ -348,16 +346,14 @@ def test_a_damaged_cache_is_made_anew(damage: str, folder: Path, cache: Path, al
     assert file.read_bytes() == whole
 
 
-def test_other_sizes_and_other_reviews_have_caches_of_their_own(
-    tmp_path: Path, folder: Path, cache: Path, alone: Backend
-) -> None:
+def test_cache_depends_on_sizes_and_reviews(tmp_path: Path, folder: Path, cache: Path, alone: Backend) -> None:
     load(alone, folder)
     assert load(alone, folder, length=20).train.inputs.shape[1] == 20
     load(alone, fake_imdb.write_folder(tmp_path / "more", fake_imdb.reviews(13)))
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_cache_that_cannot_be_written_names_another_place(
+def test_unwritable_cache_names_another_place(
     tmp_path: Path, folder: Path, alone: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -395,7 +391,7 @@ def test_nodes_with_different_reviews_are_an_error(tmp_path: Path, folder: Path)
         assert "node0, node1" in error
 
 
-def test_batches_are_what_an_embedding_takes(folder: Path, cache: Path, alone: Backend) -> None:
+def test_batches_fit_an_embedding(folder: Path, cache: Path, alone: Backend) -> None:
     texts = load(alone, folder)
     for workers in (None, 1):
         loader = make_loader(texts.train, alone, LoaderPlan(10, num_workers=workers))
@@ -432,7 +428,7 @@ def some_ids(*lengths: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_every_block_returns_the_same_kind_of_value(model: nn.Sequential, precision: torch.dtype) -> None:
+def test_all_blocks_return_the_same_type(model: nn.Sequential, precision: torch.dtype) -> None:
     """So that any of them may begin a pipeline stage, in any precision."""
     assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
     ids = some_ids(16, 5, 1)
@@ -471,7 +467,7 @@ def test_padding_does_not_change_the_logits(model: nn.Sequential) -> None:
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
 
 
-def test_a_text_without_tokens_is_finite(model: nn.Sequential) -> None:
+def test_text_without_tokens_has_finite_logits(model: nn.Sequential) -> None:
     logits = model(some_ids(0, 16))
     assert torch.equal(logits[0], model.head.classes.bias)
     logits.square().sum().backward()
@@ -488,7 +484,7 @@ def test_training_and_evaluation_compute_alike(model: nn.Sequential) -> None:
     assert not torch.equal(dropping.train()(ids), dropping.eval()(ids))
 
 
-def test_it_learns_one_text_by_deterministic_operations(model: nn.Sequential) -> None:
+def test_transformer_learns_with_deterministic_operations(model: nn.Sequential) -> None:
     ids, label = some_ids(6)[:, :6], torch.tensor([1])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.use_deterministic_algorithms(True)
@@ -507,7 +503,7 @@ def test_it_learns_one_text_by_deterministic_operations(model: nn.Sequential) ->
 # Options.
 
 
-def test_typed_options_win_over_the_preset(tmp_path: Path) -> None:
+def test_typed_options_override_the_preset(tmp_path: Path) -> None:
     assert TextModelOptions().sizes == TextSizes(2, 64, 2, 128, 0.2, 256, 8000)
     typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).filled()
     reference = PRESETS["reference"].sizes
@@ -519,7 +515,7 @@ def test_typed_options_win_over_the_preset(tmp_path: Path) -> None:
     assert (both.network.heads, both.network.layers, both.optimizer.lr) == (4, 12, 1e-4)
 
 
-def test_presets_are_whole_and_of_their_size() -> None:
+def test_presets_are_complete_and_of_their_size() -> None:
     for name, count in (("small", 595_586), ("reference", 364_732_418)):
         network = TextModelOptions(preset=name)  # type: ignore[arg-type]
         options = ImdbOptions(network=network).filled()
@@ -570,7 +566,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Resul
     return reviews, folder / "ddp", run("ddp", folder / "ddp", reviews)
 
 
-def test_a_run_reports_its_data_and_keeps_options_and_tokenizer(trained: tuple[Path, Path, Result]) -> None:
+def test_run_reports_its_data_and_keeps_options_and_tokenizer(trained: tuple[Path, Path, Result]) -> None:
     _, folder, result = trained
     for words in ("imdb: makes tokens of", "imdb: 24 + 24 reviews", "data     IMDB: 24 samples", "epoch 2/2"):
         assert result.stdout.count(words) == 1, result.stdout
@@ -590,7 +586,7 @@ def test_both_engines_give_the_same_weights(trained: tuple[Path, Path, Result], 
     assert weights(tmp_path) == weights(folder)
 
 
-def test_a_resumed_run_gives_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
+def test_resumed_run_gives_the_same_weights(trained: tuple[Path, Path, Result], tmp_path: Path) -> None:
     """The second run takes the tokens from the cache of the first."""
     reviews, folder, _ = trained
     first = run("ddp", tmp_path, reviews, "--epochs", "1")
@@ -609,7 +605,7 @@ def test_reproducible_runs_agree_on_one_rank_and_two(trained: tuple[Path, Path, 
     assert weights(tmp_path / "1") == weights(tmp_path / "2")
 
 
-def test_a_damaged_archive_ends_all_ranks_with_one_line(tmp_path: Path, archive: Path) -> None:
+def test_damaged_archive_ends_all_ranks_with_one_line(tmp_path: Path, archive: Path) -> None:
     archive.write_bytes(archive.read_bytes()[:-20])
     result = run("ddp", tmp_path / "log", archive, check=False)
     assert result.returncode == 2
@@ -630,7 +626,7 @@ def test_synthetic_needs_no_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+def test_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     archive = pytestconfig.rootpath / "../shared/data/imdb" / imdb_archive.ARCHIVE
     if not archive.is_file():
         pytest.skip(f"no {imdb_archive.ARCHIVE} in ../shared/data/imdb")

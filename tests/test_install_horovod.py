@@ -58,7 +58,7 @@ def run_refused(*options: str, **environment: str) -> str:
 # --- what is missing --------------------------------------------------------------------------
 
 
-def test_a_broken_torch_is_named(tmp_path: Path) -> None:
+def test_broken_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libc10.so: no such file')")
     message = run_refused(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
@@ -67,18 +67,18 @@ def test_a_broken_torch_is_named(tmp_path: Path) -> None:
     assert "pip install torch" in message
 
 
-def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+def test_missing_compiler_is_named(tmp_path: Path) -> None:
     message = run_refused("--force", "--wheel-dir", str(tmp_path), PATH=tool_folder(tmp_path / "bin"))
     assert "apt-get install g++" in message
 
 
-def test_a_missing_make_is_named(tmp_path: Path) -> None:
+def test_missing_make_is_named(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "g++")
     message = run_refused("--force", "--wheel-dir", str(tmp_path), PATH=path)
     assert "apt-get install make" in message
 
 
-def test_a_compiler_that_is_too_old_is_named(tmp_path: Path) -> None:
+def test_old_compiler_is_named(tmp_path: Path) -> None:
     """The later -std wins: this g++ knows no more than one of 2016."""
     old = script(tmp_path / "g++-6", f'exec {shutil.which("g++")} "$@" -std=c++14')
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def test_a_compiler_that_is_too_old_is_named(tmp_path: Path) -> None:
             assert old in str(error.value)
 
 
-def test_a_missing_mpi_compiler_is_named(tmp_path: Path) -> None:
+def test_missing_mpi_compiler_is_named(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "g++", "make", "as", "ld")
     message = run_refused("--force", "--mpi", "--gpu", "none", "--wheel-dir", str(tmp_path), PATH=path)
     assert "apt-get install libopenmpi-dev" in message
@@ -132,7 +132,7 @@ def test_nccl_is_refused_with_a_toolkit_of_another_major_version(
         tool.choose_cuda("nccl", no_cuda)
 
 
-def test_a_toolkit_behind_a_script_on_path_is_found(
+def test_toolkit_behind_a_script_on_path_is_found(
     no_cuda: TorchFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = fake_toolkit(tmp_path / "cuda", "13.0")
@@ -144,7 +144,7 @@ def test_a_toolkit_behind_a_script_on_path_is_found(
 # --- what goes wrong on the way ---------------------------------------------------------------
 
 
-def test_a_missing_network_is_named(tmp_path: Path) -> None:
+def test_missing_network_is_named(tmp_path: Path) -> None:
     message = run_refused("--force", "--gpu", "none", "--wheel-dir", str(tmp_path), **NO_NETWORK)
     assert "no network?" in message
     log = Path(message.rpartition("the full log: ")[2].strip())
@@ -153,25 +153,25 @@ def test_a_missing_network_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".build-*"))
 
 
-def test_a_wheel_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_wheel_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = run_refused("--force", "--wheel-dir", str(tmp_path / "file/wheels"))
     assert "cannot be written to" in message
 
 
-def test_a_full_disk_is_seen_before_the_build(small_disk: Path) -> None:
+def test_full_disk_is_named_before_the_build(small_disk: Path) -> None:
     message = run_refused("--force", "--gpu", "none", "--wheel-dir", str(small_disk / "wheels"))
     assert "the disk is full" in message
     assert "--wheel-dir" in message
 
 
-def test_a_disk_that_fills_during_the_build(small_disk: Path, tmp_path: Path) -> None:
+def test_disk_that_fills_during_the_build_is_named(small_disk: Path, tmp_path: Path) -> None:
     command = ["dd", "if=/dev/zero", f"of={small_disk / 'objects'}", "bs=1M", "count=16"]
     with pytest.raises(InstallError, match="the disk is full"):
         run_logged("Horovod must be compiled.", command, tmp_path / "log", os.environ)
 
 
-def test_a_compile_error_is_quoted(tmp_path: Path) -> None:
+def test_compile_error_is_quoted(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo compiling; echo 'a.cc:3:1: error: no such type'; exit 1"]
     with pytest.raises(InstallError, match=r"a\.cc:3:1: error: no such type") as error:
         run_logged("Horovod must be compiled.", command, tmp_path / "log", os.environ)
@@ -194,7 +194,7 @@ def stalled_index() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_installer_leaves_nothing_behind(
+def test_killed_installer_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, stalled_index: str
 ) -> None:
     """No half wheel stays, nor (where the installer can still act) a process or a folder."""
@@ -243,7 +243,7 @@ def test_sigterm_while_a_step_starts_ends_the_step(monkeypatch: pytest.MonkeyPat
     assert not psutil.pid_exists(PopenDuringSigterm.last)
 
 
-def test_a_second_installer_waits_for_the_first(tmp_path: Path) -> None:
+def test_second_installer_waits_for_the_first(tmp_path: Path) -> None:
     """The second waits for the first (here: this test), and says so."""
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -293,7 +293,7 @@ NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
         ({}, "no PyTorch extension", {}, "no PyTorch extension"),
     ],
 )
-def test_mismatches_of_an_installed_horovod(
+def test_mismatches_of_an_installed_horovod_are_named(
     record: dict[str, object], error: str | None, options: dict[str, object], reason: str | None
 ) -> None:
     chosen = tool.Options(**options)  # type: ignore[arg-type]
@@ -302,9 +302,7 @@ def test_mismatches_of_an_installed_horovod(
 
 
 @pytest.mark.parametrize("gpu", ["auto", "none"])
-def test_a_build_for_the_cpu_says_so_where_gpus_may_be_meant(
-    no_cuda: TorchFacts, gpu: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cpu_build_beside_gpus_says_so(no_cuda: TorchFacts, gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On the login node of a cluster; later, on a GPU node, nothing said why gradients went through the CPU."""
     facts = Facts(no_cuda, HorovodFacts(record=RECORD))
     assert tool._already_usable(tool.Options(gpu=gpu), facts)  # type: ignore[arg-type]
@@ -313,7 +311,7 @@ def test_a_build_for_the_cpu_says_so_where_gpus_may_be_meant(
     assert (gpu == "auto") == last.startswith("For GPUs type: python -m hvd_trainer install-horovod --gpu nccl")
 
 
-def test_a_usable_horovod_is_kept(tmp_path: Path) -> None:
+def test_usable_horovod_is_kept(tmp_path: Path) -> None:
     facts = probe()
     if facts.horovod is None or facts.horovod.error or not facts.horovod.record.get("proved"):
         pytest.skip("needs a Horovod built by: python -m hvd_trainer install-horovod")

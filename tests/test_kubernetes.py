@@ -56,17 +56,17 @@ def pods(*without: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("replica", pods())
-def test_a_pod_is_one_of_kubernetes(replica: dict[str, Any]) -> None:
+def test_pods_follow_the_kubernetes_schema(replica: dict[str, Any]) -> None:
     assert replica.keys() <= REPLICA
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, **replica["template"]}
     kubernetes_validate.validate(pod, LATEST, strict=True)
 
 
-def test_the_volume_is_one_of_kubernetes() -> None:
+def test_volume_follows_the_kubernetes_schema() -> None:
     kubernetes_validate.validate(read("volume.yaml"), LATEST, strict=True)
 
 
-def test_around_the_pods_are_the_operators_names() -> None:
+def test_jobs_use_the_operators_fields() -> None:
     mpi, pytorch = mpi_job()[0], pytorch_job()[0]
     assert (mpi["apiVersion"], mpi["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     assert (pytorch["apiVersion"], pytorch["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -79,7 +79,7 @@ def test_around_the_pods_are_the_operators_names() -> None:
 
 
 @pytest.mark.parametrize("replica", pods("Launcher"))
-def test_who_trains_has_shared_memory_a_volume_and_the_images_user(replica: dict[str, Any]) -> None:
+def test_training_pods_have_shared_memory_volume_and_user(replica: dict[str, Any]) -> None:
     pod = replica["template"]["spec"]
     (container,) = pod["containers"]
     assert "nvidia.com/gpu" in container["resources"]["limits"]
@@ -95,7 +95,7 @@ def test_who_trains_has_shared_memory_a_volume_and_the_images_user(replica: dict
     assert f"ARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
 
 
-def test_who_starts_ranks_names_the_secret() -> None:
+def test_launchers_name_the_secret() -> None:
     """torchrun and horovodrun tell everybody who asks where a job's ranks meet."""
     containers = {
         f"{job['kind']}-{name}": replica["template"]["spec"]["containers"][0]
@@ -116,7 +116,7 @@ def job_of(arguments: list[str]) -> MnistOptions:
     return parse(MnistOptions, arguments[arguments.index("hvd_trainer.mnist") + 1 :])
 
 
-def test_the_launcher_starts_a_rank_per_slot() -> None:
+def test_mpi_job_starts_a_rank_per_slot() -> None:
     job, replicas = mpi_job()
     (container,) = replicas["Launcher"]["template"]["spec"]["containers"]
     words = container["args"]
@@ -130,7 +130,7 @@ def test_the_launcher_starts_a_rank_per_slot() -> None:
     assert job_of(words).save.resume == "auto"
 
 
-def test_torchrun_starts_a_rank_per_gpu() -> None:
+def test_pytorch_job_starts_a_rank_per_gpu() -> None:
     job, replicas = pytorch_job()
     for replica in replicas.values():
         (container,) = replica["template"]["spec"]["containers"]

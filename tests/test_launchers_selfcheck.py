@@ -70,7 +70,7 @@ rank_is_stuck_here()
 
 
 @each_launcher()
-def test_an_exit_code_and_the_output_come_through(launcher: str, write) -> None:
+def test_launch_returns_exit_code_and_output(launcher: str, write) -> None:
     script = write("import sys\nprint('words', flush=True)\nsys.exit(3)")
     # horovodrun and torchrun make a 1 of every failure.
     code = 1 if launcher in ("horovodrun", "torchrun") else 3
@@ -79,7 +79,7 @@ def test_an_exit_code_and_the_output_come_through(launcher: str, write) -> None:
 
 
 @each_launcher()
-def test_a_hanging_script_is_ended_and_shows_where_it_hangs(launcher: str, write) -> None:
+def test_launch_ends_a_hanging_script_and_shows_where(launcher: str, write) -> None:
     script = write(HANG)
     began = time.monotonic()
     with start(launcher, num_ranks(launcher), script) as job:
@@ -95,7 +95,7 @@ def test_a_hanging_script_is_ended_and_shows_where_it_hangs(launcher: str, write
 
 
 @each_launcher("horovodrun", "torchrun", "mpirun", "srun")
-def test_ctrl_c_ends_everything(launcher: str, write) -> None:
+def test_launch_ends_by_ctrl_c(launcher: str, write) -> None:
     with start(launcher, 2, write(HANG)) as job:
         job.wait_for_output("started", count=2)
         job.press_ctrl_c(times=2 if launcher == "srun" else 1)
@@ -115,7 +115,7 @@ def raise_in_the_last_rank(launcher: str, num_processes: int) -> tuple[int, None
 
 
 @each_launcher()
-def test_an_exception_in_one_rank_is_raised_here(launcher: str) -> None:
+def test_run_ranks_raises_the_exception_of_a_rank(launcher: str) -> None:
     count = num_ranks(launcher)
     # srun lets the other rank hang until the time limit; the exception must not be lost in it.
     with pytest.raises(RankError, match="^in a rank:\nTraceback(.|\n)*the last rank's own words"):
@@ -133,7 +133,7 @@ def claim_rank_0() -> tuple[int, None]:
 
 
 @requires("mpirun")
-def test_ranks_that_all_claim_to_be_rank_0_are_refused() -> None:
+def test_run_ranks_refuses_two_rank_0() -> None:
     with pytest.raises(LaunchError, match=r"wanted \(rank, value\) from ranks \[0, 1\]"):
         run_ranks(claim_rank_0, num_processes=2, launcher="mpirun")
 
@@ -145,7 +145,7 @@ def end_badly_after_the_work() -> tuple[int, None]:
     return 0, None
 
 
-def test_an_abort_after_the_work_is_not_a_success() -> None:
+def test_run_ranks_refuses_an_abort_after_the_work() -> None:
     with pytest.raises(LaunchError, match="no rank raised, exit code -6"):
         run_ranks(end_badly_after_the_work, num_processes=1, launcher="python")
 
@@ -165,20 +165,20 @@ def is_sleeping(pid: int) -> bool:
 
 
 @each_launcher("python", "mpirun")
-def test_a_process_left_behind_is_found_and_killed(launcher: str, write) -> None:
+def test_launch_kills_a_process_left_behind(launcher: str, write) -> None:
     with pytest.raises(OrphanError, match="sleep 600") as caught:
         launch(launcher, 1, write(DAEMON), timeout_s=60)
     pids = re.findall(r"pid (\d+) .*: sleep 600", str(caught.value))
     assert not any(is_sleeping(int(pid)) for pid in pids)
 
 
-def test_nothing_is_left_in_the_temporary_folder(write, tmp_path: Path) -> None:
+def test_launch_leaves_no_temporary_files(write, tmp_path: Path) -> None:
     script = write("import os, tempfile\nprint(tempfile.mkdtemp())")
     folder = Path(launch("python", 1, script).stdout.strip())
     assert not folder.parent.exists()
 
 
-def test_wrong_launches_are_refused() -> None:
+def test_launch_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=f"there are: {', '.join(LAUNCHERS)}"):
         command_line("mpiexec.hydra", 2, ["script.py"])
     with pytest.raises(ValueError, match="1 process, not 2"):
@@ -187,7 +187,7 @@ def test_wrong_launches_are_refused() -> None:
         requires("slurm")
 
 
-def test_rank_variables_of_the_outside_do_not_reach_a_launch(write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_hides_outer_rank_variables(write, monkeypatch: pytest.MonkeyPatch) -> None:
     for case in environments.CASES.values():
         for name, value in case[0].items():
             monkeypatch.setenv(name, value)
@@ -203,19 +203,19 @@ def test_srun_reaches_two_nodes() -> None:
 
 
 @requires("srun")
-def test_eight_tasks_fit_on_a_node() -> None:
+def test_srun_fits_eight_tasks_on_a_node() -> None:
     values = run_ranks(report_environment, num_processes=8, launcher="srun", args=("srun",), options=["-N", "1"])
     assert len(values) == 8
 
 
-def test_sbatch_runs_a_script_and_says_how_it_ended(slurm: slurm_cluster.SlurmCluster) -> None:
+def test_sbatch_returns_state_and_exit_code(slurm: slurm_cluster.SlurmCluster) -> None:
     script = "#!/bin/sh\nsrun --mpi=none sh -c 'echo task $SLURM_PROCID'\nexit 4\n"
     result = slurm_batch.sbatch(slurm, script, "--ntasks=2", timeout_s=30)
     assert sorted(result.output.splitlines()) == ["task 0", "task 1"]
     assert (result.state, result.returncode) == ("FAILED", 4)
 
 
-def test_a_batch_job_past_its_limit_is_cancelled(slurm: slurm_cluster.SlurmCluster) -> None:
+def test_sbatch_cancels_a_job_past_its_limit(slurm: slurm_cluster.SlurmCluster) -> None:
     script = "#!/bin/sh\necho here\nsrun --mpi=none sleep 601\n"
     with pytest.raises(TimeoutError, match="here"):
         slurm_batch.sbatch(slurm, script, "--ntasks=2", timeout_s=2)
@@ -223,7 +223,7 @@ def test_a_batch_job_past_its_limit_is_cancelled(slurm: slurm_cluster.SlurmClust
     assert ["sleep", "601"] not in commands
 
 
-def test_a_second_slurm_cluster_starts_beside_the_first_and_leaves_nothing() -> None:
+def test_second_slurm_cluster_leaves_nothing() -> None:
     reason = slurm_cluster.missing()
     if reason is not None:
         pytest.skip(reason)
@@ -255,7 +255,7 @@ def test_leaves_a_daemon():
 """
 
 
-def test_the_suite_polices_itself(tmp_path: Path) -> None:
+def test_suite_fails_on_leftovers(tmp_path: Path) -> None:
     (tmp_path / "test_bad.py").write_text(BAD_SUITE)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     result = launch(

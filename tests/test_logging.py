@@ -39,25 +39,25 @@ def run(folder: Path, set_up: str, *options: str) -> subprocess.CompletedProcess
     return launch("python", 1, [str(folder / "job.py"), set_up, *OPTIONS, *options], cwd=folder, check=False)
 
 
-def test_lines_are_printed_where_nothing_is_set_up(tmp_path: Path) -> None:
+def test_lines_are_printed_by_default(tmp_path: Path) -> None:
     result = run(tmp_path, "as it is")
     assert "epoch 1/1" in result.stdout
     assert "single" in result.stdout
 
 
-def test_a_program_routes_lines_to_its_own_handlers(tmp_path: Path) -> None:
+def test_lines_go_to_the_programs_handlers(tmp_path: Path) -> None:
     result = run(tmp_path, "to a file")
     assert "epoch 1/1" not in result.stdout + result.stderr
     log = (tmp_path / "job.log").read_text()
     assert "hvd_trainer.observe.run_log INFO epoch 1/1" in log
 
 
-def test_a_program_silences_lines_but_not_errors(tmp_path: Path) -> None:
+def test_lines_can_be_silenced_but_not_errors(tmp_path: Path) -> None:
     assert "epoch 1/1" not in run(tmp_path, "silent").stdout
     assert "error: --epochs must be 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
 
 
-def test_information_is_rank_0s_and_warnings_are_everybodys(
+def test_rank_0_logs_information_and_all_ranks_warnings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handler = RankHandler()
@@ -70,7 +70,7 @@ def test_information_is_rank_0s_and_warnings_are_everybodys(
     assert said.err == "0 30\n1 30\n"
 
 
-def test_the_handler_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     logger = logging.getLogger(LOGGER)
@@ -82,7 +82,7 @@ def test_the_handler_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logger.level == logging.INFO
 
 
-def test_importing_the_package_sets_nothing_up() -> None:
+def test_import_configures_no_logging() -> None:
     code = "import logging, hvd_trainer.training.job; print(logging.getLogger('hvd_trainer').handlers)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert asked.stdout == "[]\n"

@@ -22,11 +22,11 @@ def make_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_make_without_python(tmp_path: Path) -> None:
+def test_make_without_python_names_it(tmp_path: Path) -> None:
     assert "apt-get install python3" in make_refuses(tmp_path, "PYTHON=no-such-python")
 
 
-def test_make_with_an_old_python(tmp_path: Path) -> None:
+def test_make_refuses_an_old_python(tmp_path: Path) -> None:
     old = script(
         tmp_path / "python3.8",
         textwrap.dedent("""\
@@ -38,7 +38,7 @@ def test_make_with_an_old_python(tmp_path: Path) -> None:
     assert "Python 3.8.18" in message
 
 
-def test_make_without_a_compiler(tmp_path: Path) -> None:
+def test_make_without_a_compiler_names_it(tmp_path: Path) -> None:
     path = tool_folder(tmp_path / "bin", "make", "sh", "rm", "mkdir", "touch")
     message = make_refuses(tmp_path, f"PYTHON={sys.executable}", PATH=path)
     assert "apt-get install g++" in message
