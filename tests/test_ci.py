@@ -17,19 +17,19 @@ def program(name: str) -> str:
 
 
 @pytest.mark.parametrize("script", ["run", "bare"])
-def test_the_scripts_pass_shellcheck(script: str) -> None:
+def test_ci_scripts_pass_shellcheck(script: str) -> None:
     file = REPOSITORY / ".ci" / script
     done = subprocess.run([program("shellcheck"), file], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
     assert os.access(file, os.X_OK)
 
 
-def test_an_unknown_argument_of_ci_run_is_refused() -> None:
+def test_ci_run_refuses_an_unknown_argument() -> None:
     done = subprocess.run([REPOSITORY / ".ci/run", "nightlly"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "ci: type .ci/run, or .ci/run nightly\n")
 
 
-def test_the_form_of_a_gpu_report_follows_its_schema() -> None:
+def test_gpu_report_form_follows_its_schema() -> None:
     form = REPOSITORY / ".github/ISSUE_TEMPLATE/gpu-report.yml"
     command = [program("check-jsonschema"), "--builtin-schema", "vendor.github-issue-forms", form]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ def test_wake_on_enqueue_ends_the_pause() -> None:
 
 
 @requires("horovod")
-def test_cycle_time_option_turns_waking_off() -> None:
+def test_cycle_time_option_is_kept() -> None:
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(100.0,)):
         assert seconds > (EXCHANGES - 2) * 0.1
         assert cycle is None

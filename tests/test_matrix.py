@@ -89,7 +89,7 @@ def test_every_launcher_trains_with_every_engine(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: bytes) -> None:
+def test_run_starts_ranks_from_a_python_session(backend: str, tmp_path: Path, reference: bytes) -> None:
     (tmp_path / "session.py").write_text(SESSION)
     options = digits_job.argv(backend, tmp_path)[2:]
     # What an outer launcher or a batch script left in the session's environment is not the children's.
@@ -108,7 +108,9 @@ def test_run_from_a_python_session(backend: str, tmp_path: Path, reference: byte
         pytest.param("env://, IPv6", "ddp", marks=pytest.mark.long),
     ],
 )
-def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, reference: bytes) -> None:
+def test_ranks_by_hand_train_the_same_weights(
+    meeting: str, backend: str, tmp_path: Path, reference: bytes
+) -> None:
     port = digits_job.free_port()
     options, env = {
         "env://": ([], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
@@ -133,7 +135,7 @@ def test_ranks_started_by_hand(meeting: str, backend: str, tmp_path: Path, refer
 
 @requires("srun")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_srun_on_two_nodes(backend: str) -> None:
+def test_srun_trains_on_two_nodes(backend: str) -> None:
     worlds = run_ranks(digits_job.world_of, num_processes=3, launcher="srun", args=(backend,), options=["-N", "2"])
     assert [world[:7] for world in worlds] == [
         (0, 3, 0, 2, 0, 2, "srun"),
@@ -144,7 +146,7 @@ def test_srun_on_two_nodes(backend: str) -> None:
 
 @requires("horovodrun")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_horovodrun_on_two_hosts(backend: str) -> None:
+def test_horovodrun_trains_on_two_hosts(backend: str) -> None:
     """One machine under two names; no launcher numbers these nodes, the ranks do when they meet."""
     worlds = run_ranks(
         digits_job.world_of,
@@ -158,7 +160,7 @@ def test_horovodrun_on_two_hosts(backend: str) -> None:
 
 @requires("mpirun")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mpirun_with_an_address(backend: str) -> None:
+def test_mpirun_takes_an_address(backend: str) -> None:
     """What several nodes need without mpi4py. MASTER_ADDR alone brings no RANK, which env:// would ask for."""
     address = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={digits_job.free_port()}"]
     worlds = run_ranks(digits_job.world_of, num_processes=2, launcher="mpirun", args=(backend,), options=address)
@@ -180,7 +182,9 @@ $job --backend single --log-dir {folder}/alone
 
 @pytest.mark.nightly
 @requires("srun", "mpirun")
-def test_launchers_inside_a_batch_job(slurm: slurm_cluster.SlurmCluster, tmp_path: Path, reference: bytes) -> None:
+def test_launchers_work_inside_a_batch_job(
+    slurm: slurm_cluster.SlurmCluster, tmp_path: Path, reference: bytes
+) -> None:
     options = " ".join(digits_job.OPTIONS)
     script = BATCH.format(python=sys.executable, options=options, folder=tmp_path)
     result = slurm_batch.sbatch(slurm, script, "--ntasks=2")

@@ -22,7 +22,7 @@ def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_a_run_ends_after_so_many_steps_and_goes_on(tmp_path: Path, backend: str) -> None:
+def test_max_steps_ends_a_run_that_resumes_exactly(tmp_path: Path, backend: str) -> None:
     """Inside an epoch and at its end; the bits are those of a run in one go."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = train(whole, "--max-steps", "14", "--epochs", "9", "--log-every", "2", backend=backend)
@@ -37,7 +37,7 @@ def test_a_run_ends_after_so_many_steps_and_goes_on(tmp_path: Path, backend: str
     assert "done: nothing left to train" in train(parts, "--max-steps", "14", "--epochs", "9", "--resume", "auto")
 
 
-def test_a_run_ends_when_a_figure_is_good_enough(tmp_path: Path) -> None:
+def test_until_ends_a_run_at_its_target(tmp_path: Path) -> None:
     """The same command has nothing left to do then; one that aims higher goes on."""
     options = ("--epochs", "30", "--resume", "auto", "--until")
     said = train(tmp_path, *options, "test_accuracy=0.8", backend="horovod")
@@ -50,12 +50,12 @@ def test_a_run_ends_when_a_figure_is_good_enough(tmp_path: Path) -> None:
     assert [line["epoch"] for line in records(tmp_path) if line["event"] == "epoch"][-1] == len(found) + 1
 
 
-def test_a_figure_of_an_epoch_that_was_not_finished_is_told(tmp_path: Path) -> None:
+def test_until_reports_the_figure_of_an_unfinished_epoch(tmp_path: Path) -> None:
     said = train(tmp_path, "--max-steps", "4", "--until", "test_accuracy=0.999")
     assert re.search(r"until    test_accuracy=0.999: not reached, with 0\.\d+$", said, re.MULTILINE)
 
 
-def test_a_figure_that_there_will_never_be_is_refused(tmp_path: Path) -> None:
+def test_until_refuses_an_unknown_figure(tmp_path: Path) -> None:
     result = launch(
         QUICKEST, 2, ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--until", "accuracy=0.9"], check=False
     )
@@ -70,7 +70,7 @@ def steps_of(log: Path, rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_every_rank_keeps_the_times_of_its_steps(tmp_path: Path, backend: str) -> None:
+def test_record_steps_keeps_times_of_every_rank(tmp_path: Path, backend: str) -> None:
     train(tmp_path, "--epochs", "2", "--log-every", "1", "--record-steps", backend=backend)
     ranks = [steps_of(tmp_path, rank) for rank in range(2)]
     lines = [record for record in records(tmp_path) if record["event"] == "step"]
@@ -92,13 +92,13 @@ def test_every_rank_keeps_the_times_of_its_steps(tmp_path: Path, backend: str) -
     assert ranks[0]["grad_norm"].tolist() == ranks[1]["grad_norm"].tolist()
 
 
-def test_a_first_step_that_is_smaller_than_the_others_is_counted_as_it_is(tmp_path: Path) -> None:
+def test_record_steps_counts_a_small_first_step(tmp_path: Path) -> None:
     """All digits at once, where the batch would hold more of them: it once counted the whole batch."""
     train(tmp_path, "--epochs", "2", "--batch-size", "1000", "--record-steps")
     assert steps_of(tmp_path, 0)["samples"].tolist() == [1438, 1438]
 
 
-def test_a_slow_part_is_found_where_it_is(tmp_path: Path) -> None:
+def test_record_steps_shows_a_slow_phase(tmp_path: Path) -> None:
     """Each batch of rank 1 takes 50 ms to fetch: it has the time under data, and rank 0 waits for it."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
@@ -132,7 +132,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_without_exchange_each_rank_trains_alone(tmp_path: Path, backend: str) -> None:
+def test_leave_out_exchange_trains_ranks_apart(tmp_path: Path, backend: str) -> None:
     said = train(tmp_path, "--epochs", "1", "--leave-out", "exchange", "--record-steps", backend=backend)
     assert "without" in next(line for line in said.splitlines() if line.startswith("measure"))
     first, second = (steps_of(tmp_path, rank) for rank in range(2))
@@ -141,7 +141,7 @@ def test_without_exchange_each_rank_trains_alone(tmp_path: Path, backend: str) -
     assert not kept & {"model.safetensors", "checkpoints"}
 
 
-def test_without_data_one_batch_comes_again_and_again(tmp_path: Path) -> None:
+def test_leave_out_data_repeats_one_batch(tmp_path: Path) -> None:
     """Its loss falls from step to step, however random the model is; and as many steps are taken."""
     options = ("--epochs", "2", "--leave-out", "data", "--record-steps", "--optimizer", "sgd", "--lr", "0.05")
     train(tmp_path, *options, "--model", "mlp", "--momentum", "0", ranks=1)
@@ -151,7 +151,7 @@ def test_without_data_one_batch_comes_again_and_again(tmp_path: Path) -> None:
         assert (np.diff(its["loss"][its["epoch"] == epoch]) < 0).all()
 
 
-def test_a_stream_without_data_needs_an_end(tmp_path: Path) -> None:
+def test_leave_out_data_of_a_stream_needs_max_steps(tmp_path: Path) -> None:
     script = tmp_path / "stream.py"
     script.write_text(STREAM)
     result = launch("python", 1, [str(script), "--leave-out", "data"], check=False)

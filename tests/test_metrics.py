@@ -89,14 +89,14 @@ def alone() -> list[dict[str, float]]:
     return measure("single")[1]
 
 
-def test_ranks_agree_with_one_process(alone: list[dict[str, float]]) -> None:
+def test_metrics_of_ranks_equal_one_process(alone: list[dict[str, float]]) -> None:
     """On one engine: a meter uses it for sums and objects only, which the contract's tests try on both."""
     for rank in run_ranks(measure, num_processes=3, args=("ddp",)):
         for here, there in zip(rank, alone, strict=True):
             assert here == pytest.approx(there, rel=1e-5, nan_ok=True)
 
 
-def test_one_process_gives_what_the_metrics_define(alone: list[dict[str, float]]) -> None:
+def test_metrics_equal_their_definitions(alone: list[dict[str, float]]) -> None:
     outputs, targets = data()
     once, since_start, since_then, twice = alone
     assert once["samples"] == 41
@@ -110,7 +110,7 @@ def test_one_process_gives_what_the_metrics_define(alone: list[dict[str, float]]
     assert twice["loss"] == pytest.approx(once["loss"])
 
 
-def test_a_collection_is_a_mapping_of_metrics() -> None:
+def test_metric_collection_is_accepted_as_mapping() -> None:
     collection = torchmetrics.MetricCollection([torchmetrics.Accuracy(task="multiclass", num_classes=4)])
     with backends.create(EngineOptions(backend="single")) as backend:
         meter = Meter(dict(collection), backend)
@@ -131,7 +131,7 @@ def test_a_collection_is_a_mapping_of_metrics() -> None:
         ),
     ],
 )
-def test_a_metric_that_cannot_be_recorded_says_so(name: str, metric: Any, words: str) -> None:
+def test_unrecordable_metric_is_refused(name: str, metric: Any, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         measure_once(name, metric)
     assert words in str(caught.value)

@@ -26,7 +26,7 @@ def argv(folder: Path, *more: str, epochs: int = 1) -> list[str]:
 
 @pytest.mark.nightly
 @requires("horovod", "srun", "horovodrun", "torchrun")
-def test_the_commands_train_the_same_model(tmp_path: Path) -> None:
+def test_documented_commands_train_the_same_model(tmp_path: Path) -> None:
     files = set()
     for launcher, (size, options) in SHAPES.items():
         result = launch(launcher, size, argv(tmp_path / launcher, *options))
@@ -39,7 +39,7 @@ def test_the_commands_train_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @requires("horovod", "torchrun", "horovodrun")
-def test_killed_in_two_stages_it_goes_on_in_one_process(tmp_path: Path) -> None:
+def test_job_killed_in_two_stages_resumes_in_one_process(tmp_path: Path) -> None:
     """kill -9 of one stage; the checkpoint has the whole model, and the end is that of an undisturbed run."""
     cut = ["--chunks", "4", "--save-every-steps", "5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -65,7 +65,7 @@ def test_killed_in_two_stages_it_goes_on_in_one_process(tmp_path: Path) -> None:
         (["--devices-per-rank", "9", "--chunks", "4"], "makes 9 parts, and the model has only 4 blocks"),
     ],
 )
-def test_what_cannot_work_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+def test_invalid_parallel_options_are_refused(options: list[str], said: str, tmp_path: Path) -> None:
     result = launch(QUICKEST, 2, argv(tmp_path, "--backend", "ddp", *options), check=False)
     assert result.returncode != 0
     assert result.stderr.count(said) == 1
@@ -76,7 +76,7 @@ def test_what_cannot_work_is_refused(options: list[str], said: str, tmp_path: Pa
     "backend", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
 )
 @requires("torchrun")
-def test_a_stage_that_is_killed_is_reported(backend: str, tmp_path: Path) -> None:
+def test_killed_stage_is_reported(backend: str, tmp_path: Path) -> None:
     """On Horovod's process sets the others were aborted at once: "terminate called", and no report."""
     options = ["--backend", backend, "--stages", "2", "--chunks", "4"]
     with start("torchrun", 2, argv(tmp_path, *options, epochs=200)) as running:

@@ -109,7 +109,7 @@ def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> 
 
 @pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
-def test_ranks_equal_one_process(backend: str, size: int) -> None:
+def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None:
     """The whole global batch in one process differs by the order of sums only: 1e-5 after 20 steps."""
     (alone,) = final_weights("single", 1)
     for weights in final_weights(backend, size):
@@ -133,7 +133,7 @@ def train_with(engine: EngineOptions, train: TrainOptions) -> tuple[int, tuple[i
     ],
     ids=["ddp", "horovod"],
 )
-def test_options_that_are_for_speed_change_no_bit(options: dict[str, Any]) -> None:
+def test_speed_options_change_no_bit(options: dict[str, Any]) -> None:
     train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH, workers=1, prefetch=4)
     results = run_ranks(train_with, num_processes=2, args=(EngineOptions(**options), train))
     for (_, weights), usual in zip(results, final_weights(options["backend"], 2), strict=True):
@@ -141,13 +141,13 @@ def test_options_that_are_for_speed_change_no_bit(options: dict[str, Any]) -> No
             assert torch.equal(weights[key], tensor), key
 
 
-def test_batches_are_prefetched_by_loader_processes_only() -> None:
+def test_prefetch_needs_loader_processes() -> None:
     train = TrainOptions(epochs=1, batch_size=GLOBAL_BATCH, prefetch=4)
     with pytest.raises(OptionError, match="--prefetch 4 is for loader processes, .* add --workers 2"):
         train_with(EngineOptions(backend="single"), train)
 
 
-def test_threads_of_each_rank_are_as_many_as_typed() -> None:
+def test_threads_option_sets_each_rank() -> None:
     """More than there are cores, too; then sums are cut elsewhere, and no claim is made for their last bits."""
     options = EngineOptions(backend="ddp", threads=3)
     results = run_ranks(train_with, num_processes=2, args=(options, TrainOptions(max_steps=1)))
@@ -156,7 +156,7 @@ def test_threads_of_each_rank_are_as_many_as_typed() -> None:
 
 @pytest.mark.long
 @requires("horovod")
-def test_job_equals_the_script_written_by_hand(tmp_path: Path, mnist_dir: Path) -> None:
+def test_job_equals_the_plain_example(tmp_path: Path, mnist_dir: Path) -> None:
     """An epoch of MNIST at 2 ranks, dropout included, on both engines and by hand: the same file, byte for byte.
 
     The two scripts are compared with each other in test_examples_plain.py.

@@ -32,7 +32,7 @@ PHASES = {"data", "forward", "backward", "reduce", "step"}
 # The option.
 
 
-def test_what_can_be_asked_for() -> None:
+def test_profile_plan_parses_valid_text() -> None:
     assert ProfilePlan.parse("steps=10") == ProfilePlan(10, skip=5)
     every = ProfilePlan(3, skip=0, memory=True, stacks=True, shapes=True)
     assert ProfilePlan.parse("shapes,skip=0,steps=3,stacks,memory") == every
@@ -55,7 +55,7 @@ def test_what_can_be_asked_for() -> None:
         ("steps=10,flops", "'flops' is nothing that it knows"),
     ],
 )
-def test_what_cannot(text: str, message: str) -> None:
+def test_profile_plan_refuses_invalid_text(text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
         ProfilePlan.parse(text)
     assert message in str(caught.value)
@@ -67,7 +67,7 @@ def test_what_cannot(text: str, message: str) -> None:
     assert find_mistakes(options) == [str(caught.value)]
 
 
-def test_it_needs_a_log_folder() -> None:
+def test_profile_needs_a_log_folder() -> None:
     mistakes = find_mistakes(TrainerOptions(measure=MeasureOptions(profile="steps=1")))
     assert mistakes == ["--profile writes to the log folder: add --log-dir DIR"]
 
@@ -146,7 +146,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @requires("horovod")
 @pytest.mark.parametrize("backend", ENGINES)
-def test_all_ranks_are_in_one_trace_on_one_clock(plain: Path, tmp_path: Path, backend: str) -> None:
+def test_profile_merges_all_ranks_on_one_clock(plain: Path, tmp_path: Path, backend: str) -> None:
     """Over the end of an epoch, with --record-steps beside it; and the training is the same bits as without."""
     profiled = tmp_path / "profiled"
     said = train(profiled, "--epochs", "3", "--profile", "steps=10", "--record-steps", backend=backend)
@@ -214,7 +214,7 @@ def check_text(log: Path, said: str) -> None:
         assert line in said
 
 
-def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+def test_profile_names_a_slow_rank(tmp_path: Path) -> None:
     """Each batch of rank 1 takes 30 ms to fetch; and each rank has a log folder that the other one cannot see."""
     lines = run_script(tmp_path, "--profile", "steps=6,skip=2,shapes,memory,stacks", "--accumulate", "2")
     wait = next(line for line in lines if line.startswith("rank 0 waited"))
@@ -232,7 +232,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "1" / "log" / "profile" / "rank-1.json.gz").exists()
 
 
-def test_what_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+def test_profile_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
     lines = run_script(tmp_path, "--profile", "steps=2,skip=0", block="rank-1.json.gz")
     assert next(line for line in lines if line.startswith("rank 1 is not in it: "))
     assert len(process_names(trace_of(tmp_path / "0" / "log")["traceEvents"])) == 1
@@ -240,7 +240,7 @@ def test_what_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> Non
     assert any("could not be put together in" in line for line in lines)
 
 
-def test_a_training_that_fails_keeps_no_profile(tmp_path: Path) -> None:
+def test_failed_training_keeps_no_profile(tmp_path: Path) -> None:
     result = run_job(tmp_path, "--profile", "steps=9,skip=1", block="fail", check=False)
     assert result.returncode != 0
     assert "the user's own mistake" in result.stderr
@@ -298,7 +298,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_training_may_be_shorter(tmp_path: Path) -> None:
+def test_profile_of_a_short_training_says_so(tmp_path: Path) -> None:
     said = train(tmp_path, "--max-steps", "9", "--profile", "steps=10", ranks=1, backend="single")
     assert "profile  the training has ended after 3 of the 10 steps" in said
     assert "steps 7 to 9 of 1 rank" in said
@@ -313,7 +313,7 @@ def test_a_training_may_be_shorter(tmp_path: Path) -> None:
 
 @requires("horovod")
 @pytest.mark.parametrize("backend", ENGINES)
-def test_stages_are_profiled_too(tmp_path: Path, backend: str) -> None:
+def test_profile_shows_stages(tmp_path: Path, backend: str) -> None:
     options = ("--stages", "2", "--chunks", "2", "--max-steps", "5", "--profile", "steps=3,skip=1")
     train(tmp_path, *options, "--activation-checkpointing", "none", backend=backend)
     events = trace_of(tmp_path)["traceEvents"]
@@ -323,7 +323,7 @@ def test_stages_are_profiled_too(tmp_path: Path, backend: str) -> None:
 
 
 @requires("horovod")
-def test_a_timeline_that_the_user_has_asked_horovod_for_is_left_alone(tmp_path: Path) -> None:
+def test_profile_keeps_the_users_horovod_timeline(tmp_path: Path) -> None:
     own, plan = tmp_path / "own.json", ("--max-steps", "3", "--profile", "steps=1,skip=0")
     train(tmp_path / "log", *plan, backend="horovod", HOROVOD_TIMELINE=str(own))
     assert len({span.name for span in read_timeline(own)} & {"ALLREDUCE", "BROADCAST", "ALLGATHER"}) == 3
@@ -333,7 +333,7 @@ def test_a_timeline_that_the_user_has_asked_horovod_for_is_left_alone(tmp_path: 
     ]
 
 
-def test_a_trace_that_is_too_large_leaves_the_breakdown(tmp_path: Path) -> None:
+def test_profile_with_too_large_traces_has_a_breakdown(tmp_path: Path) -> None:
     lines = run_script(tmp_path, "--profile", "steps=2,skip=0", block="large")
     for rank in range(2):
         why = next(line for line in lines if line.startswith(f"rank {rank} is not in it: its trace has "))
@@ -354,7 +354,7 @@ def skewed(machines: Sequence[str], ahead_ms: Sequence[float]) -> tuple[int, lis
         return rank, compare_clocks(backend, machines[rank], lambda: now() + int(1e6 * ahead_ms[rank]))
 
 
-def test_clocks_of_other_machines_are_known_to_within_an_exchange() -> None:
+def test_compare_clocks_is_exact_to_an_exchange() -> None:
     found = run_ranks(skewed, num_processes=3, args=(["a", "b", "b"], [0.0, 1234.5, 1234.5]))
     assert found[0] == found[1] == found[2]
     first, *others = found[0]
@@ -365,7 +365,7 @@ def test_clocks_of_other_machines_are_known_to_within_an_exchange() -> None:
     assert run_ranks(skewed, num_processes=2, args=(["a", "a"], [0.0, 7.0]))[0] == [Ahead(0, 0), Ahead(0, 0)]
 
 
-def test_every_barrier_narrows_what_is_known_of_a_clock() -> None:
+def test_ahead_of_first_narrows_with_every_barrier() -> None:
     """Rank 1's clock is 100 ahead."""
     stamps = [[(0, 10), (20, 24)], [(102, 111), (121, 125)]]
     assert ahead_of_first(["a", "b"], stamps) == [Ahead(0, 0), Ahead(101, 5)]
@@ -381,14 +381,14 @@ def figures(seconds: Sequence[Sequence[float]], operators: dict[str, Operator] |
     return Figures("host", numbers, (0, 0), np.array(seconds), operators or {}, None)
 
 
-def test_who_waits_for_whom() -> None:
+def test_waits_names_the_slowest_rank() -> None:
     quick, slow = [0, 1, 1, 5, 1, 0], [3, 1, 1, 2, 1, 0]
     (wait, other) = waits(np.array([[quick, quick, slow], [slow, slow, quick]], dtype=float))
     assert (wait.rank, wait.last, wait.steps, wait.mean_s, wait.part, wait.longer_s) == (0, 1, 2, 2.0, "data", 2.0)
     assert (other.rank, other.last, other.steps, other.mean_s) == (1, 0, 1, 1.0)
 
 
-def test_many_ranks_are_summed_up_on_a_terminal() -> None:
+def test_breakdown_summarizes_many_ranks() -> None:
     ranks = [figures([[0.1, 0.1, 0.1, 0.1, 0.1, 0.0]])] * 20
     short, whole = breakdown(ranks, whole=False), breakdown(ranks)
     assert not any(line.startswith("rank 3") for line in short)
@@ -396,7 +396,7 @@ def test_many_ranks_are_summed_up_on_a_terminal() -> None:
     assert any(line.startswith("least") for line in short)
 
 
-def test_an_operators_own_time_is_without_what_it_calls() -> None:
+def test_operators_counts_own_time_only() -> None:
     def call(name: str, ts: float, dur: float, number: int, **more: Any) -> dict[str, Any]:
         return {
             "cat": "cpu_op",
@@ -439,7 +439,7 @@ EVENTS = (
 
 
 @pytest.mark.parametrize("end", ["]", "", ",\n"])
-def test_horovods_timeline_is_read_whole_or_cut_off(tmp_path: Path, end: str) -> None:
+def test_read_timeline_accepts_a_truncated_file(tmp_path: Path, end: str) -> None:
     file = tmp_path / "timeline.json"
     file.write_text(HEAD + TENSOR + EVENTS + end)
     assert read_timeline(file) == [
@@ -449,7 +449,7 @@ def test_horovods_timeline_is_read_whole_or_cut_off(tmp_path: Path, end: str) ->
     ]
 
 
-def test_horovods_timeline_may_be_empty_or_nothing_of_the_kind(tmp_path: Path) -> None:
+def test_read_timeline_accepts_empty_and_refuses_other_files(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     file.write_text("")
     assert read_timeline(file) == []

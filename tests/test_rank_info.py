@@ -26,14 +26,14 @@ def as_rank_0(other: str) -> list[RankInfo]:
     return exchange_rank_info(store, World(0, 2, 0, 2, launcher="torchrun"), FIRST)
 
 
-def test_all_ranks_get_equal_entries_in_rank_order() -> None:
+def test_exchange_returns_entries_in_rank_order() -> None:
     assert as_rank_0(json.dumps(ENTRY)) == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize(
     "other", ["", "{}", "[1]", json.dumps(ENTRY | {"cpus": "all"}), json.dumps(ENTRY | {"pid": 1.5})]
 )
-def test_an_entry_of_another_version_is_a_launch_error(other: str) -> None:
+def test_entry_of_another_version_is_a_launch_error(other: str) -> None:
     """It was a TypeError that named a dataclass."""
     with pytest.raises(LaunchError, match="cannot read what another rank says .*Install one version"):
         as_rank_0(other)

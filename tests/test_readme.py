@@ -84,7 +84,7 @@ TYPED_ELSEWHERE = {
             "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
             "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
         ),
-        ("tests/test_parallel_jobs.py", "test_the_commands_train_the_same_model"),
+        ("tests/test_parallel_jobs.py", "test_documented_commands_train_the_same_model"),
     ),
     "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
     "--epochs 3": ("tests/test_slurm_examples.py", "data_parallel.sh"),

@@ -33,7 +33,7 @@ def reference() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("backend", "size"), WORLDS[1:])
-def test_the_bits_do_not_depend_on_who_computes(backend: str, size: int, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_engine_and_ranks(backend: str, size: int, tmp_path: Path) -> None:
     """Dropout, batch norm, transforms, loader processes, accumulation, clipping and fp16 included."""
     for found in ranks(reproducible_checks.trained, backend, size, str(tmp_path)):
         assert found == reference()
@@ -42,19 +42,21 @@ def test_the_bits_do_not_depend_on_who_computes(backend: str, size: int, tmp_pat
 @pytest.mark.parametrize(
     ("before", "after"), [(("horovod", 4), ("ddp", 2)), (("single", 1), ("horovod", 2))], ids=str
 )
-def test_nor_on_where_it_was_interrupted(before: tuple[str, int], after: tuple[str, int], tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_interruption(
+    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
+) -> None:
     ranks(reproducible_checks.interrupted, *before, str(tmp_path / "first"))
     for found in ranks(reproducible_checks.resumed, *after, str(tmp_path / "first"), str(tmp_path / "second")):
         assert found == reference()["memory"]
 
 
 @pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("ddp", 4), ("horovod", 4)])
-def test_sums_over_ranks_are_those_of_the_tree(backend: str, size: int) -> None:
+def test_sums_over_ranks_follow_the_tree(backend: str, size: int) -> None:
     assert ranks(reproducible_checks.sums, backend, size) == [[True] * 3] * size
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
-def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
+def test_sums_within_a_rank_follow_the_tree(count: int) -> None:
     leaves = [torch.randn(50) for _ in range(count)]
     sums = TreeSum()
     for leaf in leaves:
@@ -62,7 +64,7 @@ def test_sums_within_a_rank_are_those_of_the_tree(count: int) -> None:
     assert sums.total()[0].equal(pairwise_sum(leaves))
 
 
-def test_new_tensors_are_not_filled_meanwhile() -> None:
+def test_deterministic_algorithms_do_not_fill_new_tensors() -> None:
     """Deterministic mode would write NaN into each of them first."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
     with deterministic_algorithms(torch.device("cpu")):
@@ -72,7 +74,7 @@ def test_new_tensors_are_not_filled_meanwhile() -> None:
 
 
 @pytest.mark.long
-def test_a_killed_job_and_another_one_export_the_same_file(tmp_path: Path) -> None:
+def test_killed_job_on_horovod_equals_ddp(tmp_path: Path) -> None:
     """kill -9 of one of 4 ranks on Horovod, resumed there, against 2 undisturbed ranks of DDP."""
     job = ["--epochs", "12", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "5"]
     killed, other = tmp_path / "killed", tmp_path / "other"
@@ -93,13 +95,13 @@ def test_a_killed_job_and_another_one_export_the_same_file(tmp_path: Path) -> No
         (["--reproducible", "4", "--sync-batch-norm"], "sums gradients itself: leave out --sync-batch-norm"),
     ],
 )
-def test_what_it_cannot_do_is_refused(options: list[str], words: str) -> None:
+def test_reproducible_refuses_invalid_options(options: list[str], words: str) -> None:
     result = launch("python", 1, digits_job.argv("single", extra=options), check=False)
     assert result.returncode == 2
     assert words in result.stderr
 
 
-def test_it_runs_on_the_ranks_that_divide_it() -> None:
+def test_reproducible_needs_ranks_that_divide_it() -> None:
     result = launch(QUICKEST, 3, digits_job.argv("ddp", extra=["--reproducible", "4"]), check=False)
     assert result.returncode != 0
     assert "--reproducible 4 runs on 1, 2, 4 ranks" in result.stderr

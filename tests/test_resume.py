@@ -30,7 +30,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", resume_checks.SETUPS)
-def test_the_interrupted_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
+def test_resumed_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
     """Dropout, batch norm, transforms, optimizer, scheduler, scaler, and the figures of the interrupted epoch."""
     for rank in runs:
         whole, resumed = rank[name]
@@ -41,7 +41,7 @@ def test_the_interrupted_run_ends_with_the_same_bits(runs: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize("name", resume_checks.SETUPS)
-def test_each_sample_is_trained_on_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
+def test_resumed_run_trains_each_sample_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
     """The resumed run takes up the second epoch after 9 steps of 16, and a repeated sample is one too many."""
     seen = Counter(sample for rank in runs for sample in rank[name][1]["seen"])
     stream = "stream" in name
@@ -77,7 +77,7 @@ def undisturbed() -> dict[str, Any]:
     ],
     ids=lambda part: "-".join(map(str, part)),
 )
-def test_it_goes_on_with_other_ranks_and_engines(
+def test_resume_on_other_ranks_and_engines(
     before: tuple[str, int], after: tuple[str, int], tmp_path: Path
 ) -> None:
     """Every sample of the epoch once, by its number; the end within 1e-5 of an undisturbed run of one process."""
@@ -101,7 +101,7 @@ def test_it_goes_on_with_other_ranks_and_engines(
 
 
 @requires("horovod")
-def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """kill -9 of one rank under horovodrun, then the other engine: with dropout and warm-up, the same file."""
     options = "--dataset digits --batch-size 64 --epochs 16 --lr-scaling linear --warmup-epochs 1.5"
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -21,12 +21,12 @@ from hvd_trainer.tools.runner.runs import (
 )
 
 
-def test_rounds_go_forwards_and_backwards() -> None:
+def test_in_rounds_alternates_direction() -> None:
     order = list(in_rounds((1, 2, 4), 3))
     assert order == [(1, 1), (1, 2), (1, 4), (2, 4), (2, 2), (2, 1), (3, 1), (3, 2), (3, 4)]
 
 
-def test_a_torn_line_is_no_run_and_spoils_no_other(tmp_path: Path) -> None:
+def test_read_runs_leaves_out_a_torn_line(tmp_path: Path) -> None:
     identity = {"ranks": 2, "words": ["-m", "hvd_trainer.mnist"]}
     append_run(tmp_path, RunRecord(identity, 1, "done", 1.0, figures={"step_s": 0.1}))
     file = tmp_path / "runs.jsonl"
@@ -38,7 +38,7 @@ def test_a_torn_line_is_no_run_and_spoils_no_other(tmp_path: Path) -> None:
     assert read_runs(tmp_path / "elsewhere") == []
 
 
-def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_run_once_kills_a_run_past_its_limit(tmp_path: Path) -> None:
     """A launcher's ranks have sessions of their own."""
     code = (
         "import subprocess, time; "
@@ -79,14 +79,14 @@ def test_a_run_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path)
         (None, "nothing of use", "exit code 3"),
     ],
 )
-def test_the_reason_is_one_line(message: str | None, output: str, reason: str, tmp_path: Path) -> None:
+def test_failure_reason_is_one_line(message: str | None, output: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "output").write_text(output)
     if message is not None:
         (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
     assert why_it_failed(tmp_path, 3) == reason
 
 
-def test_a_folder_belongs_to_one_command(tmp_path: Path) -> None:
+def test_locked_folder_refuses_a_second_command(tmp_path: Path) -> None:
     code = (
         "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
         "print('locked', flush=True); sys.stdin.read()"

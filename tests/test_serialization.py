@@ -81,14 +81,14 @@ DTYPES = sorted(
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_type(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_are_equal(dtype: torch.dtype) -> None:
     content = torch.arange(64, dtype=torch.uint8)
     tensor = content % 2 == 0 if dtype == torch.bool else content.view(dtype)
     value = {"all": tensor, "one": tensor[0], "none": tensor[:0], "matrix": tensor.view(2, -1)}
     assert_equal(unpack(pack(value)), value)
 
 
-def test_tensors_of_every_form() -> None:
+def test_tensors_of_every_layout_are_equal() -> None:
     image = torch.randn(2, 3, 4, 5)
     value = {
         "transposed": image.transpose(1, 3),
@@ -121,7 +121,7 @@ def test_dense_tensors_are_not_copied() -> None:
     assert [t.data_ptr() for t in flatten(tensors)[1].values()] == [t.data_ptr() for t in tensors]
 
 
-def test_numbers_of_numpy_become_python_s() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     """As which a learning rate comes out of a schedule that is computed with NumPy."""
     value = {np.int64(3): [np.float64(0.5), np.float32(0.25), np.bool_(True), np.str_("x")]}
     assert_equal(unpack(pack(value)), {3: [0.5, 0.25, True, "x"]})
@@ -146,12 +146,12 @@ class Foreign:
         ({"a": torch.ones(2, device="meta")}, "a is .* without contents"),
     ],
 )
-def test_other_values_are_named(value: Any, words: str) -> None:
+def test_flatten_names_unsupported_values(value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         flatten(value)
 
 
-def test_a_value_that_contains_itself() -> None:
+def test_flatten_refuses_a_value_that_contains_itself() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(TypeError, match="nested too deeply, or contains itself"):
@@ -179,7 +179,7 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler:UserWarning")
 @pytest.mark.parametrize("make", SCHEDULERS)
-def test_states_of_pytorch_s_schedulers(make: Callable[[Any], Any]) -> None:
+def test_scheduler_states_are_restored(make: Callable[[Any], Any]) -> None:
     """MultiStepLR has a Counter, ReduceLROnPlateau an infinity, LambdaLR closures that are not in its state."""
 
     def trained() -> tuple[Any, Any]:
@@ -202,7 +202,7 @@ def test_states_of_pytorch_s_schedulers(make: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.NAdam]
 )
-def test_states_of_pytorch_s_optimizers(kind: Any) -> None:
+def test_optimizer_states_are_equal(kind: Any) -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     optimizer = kind([parameter])
 
@@ -241,7 +241,7 @@ REFUSED = (*UNREADABLE, SafetensorError)
         {"$viewed": [{"$tensor": "a"}, {"$dtype": "float64"}, [10**12]]},
     ],
 )
-def test_a_tree_that_comes_from_no_value(tree: Any) -> None:
+def test_unflatten_refuses_invalid_trees(tree: Any) -> None:
     with pytest.raises(REFUSED):
         unflatten(tree, {"a": torch.ones(2)})
 
@@ -250,7 +250,7 @@ def test_a_tree_that_comes_from_no_value(tree: Any) -> None:
     "tree",
     ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, '"\\', "[1,]", "\xff", '{"$tuple":[' * 20_000 + "]}" * 20_000],
 )
-def test_json_of_any_depth_and_length(tree: str) -> None:
+def test_unpack_refuses_hostile_json(tree: str) -> None:
     text = tree.encode("latin-1")
     with pytest.raises(REFUSED):
         unpack(len(text).to_bytes(8, "big") + text)
@@ -288,14 +288,14 @@ def entry(**changes: Any) -> dict[str, Any]:
         b"\xff" * 8,
     ],
 )
-def test_a_header_that_is_wrong_about_its_tensors(header: Any) -> None:
+def test_unpack_refuses_wrong_headers(header: Any) -> None:
     """The sizes in it are compared with the content before memory is taken for them."""
     assert_equal(unpack(with_header(entry())), torch.zeros(2))
     with pytest.raises(REFUSED):
         unpack(with_header(header))
 
 
-def test_a_header_of_any_length() -> None:
+def test_unpack_refuses_wrong_header_lengths() -> None:
     whole = with_header(entry())
     for length in (0, 3, 2**31, 2**63, 2**64 - 1):
         with pytest.raises(REFUSED):
@@ -304,7 +304,7 @@ def test_a_header_of_any_length() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
-def test_no_bytes_do_harm(seed: int, cut: float) -> None:
+def test_unpack_survives_any_bytes(seed: int, cut: float) -> None:
     """Changed at random or cut off: read as plain values, or refused by an error that callers expect."""
     draws = random.Random(seed)
     changed = bytearray(pack({"a": torch.zeros(3), "b": [1, (2.5, "x", b"y")], 3: {math.inf}}))
@@ -326,7 +326,7 @@ def test_no_bytes_do_harm(seed: int, cut: float) -> None:
         (encode_object({"optimizer": [Foreign()]}), "value/optimizer/0 is of type test_serialization.Foreign"),
     ],
 )
-def test_what_a_rank_cannot_have_sent(sent: bytes, words: str) -> None:
+def test_decode_object_refuses_malformed_messages(sent: bytes, words: str) -> None:
     """Each rank raises, also where the sender could not send: it would have left the others waiting."""
     with pytest.raises(BackendError, match=words):
         decode_object(torch.tensor(list(sent), dtype=torch.uint8))

@@ -43,13 +43,13 @@ def fail_in_rank_1() -> tuple[int, str]:
     return session.world.rank, "stands"
 
 
-def test_ranks_meet_without_an_engine() -> None:
+def test_session_connects_ranks_without_an_engine() -> None:
     assert run_ranks(meet, num_processes=2, args=(2,)) == [
         [f"{other} in world {number}" for number in range(2)] for other in (1, 0)
     ]
 
 
-def test_a_consequence_names_the_rank_of_the_cause() -> None:
+def test_session_names_the_rank_of_the_root_cause() -> None:
     first, second = run_ranks(fail_in_rank_1, num_processes=2)
     assert "stopped because rank 1 failed or ended" in first
     assert "(the consequence)" in first

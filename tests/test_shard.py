@@ -21,7 +21,7 @@ def shares(order: torch.Tensor, size: int, consumed: int = 0) -> list[list[int]]
 
 @quick
 @given(num=samples, size=ranks, seed=seeds, epoch=st.integers(0, 50), shuffle=st.booleans())
-def test_samples_are_distributed_samplers(num: int, size: int, seed: int, epoch: int, shuffle: bool) -> None:
+def test_samples_equal_distributed_sampler(num: int, size: int, seed: int, epoch: int, shuffle: bool) -> None:
     order = epoch_order(num, seed=seed, epoch=epoch, shuffle=shuffle)
     for rank, mine in enumerate(shares(order, size)):
         sampler = DistributedSampler(range(num), size, rank, shuffle=shuffle, seed=seed)
@@ -31,7 +31,7 @@ def test_samples_are_distributed_samplers(num: int, size: int, seed: int, epoch:
 
 @quick
 @given(num=samples, size=ranks, batch=st.integers(1, 16), seed=seeds)
-def test_a_step_is_a_slice_of_the_order(num: int, size: int, batch: int, seed: int) -> None:
+def test_step_is_a_slice_of_the_order(num: int, size: int, batch: int, seed: int) -> None:
     order = epoch_order(num, seed=seed, epoch=0)
     mine, width = shares(order, size), size * batch
     for step in range(num // width):
@@ -41,7 +41,7 @@ def test_a_step_is_a_slice_of_the_order(num: int, size: int, batch: int, seed: i
 
 @quick
 @given(num=samples, size=ranks, consumed=st.integers(0, 220), seed=seeds)
-def test_going_on_covers_exactly_the_rest(num: int, size: int, consumed: int, seed: int) -> None:
+def test_resume_covers_exactly_the_rest(num: int, size: int, consumed: int, seed: int) -> None:
     """Whatever number of ranks trained on the first `consumed` samples, any other number takes the others."""
     order = epoch_order(num, seed=seed, epoch=3)
     mine = shares(order, size, consumed)
@@ -62,17 +62,17 @@ def test_evaluation_takes_each_sample_once(num: int, size: int) -> None:
 
 @quick
 @given(num=samples, size=ranks, batch=st.integers(1, 40))
-def test_number_of_batches(num: int, size: int, batch: int) -> None:
+def test_num_batches_equals_the_share(num: int, size: int, batch: int) -> None:
     share = training_share(torch.arange(num), 0, size)
     assert num_batches(num, size, batch) == len(share.split(batch))
 
 
-def test_more_ranks_than_samples() -> None:
+def test_shares_with_more_ranks_than_samples() -> None:
     assert shares(torch.arange(2), 5) == [[0], [1], [0], [1], [0]]
     assert [evaluation_share(2, rank, 5).tolist() for rank in range(5)] == [[0], [1], [], [], []]
 
 
-def test_epochs_differ_and_come_back() -> None:
+def test_epoch_orders_differ_and_repeat() -> None:
     first, second = (epoch_order(50, seed=1, epoch=epoch) for epoch in (0, 1))
     assert not torch.equal(first, second)
     assert torch.equal(first, epoch_order(50, seed=1, epoch=0))

@@ -138,7 +138,7 @@ def test_stages_change_no_bit(backend: str, name: str) -> None:
 
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("name", ["copies", "fp16 on the wire"])
-def test_stages_change_no_bit_of_two_copies(backend: str, name: str) -> None:
+def test_stages_change_no_bit_of_two_replicas(backend: str, name: str) -> None:
     """2 ranks with a whole model each, against 4 with half of it; and one engine against the other."""
     same(trained(backend, 4)[0][name], trained("ddp", 2)[0][name])
 
@@ -163,7 +163,7 @@ def test_any_grid_equals_the_whole_model(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_sharing_out_the_optimizers_state_changes_no_bit(backend: str) -> None:
+def test_sharded_optimizer_changes_no_bit(backend: str) -> None:
     two, four = trained(backend, 2), trained(backend, 4)
     same(two[0]["shared"], two[0]["whole copies"])
     same(two[0]["shared again"], two[0]["whole again"])
@@ -178,7 +178,7 @@ def test_sharing_out_the_optimizers_state_changes_no_bit(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLICED)
-def test_sharing_out_everything_changes_the_order_of_sums_only(name: str) -> None:
+def test_full_sharding_changes_the_order_of_sums_only(name: str) -> None:
     ranks = trained("ddp", 2)
     close(ranks[0][f"sliced, {name}"], ranks[0][f"whole, {name}"])
     kept = [rank[f"sliced, {name}"]["own state"] for rank in ranks]
@@ -186,7 +186,7 @@ def test_sharing_out_everything_changes_the_order_of_sums_only(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sliced_in_stages())
-def test_sharing_out_everything_of_each_stage(name: str) -> None:
+def test_full_sharding_of_stages_is_close_to_whole_copies(name: str) -> None:
     """Two copies of two stages: in every schedule, and with what else a step can do."""
     ranks = trained("ddp", 4)
     close(ranks[0][name], ranks[0][f"whole, {name}"])
@@ -194,7 +194,7 @@ def test_sharing_out_everything_of_each_stage(name: str) -> None:
     assert max(kept) < 0.4 * trained("ddp", 2)[0]["whole copies"]["own state"]
 
 
-def test_sharing_out_everything_with_chunks_alone() -> None:
+def test_full_sharding_with_chunks_is_close_to_one_process() -> None:
     close(trained("ddp", 2)[0]["sliced, in chunks"], trained("single", 1)[0]["whole"])
 
 
@@ -203,7 +203,7 @@ def test_sharing_out_everything_with_chunks_alone() -> None:
     [(2, {"shard": "full"}), (4, {"stages": 2, "chunks": 3, "shard": "full", "balance": "bytes"})],
     ids=str,
 )
-def test_a_model_larger_than_a_gpu_is_cut_block_by_block(size: int, parallel: dict[str, Any]) -> None:
+def test_models_are_moved_to_gpus_block_by_block(size: int, parallel: dict[str, Any]) -> None:
     """It was moved to every rank's GPU as a whole, and cut there."""
     ranks = run_ranks(stage_checks.cut_on_the_host, num_processes=size, args=(parallel,))
     assert [rank["held"] for rank in ranks] == [[]] * size
@@ -211,7 +211,7 @@ def test_a_model_larger_than_a_gpu_is_cut_block_by_block(size: int, parallel: di
     assert ranks[0]["state"]
 
 
-def test_blocks_that_share_a_parameter_are_not_cut_apart() -> None:
+def test_blocks_that_share_a_parameter_are_refused() -> None:
     """Each had one of its own from then on, and the optimizer knew of one only."""
     with pytest.raises(RankError, match="--shard full: the blocks 0 and 2 share a parameter"):
         run_ranks(stage_checks.fit_tied, num_processes=2)
@@ -226,7 +226,7 @@ def test_blocks_that_share_a_parameter_are_not_cut_apart() -> None:
         ("cpu", "bf16", None, None),
     ],
 )
-def test_blocks_are_gathered_in_bf16_on_gpus(device: str, precision: str, gathered: Any, summed: Any) -> None:
+def test_gathering_policy_uses_bf16_on_gpus(device: str, precision: str, gathered: Any, summed: Any) -> None:
     """In fp32 they are twice as many bytes; on CPUs bf16 has the bits of whole copies."""
     policy = gathering_policy(torch.device(device), precision)
     assert (policy.param_dtype, policy.reduce_dtype) == (gathered, summed)
@@ -235,19 +235,19 @@ def test_blocks_are_gathered_in_bf16_on_gpus(device: str, precision: str, gather
 
 
 @pytest.mark.parametrize("parallel", [{"shard": "full"}, {"stages": 2}], ids=str)
-def test_a_parameter_without_a_gradient_has_its_name(parallel: dict[str, Any]) -> None:
+def test_parameter_without_a_gradient_is_named(parallel: dict[str, Any]) -> None:
     """In slices it had none, and in a stage another one than the user gave."""
     with pytest.raises(RankError, match=r"1 parameter got no gradient in this step \(6\.forgotten\)"):
         run_ranks(stage_checks.fit_unused, num_processes=2, args=(parallel,))
 
 
-def test_a_model_is_cut_once() -> None:
+def test_second_cut_of_a_model_is_refused() -> None:
     """PyTorch's "Cannot copy out of meta tensor" was all that was said."""
     with pytest.raises(RankError, match="An earlier training of this process has cut this model elsewhere"):
         run_ranks(stage_checks.cut_twice, num_processes=2)
 
 
-def test_recomputing_changes_no_bit() -> None:
+def test_activation_checkpointing_changes_no_bit() -> None:
     alone = trained("single", 1)[0]
     same(alone["recompute"], alone["plain"])
     same(alone["recompute whole"], alone["whole"])
@@ -291,7 +291,7 @@ def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_checkpoint_of_any_shape_loads_into_any_other(shapes: list[int], tmp_path: Path) -> None:
+def test_checkpoint_of_any_layout_loads_into_any_other(shapes: list[int], tmp_path: Path) -> None:
     """At the next sample; with the same bits where only stages, schedule or engine differ."""
     resumed, whole = stopped_and_resumed(shapes, tmp_path), trained("single", 1)[0]["whole"]
     whole = {**whole, "records": whole["records"][1:]}

@@ -25,7 +25,7 @@ def recorded(folder: Path) -> float:
         return float(found["peak_memory_mb"])
 
 
-def test_memory_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's was compared with the trainer's on a GPU, as if both were one thing."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
     StandIn(monkeypatch).peak = 3 * 2**20

@@ -74,7 +74,7 @@ def strings(path: Path) -> Iterator[ast.Constant]:
     return (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
-def test_rank_variables_are_read_in_launch_and_slurm_only() -> None:
+def test_rank_variables_are_read_in_launch_only() -> None:
     """Elsewhere such a name may only be the key of a dictionary: what Horovod is told before it starts."""
     wrong = []
     for path in modules().values():
@@ -90,7 +90,7 @@ def test_rank_variables_are_read_in_launch_and_slurm_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_horovod_is_imported_by_its_backend_its_launcher_and_its_installer_only() -> None:
+def test_horovod_is_imported_by_allowed_modules_only() -> None:
     importing = {
         path.relative_to(PACKAGE).as_posix()
         for path in modules().values()
@@ -117,7 +117,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
         *((f"hvd_trainer.jobs.{job}", NOT_AT_THE_START) for job in ("mnist", "imdb")),
     ],
 )
-def test_imports_bring_no_more_than_is_needed(module: str, absent: set[str]) -> None:
+def test_imports_load_no_heavy_modules(module: str, absent: set[str]) -> None:
     """And change nothing: neither the environment nor how signals are handled."""
     code = f"""
 import json, os, signal, sys
@@ -161,7 +161,7 @@ def words_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("name", [*ROAD, "optim/step.py"])
-def test_the_loop_names_no_engine_and_no_device(name: str) -> None:
+def test_training_loop_names_no_engine_and_no_device(name: str) -> None:
     found = [
         (line, word)
         for line, word in words_of(PACKAGE / name)
@@ -188,7 +188,7 @@ def kinds_of_accelerators(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(REPOSITORY)}:{line} names {word!r:.60}"
 
 
-def test_one_module_names_kinds_of_accelerators() -> None:
+def test_accelerator_kinds_are_named_in_one_module() -> None:
     """The others ask it; but the installer and the doctor, whose subject they are."""
     naming = {name: list(kinds_of_accelerators(path)) for name, path in modules().items()}
     apart = ("horovod_build", "tools.doctor")
@@ -197,7 +197,7 @@ def test_one_module_names_kinds_of_accelerators() -> None:
     assert all(naming[name] for name in NAMES_ACCELERATORS), "one names none any more"
 
 
-def test_the_loop_does_not_branch_on_the_rank() -> None:
+def test_training_loop_does_not_branch_on_the_rank() -> None:
     comparisons = [
         f"{name}:{node.lineno}"
         for name in [*ROAD, "optim/step.py"]
@@ -210,7 +210,7 @@ def test_the_loop_does_not_branch_on_the_rank() -> None:
         assert not words & {"is_first", "rank"}, name
 
 
-def test_the_example_is_short_and_names_no_engine() -> None:
+def test_example_is_short_and_names_no_engine() -> None:
     text = (REPOSITORY / "examples/mnist/train.py").read_text()
     assert len(text.splitlines()) < 40
     assert not re.search(r"horovod|\bddp\b|nccl|gloo|distributed|\brank\b|\.cuda", text, re.IGNORECASE)
@@ -219,7 +219,7 @@ def test_the_example_is_short_and_names_no_engine() -> None:
 # Public names.
 
 
-def test_public_names_are_there_and_explained() -> None:
+def test_public_names_have_docstrings() -> None:
     unexplained = []
     for name in hvd_trainer.__all__:
         value = getattr(hvd_trainer, name)
@@ -235,7 +235,7 @@ def test_public_names_are_there_and_explained() -> None:
         _ = hvd_trainer.nothing
 
 
-def test_type_checkers_see_the_same_public_names() -> None:
+def test_public_names_are_equal_for_type_checkers() -> None:
     """The names stand twice: once for loading on first use, once for type checkers."""
     static = {
         f"{node.module}.{alias.name}"
@@ -249,7 +249,7 @@ def test_type_checkers_see_the_same_public_names() -> None:
     assert static == lazy
 
 
-def test_one_version_everywhere() -> None:
+def test_version_is_the_same_everywhere() -> None:
     settings = configparser.ConfigParser()
     settings.read(REPOSITORY / "setup.cfg")
     assert settings["metadata"]["version"] == hvd_trainer.__version__

@@ -160,9 +160,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_kernels_give_the_batch_norm_of_the_whole_batch(
-    kind: str, channels_last: bool, accelerated: list[str]
-) -> None:
+def test_sync_batch_norm_equals_the_whole_batch(kind: str, channels_last: bool, accelerated: list[str]) -> None:
     """In fp64 to 1e-12, with another count on each rank: nothing but rounding differs."""
     make, shape = LAYERS[kind]
     torch.manual_seed(0)

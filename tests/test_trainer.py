@@ -54,7 +54,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_engines_and_ranks_train_the_same_bits(trained: dict[str, list[Any]], kind: str) -> None:
+def test_engines_train_the_same_bits(trained: dict[str, list[Any]], kind: str) -> None:
     runs = [rank[kind] for ranks in trained.values() for rank in ranks if kind in rank]
     assert len({run["weights"] for run in runs}) == 1
     assert all(run["rates"] == runs[0]["rates"] for run in runs)
@@ -64,13 +64,13 @@ def test_engines_and_ranks_train_the_same_bits(trained: dict[str, list[Any]], ki
             assert [mine[key] for key in same] == [first[key] for key in same]
 
 
-def test_a_second_training_in_one_process_repeats_the_first(trained: dict[str, list[Any]]) -> None:
+def test_second_training_in_one_process_repeats_the_first(trained: dict[str, list[Any]]) -> None:
     for ranks in trained.values():
         assert ranks[0]["plain"]["weights"] == ranks[0]["again"]["weights"]
         assert ranks[0]["plain"]["epochs"] == [1, 2]
 
 
-def test_learning_rates(trained: dict[str, list[Any]]) -> None:
+def test_learning_rates_follow_warmup_and_schedule(trained: dict[str, list[Any]]) -> None:
     """5 steps per epoch. A warm-up that outlasts an epoch once made a closed-form scheduler overshoot."""
     runs = trained["ddp"][0]
     assert runs["plain"]["rates"] == [0.5] * 10
@@ -89,7 +89,7 @@ def test_learning_rates(trained: dict[str, list[Any]]) -> None:
     assert runs["half a cosine"]["rates"] == pytest.approx([0.5 * share for share in wave])
 
 
-def test_rates_that_need_the_length_of_an_epoch() -> None:
+def test_decay_and_warmup_need_a_known_length() -> None:
     check_decay("none", None)
     with pytest.raises(OptionError, match="--lr-decay needs a data set that knows its length"):
         check_decay("cosine", None)
@@ -97,7 +97,7 @@ def test_rates_that_need_the_length_of_an_epoch() -> None:
         count_warmup_steps(0.5, None)
 
 
-def test_a_decay_goes_on_where_an_epoch_has_other_steps() -> None:
+def test_decay_resumes_with_another_epoch_length() -> None:
     """Resumed at half of all epochs, with half as many steps in each: it once had ended, at a rate of 0."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rate = StepRate(optimizer, 1.0, 0, "linear")
@@ -106,7 +106,7 @@ def test_a_decay_goes_on_where_an_epoch_has_other_steps() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_work_accounting(trained: dict[str, list[Any]]) -> None:
+def test_records_count_steps_and_samples(trained: dict[str, list[Any]]) -> None:
     runs = trained["horovod"][0]
     last = runs["accumulated"]["records"][-1]
     # 20 samples per rank in batches of 6 are 4 batches, in windows of 2.
@@ -125,7 +125,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_metrics_jsonl(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
+def test_metrics_jsonl_has_all_records(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
     written = lines(folder / name)
     assert [line["event"] for line in written] == ["step", "epoch", "step", "step", "epoch", "end"]
     assert [(line["epoch"], line["step"]) for line in written] == [
@@ -147,7 +147,7 @@ def test_metrics_jsonl(trained: dict[str, list[Any]], folder: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_loss_that_is_not_finite_ends_all_ranks(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
+def test_non_finite_loss_ends_all_ranks(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
     """All name the step and the rank whose loss it was, and nothing was saved after it."""
     for rank in trained[name]:
         assert rank["not finite"].startswith("NonFiniteError: The loss of rank 1 was not finite in step 2:")
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(trained: dict[str, list[Any]],
 
 
 @pytest.mark.parametrize(("kind", "skipped"), [("skipped", 2), ("skipped, reproducible", 1)])
-def test_steps_that_are_not_finite_are_left_out(trained: dict[str, list[Any]], kind: str, skipped: int) -> None:
+def test_non_finite_steps_are_skipped(trained: dict[str, list[Any]], kind: str, skipped: int) -> None:
     """One rank's loss alone: weights, batch norm's statistics and figures stay finite, the same everywhere."""
     runs = [rank[kind] for ranks in trained.values() for rank in ranks]
     assert len({run["weights"] for run in runs}) == 1
@@ -172,7 +172,7 @@ def test_steps_that_are_not_finite_are_left_out(trained: dict[str, list[Any]], k
 
 
 @pytest.mark.usefixtures("trained")
-def test_files_of_a_run(folder: Path) -> None:
+def test_run_writes_weights_and_tensorboard(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     weights = [(folder / name / "model.safetensors").read_bytes() for name in ENGINES]
@@ -186,7 +186,7 @@ def test_files_of_a_run(folder: Path) -> None:
     assert [event.value for event in board.Scalars("test/loss")] == pytest.approx(written)
 
 
-def test_a_run_without_tensorboard_says_what_to_type(
+def test_run_without_tensorboard_names_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """TensorBoard is in an extra: all figures are in metrics.jsonl, too."""
@@ -202,7 +202,7 @@ def test_a_run_without_tensorboard_says_what_to_type(
     assert not list(tmp_path.glob("events*"))
 
 
-def test_plateau_and_a_second_fit_of_one_trainer() -> None:
+def test_plateau_scheduler_survives_a_second_fit() -> None:
     model, data = trainer_checks.small_model(), trainer_checks.small_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with Trainer(single()) as trainer:
@@ -224,7 +224,7 @@ def single() -> Any:
 JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "2", "--batch-size", "64"]
 
 
-def test_what_a_person_reads_in_a_pipe(tmp_path: Path) -> None:
+def test_output_in_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     result = launch("torchrun", 2, [*JOB, "--backend", "ddp", "--log-dir", str(tmp_path), "--lr-scaling", "sqrt"])
     out = result.stdout.splitlines()
     heads = [line.split()[0] for line in out]
@@ -258,7 +258,7 @@ def test_what_a_person_reads_in_a_pipe(tmp_path: Path) -> None:
     conv_net().load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
-def test_quiet_and_verbose() -> None:
+def test_quiet_prints_nothing_and_verbose_more() -> None:
     quiet = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--quiet"])
     assert (quiet.stdout, quiet.stderr) == ("", "")
     verbose = launch("python", 1, [*JOB, "--backend", "single", "--epochs", "1", "--verbose"])
@@ -293,7 +293,7 @@ def on_a_terminal(command: list[str], limit_s: float = 90) -> str:
 
 
 @pytest.mark.parametrize("launcher", ["python", "horovodrun"])
-def test_a_terminal_gets_one_bar(launcher: str) -> None:
+def test_terminal_shows_one_progress_bar(launcher: str) -> None:
     size = 1 if launcher == "python" else 2
     argv = [*JOB, "--batch-size", "8", "--workers", "0", "--backend", "single" if size == 1 else "horovod"]
     text = on_a_terminal(command_line(launcher, size, argv))

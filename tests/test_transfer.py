@@ -49,7 +49,7 @@ def backend(device: torch.device = DEVICE) -> Any:
     )
 
 
-def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: StandIn) -> None:
+def test_batch_is_copied_during_the_computation_before(gpu: StandIn) -> None:
     """On the compute stream its copy would stand between two steps."""
     taken = Transfer(DEVICE).moved(torch.tensor([number]) for number in (1, 2))
     assert next(taken).tolist() == [1]
@@ -63,13 +63,13 @@ def test_a_batch_is_copied_beside_the_computation_of_the_one_before(gpu: StandIn
     assert gpu.calls == ["compute waits for 2", "[2] stays for compute"]
 
 
-def test_all_tensors_of_a_batch_stay_until_the_computation_is_done(gpu: StandIn) -> None:
+def test_batch_tensors_stay_until_computed(gpu: StandIn) -> None:
     batch = ({"a": torch.tensor([1]), "b": (torch.tensor([2]), "text")}, torch.tensor([3]))
     assert list(Transfer(DEVICE).moved([batch])) == [batch]
     assert gpu.calls[-3:] == [f"[{number}] stays for compute" for number in (1, 2, 3)]
 
 
-def test_on_the_cpu_nothing_is_fetched_ahead() -> None:
+def test_cpu_prefetches_nothing() -> None:
     fetched = []
 
     def batches() -> Iterator[Tensor]:
@@ -96,9 +96,7 @@ def pixels(count: int) -> TensorData:
     return TensorData(inputs, torch.arange(count), Halve(), name="pixels")
 
 
-def test_pixels_are_sent_in_their_compact_form_from_page_locked_memory(
-    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pixels_are_sent_as_bytes_from_pinned_memory(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were gathered in pageable memory first, and copied to page-locked memory from there."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda *_: pytest.fail("one copy too many"))
     gpu.free = 0
@@ -114,7 +112,7 @@ def test_pixels_are_sent_in_their_compact_form_from_page_locked_memory(
 
 
 @pytest.mark.parametrize(("free", "sent"), [(901, False), (900, True)])
-def test_data_stay_on_the_accelerator_if_they_take_a_tenth_of_it(free: int, sent: bool, gpu: StandIn) -> None:
+def test_small_data_stay_on_the_accelerator(free: int, sent: bool, gpu: StandIn) -> None:
     """They took up to half of what was free before the model had come, and as much again to be tested on."""
     gpu.free = free
     loader = make_loader(pixels(10), backend(), LoaderPlan(4))
@@ -131,7 +129,7 @@ def test_data_stay_on_the_accelerator_if_they_take_a_tenth_of_it(free: int, sent
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_the_banner_says_where_the_data_are(train: bool, test: bool | None, said: str) -> None:
+def test_summary_says_where_the_data_are(train: bool, test: bool | None, said: str) -> None:
     def loader(sent: bool | None) -> Any:
         return None if sent is None else SimpleNamespace(name="digits", num_samples=20, is_sent=sent)
 
@@ -139,13 +137,13 @@ def test_the_banner_says_where_the_data_are(train: bool, test: bool | None, said
     assert summary._data(trainer).endswith(f"to test on{said}")
 
 
-def test_on_the_cpu_the_banner_says_nothing_of_it() -> None:
+def test_summary_on_a_cpu_omits_where_data_are() -> None:
     loader: Any = SimpleNamespace(name="digits", num_samples=20, is_sent=False)
     trainer: Any = SimpleNamespace(device=torch.device("cpu"), train_loader=loader, test_loader=None)
     assert summary._data(trainer) == "digits: 20 samples to train on, none to test on"
 
 
-def test_ranks_agree_on_a_streams_batches_without_the_accelerator() -> None:
+def test_stream_agreement_uses_no_accelerator() -> None:
     """By its tensors, each step waited for all that the accelerator had still to do."""
     asked = []
 
