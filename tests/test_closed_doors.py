@@ -25,9 +25,16 @@ from launchers import REPOSITORY, Job, launch, requires, start
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults.rank_listener import RankListener
-from hvd_trainer.rendezvous import endpoint as tickets
 from hvd_trainer.rendezvous import store_client, store_connection, store_server
-from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, parse_endpoint, sign_endpoint, verify_endpoint
+from hvd_trainer.rendezvous.endpoint import (
+    SECRET_FILE,
+    Endpoint,
+    create_token,
+    parse_endpoint,
+    read_secret,
+    sign_endpoint,
+    verify_endpoint,
+)
 from hvd_trainer.rendezvous.registry import FileRegistry
 from hvd_trainer.utils.network import LOOPBACK
 
@@ -37,18 +44,18 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 
 @pytest.fixture
-def ticket() -> Iterator[Endpoint]:
+def endpoint() -> Iterator[Endpoint]:
     served = store_client.serve(LOOPBACK)
     yield served
     store_client.release(served)
 
 
-def join(ticket: Endpoint, timeout_s: float = 10) -> dist.Store:
-    return store_client.connect(ticket, timedelta(seconds=timeout_s))
+def join(endpoint: Endpoint, timeout_s: float = 10) -> dist.Store:
+    return store_client.connect(endpoint, timedelta(seconds=timeout_s))
 
 
-def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Endpoint) -> None:
-    store, other = join(ticket), join(ticket)
+def test_a_store_does_what_engines_ask_of_pytorch_s_own(endpoint: Endpoint) -> None:
+    store, other = join(endpoint), join(endpoint)
     store.set("a", "1")
     assert other.get("a") == b"1"
     assert [store.add("n", 3), other.add("n", -5), store.get("n")] == [3, -2, b"-2"]
@@ -75,18 +82,18 @@ def test_a_store_does_what_engines_ask_of_pytorch_s_own(ticket: Endpoint) -> Non
     assert store.clone().get("never") == b"late"
 
 
-def test_who_waits_is_told_by_whom_ever_it_comes(ticket: Endpoint) -> None:
-    waiting, setting = join(ticket), join(ticket)
+def test_who_waits_is_told_by_whom_ever_it_comes(endpoint: Endpoint) -> None:
+    waiting, setting = join(endpoint), join(endpoint)
     thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))
     thread.start()
     waiting.wait(["x", "y"])
     thread.join()
 
 
-def test_a_wrong_token_opens_nothing(ticket: Endpoint) -> None:
-    join(ticket).set("a", "mine")
+def test_a_wrong_token_opens_nothing(endpoint: Endpoint) -> None:
+    join(endpoint).set("a", "mine")
     with pytest.raises(dist.DistNetworkError):
-        join(Endpoint(LOOPBACK, ticket.port, "0" * 32))
+        join(Endpoint(LOOPBACK, endpoint.port, "0" * 32))
     attempts: list[Callable[[dist.Store], object]] = [
         lambda store: store.set(f"{'0' * 32}/a", "evil") or store.num_keys(),
         lambda store: store.get("a"),
@@ -95,21 +102,21 @@ def test_a_wrong_token_opens_nothing(ticket: Endpoint) -> None:
         lambda store: store.delete_key("a"),
     ]
     for attempt in attempts:
-        stranger = dist.TCPStore(LOOPBACK, ticket.port, is_master=False, timeout=timedelta(seconds=2))
+        stranger = dist.TCPStore(LOOPBACK, endpoint.port, is_master=False, timeout=timedelta(seconds=2))
         with pytest.raises(dist.DistNetworkError):
             attempt(stranger)
-    assert join(ticket).get("a") == b"mine"
+    assert join(endpoint).get("a") == b"mine"
 
 
-def test_what_a_rank_sends_does_not_end_the_server(ticket: Endpoint) -> None:
-    store = join(ticket)
+def test_what_a_rank_sends_does_not_end_the_server(endpoint: Endpoint) -> None:
+    store = join(endpoint)
     store.add("n", 2**62)
     with pytest.raises(dist.DistNetworkError):
         store.add("n", 2**62)
-    assert join(ticket).check(["n"])
+    assert join(endpoint).check(["n"])
 
 
-def test_a_server_that_was_killed_is_replaced(ticket: Endpoint) -> None:
+def test_a_server_that_was_killed_is_replaced(endpoint: Endpoint) -> None:
     (server,) = [child for child in psutil.Process().children() if "store_server" in " ".join(child.cmdline())]
     server.kill()
     psutil.wait_procs([server], timeout=5)
@@ -120,28 +127,28 @@ def test_a_server_that_was_killed_is_replaced(ticket: Endpoint) -> None:
 
 def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -> None:
     token, nonce = create_token("our secret")
-    ticket = Endpoint("10.0.0.1", 4000, token)
-    text = sign_endpoint(ticket, nonce, "our secret")
+    endpoint = Endpoint("10.0.0.1", 4000, token)
+    text = sign_endpoint(endpoint, nonce, "our secret")
     assert token not in text
-    assert verify_endpoint(text, "our secret") == ticket
+    assert verify_endpoint(text, "our secret") == endpoint
     assert verify_endpoint(text, "another secret") is None
     for changed in (text.replace("4000", "4001"), text.replace("10.0", "10.1"), text[:-1], "evil", ""):
         assert verify_endpoint(changed, "our secret") is None
     with pytest.raises(LaunchError, match="rank 0 has HVD_TRAINER_SECRET_FILE, and this rank has not"):
         verify_endpoint(text, None)
     with pytest.raises(LaunchError, match="this rank has HVD_TRAINER_SECRET_FILE, and rank 0 has not"):
-        verify_endpoint(str(ticket), "our secret")
-    assert verify_endpoint(str(ticket), None) == ticket
-    with pytest.raises(LaunchError, match="should be the ticket to a job's store"):
+        verify_endpoint(str(endpoint), "our secret")
+    assert verify_endpoint(str(endpoint), None) == endpoint
+    with pytest.raises(LaunchError, match="should be the endpoint of a job's store"):
         parse_endpoint("127.0.0.1:29500")
 
 
-def test_a_retired_ticket_ends_the_server(ticket: Endpoint) -> None:
+def test_a_retired_ticket_ends_the_server(endpoint: Endpoint) -> None:
     second = store_client.serve(LOOPBACK)
-    assert second.port == ticket.port
-    assert second.token != ticket.token
+    assert second.port == endpoint.port
+    assert second.token != endpoint.token
     store_client.release(second)
-    join(ticket).set("a", "1")
+    join(endpoint).set("a", "1")
     third = store_client.serve("127.0.0.2")
     store_client.release(third)
     with pytest.raises(dist.DistNetworkError):
@@ -149,12 +156,12 @@ def test_a_retired_ticket_ends_the_server(ticket: Endpoint) -> None:
 
 
 @as_root
-def test_garbage_does_not_disturb_a_store(ticket: Endpoint) -> None:
-    store = join(ticket)
+def test_garbage_does_not_disturb_a_store(endpoint: Endpoint) -> None:
+    store = join(endpoint)
     store.set("a", "1")
-    assert attacks.by_another_user(attacks.flood, [ticket.port], REQUESTS) > 0.9 * REQUESTS
+    assert attacks.by_another_user(attacks.flood, [endpoint.port], REQUESTS) > 0.9 * REQUESTS
     assert store.get("a") == b"1"
-    assert join(ticket).get("a") == b"1"
+    assert join(endpoint).get("a") == b"1"
 
 
 def test_too_many_that_say_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +231,11 @@ def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> No
         listener.close()
 
 
-def test_an_error_says_nothing_of_the_token(ticket: Endpoint) -> None:
-    store = join(ticket)
+def test_an_error_says_nothing_of_the_token(endpoint: Endpoint) -> None:
+    store = join(endpoint)
     with pytest.raises(dist.DistStoreError) as caught:
         store.wait(["peer/1"], timedelta(seconds=0.1))
-    assert ticket.token in str(caught.value)
+    assert endpoint.token in str(caught.value)
     assert first_line(caught.value) == "wait timeout after 100ms, keys: /peer/1"
 
 
@@ -250,26 +257,26 @@ def test_a_traceback_says_nothing_of_the_token(tmp_path: Path) -> None:
 def test_a_secret_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(LaunchError, match="cannot be read"):
-        tickets.read_secret({tickets.SECRET_FILE: str(file)})
+        read_secret({SECRET_FILE: str(file)})
     file.write_text("a" * 32)
     file.chmod(0o644)
     with pytest.raises(LaunchError, match="may be read by others. Type: chmod 600"):
-        tickets.read_secret({tickets.SECRET_FILE: str(file)})
+        read_secret({SECRET_FILE: str(file)})
     file.chmod(0o600)
-    assert tickets.read_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+    assert read_secret({SECRET_FILE: str(file)}) == "a" * 32
     if os.geteuid() == 0:
         # Laid down by root for a group, as Kubernetes does for a pod's user.
         file.chmod(0o440)
-        assert tickets.read_secret({tickets.SECRET_FILE: str(file)}) == "a" * 32
+        assert read_secret({SECRET_FILE: str(file)}) == "a" * 32
         os.chown(file, attacks.NOBODY, -1)
         with pytest.raises(LaunchError, match="may be read by others"):
-            tickets.read_secret({tickets.SECRET_FILE: str(file)})
+            read_secret({SECRET_FILE: str(file)})
         os.chown(file, 0, -1)
     file.chmod(0o600)
     file.write_text("short")
     with pytest.raises(LaunchError, match="should hold 16 characters or more, and holds 5"):
-        tickets.read_secret({tickets.SECRET_FILE: str(file)})
-    assert tickets.read_secret({}) is None
+        read_secret({SECRET_FILE: str(file)})
+    assert read_secret({}) is None
 
 
 @as_root
@@ -285,8 +292,8 @@ def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> No
         os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
     # Whom a planted pipe would keep waiting.
     os.mkfifo(folder / "job")
-    board = FileRegistry(folder / "job")
-    for attempt in (lambda: board.post("127.0.0.1:1/a"), board.read):
+    registry = FileRegistry(folder / "job")
+    for attempt in (lambda: registry.publish("127.0.0.1:1/a"), registry.lookup):
         with pytest.raises(LaunchError, match="is not a folder for you alone"):
             attempt()
 
@@ -341,7 +348,7 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
         [note] = temporary.glob("hvd_trainer-0/*")
-        token = parse_endpoint(json.loads(note.read_text())["ticket"]).token
+        token = parse_endpoint(json.loads(note.read_text())["endpoint"]).token
         doors = listening(job)
         assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
         assert any("store_server" in " ".join(process.cmdline()) for _, process in doors.values()), doors

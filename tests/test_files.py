@@ -75,7 +75,7 @@ def test_the_cache_of_tokens_follows_the_umask(umask: int, tmp_path: Path) -> No
 
 def test_where_ranks_meet_is_for_their_user_alone(umask: int, tmp_path: Path) -> None:
     """Whatever the umask: who reads it could take part in the job."""
-    registry.FileRegistry(tmp_path / "met/job").post("ticket")
+    registry.FileRegistry(tmp_path / "met/job").publish("endpoint")
     assert rights(tmp_path) == {"met": "700", "met/job": "600"}
 
 

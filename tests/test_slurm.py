@@ -23,6 +23,7 @@ from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, expand_hosts, read_step, visible_gpus
 from hvd_trainer.launch.world import detect
 from hvd_trainer.rendezvous import connect, munge, slurm_discovery, store_client
+from hvd_trainer.rendezvous.shared_stores import shared_stores
 from hvd_trainer.rendezvous.slurm_discovery import StepDiscovery
 from hvd_trainer.utils.network import LOOPBACK
 
@@ -193,14 +194,14 @@ def free_ports(count: int) -> list[int]:
 
 def asked(name: str, ports: list[int]) -> list[str]:
     """The words that are told, at the first door of that name."""
-    return [word for node, address, word in StepDiscovery(name, ports, {"node1": LOOPBACK}).answers()]
+    return [word for node, address, word in StepDiscovery(name, ports, {"node1": LOOPBACK}).discover()]
 
 
 def test_two_steps_that_come_to_one_port_do_not_meet() -> None:
     ports = free_ports(3)
     assert asked("7.0", ports) == []
-    StepDiscovery("7.0", ports).open(LOOPBACK, "a")
-    StepDiscovery("8.1", ports).open(LOOPBACK, "b")
+    StepDiscovery("7.0", ports).announce(LOOPBACK, "a")
+    StepDiscovery("8.1", ports).announce(LOOPBACK, "b")
     for _ in range(2):  # by two ranks
         assert asked("7.0", ports) == ["a"]
         assert asked("8.1", ports) == ["b"]
@@ -212,7 +213,7 @@ def test_two_steps_that_come_to_one_port_do_not_meet() -> None:
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"hvd_trainer 7.0 x y\n", b"\xff" * 999])
 def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that says nothing, or something else."""
-    monkeypatch.setattr(slurm_discovery, "ANSWER_S", 0.2)
+    monkeypatch.setattr(slurm_discovery, "ANSWER_TIMEOUT_S", 0.2)
     ports = free_ports(2)
     with socket.create_server(("127.0.0.1", ports[0])) as stranger:
 
@@ -225,7 +226,7 @@ def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.Monkey
 
         thread = threading.Thread(target=answer)
         thread.start()
-        StepDiscovery("7.0", ports).open(LOOPBACK, "a")
+        StepDiscovery("7.0", ports).announce(LOOPBACK, "a")
         assert asked("7.0", ports) == ["a"]
         thread.join(5)
         assert not thread.is_alive()
@@ -233,7 +234,7 @@ def test_whoever_else_listens_is_no_rank(says: bytes, monkeypatch: pytest.Monkey
 
 def test_a_stranger_that_never_comes_to_its_lines_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte was waited for anew: one in a while held a rank for hours, beyond all limits."""
-    monkeypatch.setattr(slurm_discovery, "ANSWER_S", 0.3)
+    monkeypatch.setattr(slurm_discovery, "ANSWER_TIMEOUT_S", 0.3)
     ports = free_ports(2)
     with socket.create_server(("127.0.0.1", ports[0])) as stranger:
 
@@ -246,7 +247,7 @@ def test_a_stranger_that_never_comes_to_its_lines_end(monkeypatch: pytest.Monkey
 
         thread = threading.Thread(target=drip)
         thread.start()
-        StepDiscovery("7.0", ports).open(LOOPBACK, "a")
+        StepDiscovery("7.0", ports).announce(LOOPBACK, "a")
         assert asked("7.0", ports) == ["a"]
         assert thread.is_alive()
         thread.join(5)
@@ -255,7 +256,7 @@ def test_a_stranger_that_never_comes_to_its_lines_end(monkeypatch: pytest.Monkey
 
 def test_a_door_outlives_visitors_that_hang_on_or_go() -> None:
     ports = free_ports(1)
-    StepDiscovery("7.0", ports).open(LOOPBACK, "a")
+    StepDiscovery("7.0", ports).announce(LOOPBACK, "a")
     with socket.create_connection(("127.0.0.1", ports[0])):
         socket.create_connection(("127.0.0.1", ports[0])).close()
         assert asked("7.0", ports) == ["a"]
@@ -264,31 +265,33 @@ def test_a_door_outlives_visitors_that_hang_on_or_go() -> None:
 def test_rank_0_is_looked_for_wherever_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first node of the list is not its node, if tasks were placed by another list."""
     environ = environments.CASES["srun_3_scattered"][1]
-    ticket = store_client.serve(LOOPBACK)
+    endpoint = store_client.serve(LOOPBACK)
     step = read_step(environ)
     # Somebody on the first node repeats what is told on the second: the ticket is not for there.
     with socket.create_server(("127.0.0.2", step.ports[0])):
         pass
-    StepDiscovery("968510.0 start 0", step.ports).open("127.0.0.2", f"node2:{ticket.port}/{'0' * 32}")
-    StepDiscovery("968510.0 start 0", step.ports).open(LOOPBACK, f"node2:{ticket.port}/{ticket.token}")
+    StepDiscovery("968510.0 start 0", step.ports).announce("127.0.0.2", f"node2:{endpoint.port}/{'0' * 32}")
+    StepDiscovery("968510.0 start 0", step.ports).announce(LOOPBACK, f"node2:{endpoint.port}/{endpoint.token}")
     addresses = {"node1": "127.0.0.2", "node2": LOOPBACK}
-    monkeypatch.setattr(connect, "_slurm_address", addresses.__getitem__)
-    monkeypatch.setattr(connect, "_MEETINGS", {})
-    monkeypatch.setattr(connect, "_SESSIONS", itertools.count())  # other tests of this process have begun some
+    monkeypatch.setattr(slurm_discovery, "node_address", addresses.__getitem__)
+    monkeypatch.setattr(shared_stores, "_stores", {})
+    monkeypatch.setattr(
+        shared_stores, "_sessions", itertools.count()
+    )  # other tests of this process have begun some
     meeting = connect.open_store(detect(environ), environ, timeout_s=10)
     assert meeting.host == "127.0.0.1"
-    store_client.connect(ticket, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
+    store_client.connect(endpoint, timedelta(seconds=10)).set("hvd_trainer.0/word", "heard")
     assert meeting.store.get("word") == b"heard"
-    store_client.release(ticket)
+    store_client.release(endpoint)
 
 
 @pytest.fixture
 def no_memory() -> Iterator[None]:
     """What a process has found out of MUNGE is for its life, and here for one test."""
-    munge.option.cache_clear()
+    munge.socket_option.cache_clear()
     munge.is_available.cache_clear()
     yield
-    munge.option.cache_clear()
+    munge.socket_option.cache_clear()
     munge.is_available.cache_clear()
 
 
@@ -298,21 +301,21 @@ def no_memory() -> Iterator[None]:
 def test_a_letter_is_for_this_user(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the MUNGE of a real Slurm: what is told at the door is of no use to others who knock."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.folder / "slurm.conf"))
-    letter = munge.encode("a token")
-    assert letter.startswith(munge.MARK)
-    assert "a token" not in letter
-    assert [munge.decode(letter) for _ in range(2)] == ["a token"] * 2  # by two ranks of a host
-    assert attacks.by_another_user(munge.decode, letter) is None
+    credential = munge.encode("a token")
+    assert credential.startswith(munge.PREFIX)
+    assert "a token" not in credential
+    assert [munge.decode(credential) for _ in range(2)] == ["a token"] * 2  # by two ranks of a host
+    assert attacks.by_another_user(munge.decode, credential) is None
     ports = free_ports(2)
-    StepDiscovery("7.0", ports).open(LOOPBACK, "a")
+    StepDiscovery("7.0", ports).announce(LOOPBACK, "a")
     assert asked("7.0", ports) == ["a"]
     assert attacks.by_another_user(asked, "7.0", ports) == []
     # What others tell is not heard: openly, or in a letter of theirs.
     assert munge.decode("evil") is None
-    theirs = attacks.by_another_user(sealed_for_root, munge.option())
-    assert theirs.startswith(munge.MARK)
+    theirs = attacks.by_another_user(sealed_for_root, munge.socket_option())
+    assert theirs.startswith(munge.PREFIX)
     assert munge.decode(theirs) is None
-    assert munge.decode(f"{munge.MARK}evil:") is None
+    assert munge.decode(f"{munge.PREFIX}evil:") is None
 
 
 def sealed_for_root(option: list[str]) -> str:
@@ -326,7 +329,7 @@ def test_without_munge_the_token_is_told_openly(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "/nowhere")
     assert munge.decode(munge.encode("a token")) == "a token"
     with pytest.raises(LaunchError, match=r"apt-get install munge .*HVD_TRAINER_SECRET_FILE=FILE"):
-        munge.decode(f"{munge.MARK}AwQ:")
+        munge.decode(f"{munge.PREFIX}AwQ:")
 
 
 def test_a_machine_without_a_port_left_says_what_to_type() -> None:
@@ -335,4 +338,4 @@ def test_a_machine_without_a_port_left_says_what_to_type() -> None:
         with pytest.raises(
             LaunchError, match=rf"The ports {port} of this machine are in use.* export MASTER_ADDR="
         ):
-            StepDiscovery("7.0", [port]).open(LOOPBACK, "a")
+            StepDiscovery("7.0", [port]).announce(LOOPBACK, "a")

@@ -217,16 +217,16 @@ class HorovodBackend(Backend):
         return {name: value for name, value in wanted.items() if name not in self.session.environ}
 
     def _rendezvous(self) -> tuple[str, int]:
-        """Where Horovod's ranks meet, as an address and a port: at a server of rank 0, by a ticket of the store's.
+        """Return the address and port of Horovod's rendezvous, a server of rank 0, by an endpoint of the store.
 
         Also under horovodrun, which has one: a second start in one process would meet there what is left of the
         first, and hang if a rank is quick.
         """
         if self.world.is_first:
             self.session.store.set("horovod", str(store_client.serve(self.session.address)))
-        ticket = parse_endpoint(self.session.store.get("horovod").decode())
+        endpoint = parse_endpoint(self.session.store.get("horovod").decode())
         # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
-        return f"{ticket.host}:{ticket.port}/{ticket.token}/horovod", ticket.port
+        return f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod", endpoint.port
 
     def abort_exchanges(self) -> None:
         super().abort_exchanges()

@@ -40,6 +40,7 @@ from hvd_trainer.launch.slurm import slurm_job
 from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
 from hvd_trainer.rendezvous.ranks import JobIdentity, RankInfo
+from hvd_trainer.rendezvous.shared_stores import shared_stores
 from hvd_trainer.utils import accelerator, network
 from hvd_trainer.utils.environment import set_variables
 from hvd_trainer.utils.process import cpu_ids, start_time
@@ -311,7 +312,7 @@ class Session:
         """
         assert self.driver is not None
         self.world = self.driver.next_world()
-        connect.reset_sessions()
+        shared_stores.reset_sessions()
 
 
 def _parent_identity() -> str:

@@ -1,9 +1,9 @@
-"""A ticket: where a job's store is, and the token that opens it; how it is told to ranks, and believed by them.
+"""An endpoint: the address of a job's store and the token that opens it; how ranks authenticate a published one.
 
-Where it is told in public, it can be made of a secret that the ranks share:
+If everyone can read where it is published, it can be derived from a secret that the ranks share:
 
-    told       10.0.0.1:40123/NONCE/SIGNATURE      a signature of address and nonce: nobody else can say this
-    token      another signature of the nonce      nobody else can make this of it
+    published  10.0.0.1:40123/NONCE/SIGNATURE      HMAC of address and nonce: only the ranks can create it
+    token      another HMAC of the nonce           only the ranks can compute it
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from pathlib import Path
 from hvd_trainer.errors import LaunchError
 
 SECRET_FILE = "HVD_TRAINER_SECRET_FILE"
-"""The environment's name of a file with a secret, for ranks to which no launcher tells a token in private."""
+"""Variable with the name of a file with a secret, for ranks to which no launcher passes a token in private."""
 MIN_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a store is, and the token that opens it: 32 hexadecimal digits."""
+    """The address of a store, and its token: 32 hexadecimal digits."""
 
     host: str
     port: int
     token: str = field(repr=False)
 
     def __str__(self) -> str:
-        return f"{self.place}/{self.token}"
+        return f"{self.netloc}/{self.token}"
 
     @property
-    def place(self) -> str:
-        """What may be said aloud."""
+    def netloc(self) -> str:
+        """Host and port: what messages may show."""
         return f"{self.host}:{self.port}"
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """The ticket that `str` has written.
+    """Return the endpoint whose `str` the text is.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: the text is none.
     """
-    ticket = verify_endpoint(text, None)
-    if ticket is None:
-        raise LaunchError(f"{text[:60]!r} should be the ticket to a job's store, HOST:PORT/TOKEN, and is not.")
-    return ticket
+    endpoint = verify_endpoint(text, None)
+    if endpoint is None:
+        raise LaunchError(f"{text[:60]!r} should be the endpoint of a job's store, HOST:PORT/TOKEN, and is not.")
+    return endpoint
 
 
 def create_token(secret: str | None) -> tuple[str, str]:
-    """A token for a new store, and the nonce that it is made of by the secret; without one, that is the token."""
+    """Return a token for a new store, and the nonce it is derived from; without a secret, both are the same."""
     nonce = secrets.token_hex(16)
-    return (nonce if secret is None else _signed(secret, "token", nonce)), nonce
+    return (nonce if secret is None else _hmac(secret, "token", nonce)), nonce
 
 
-def sign_endpoint(ticket: Endpoint, nonce: str, secret: str | None) -> str:
-    """What rank 0 says of its store, to be `believed`."""
+def sign_endpoint(endpoint: Endpoint, nonce: str, secret: str | None) -> str:
+    """Return the text by which rank 0 publishes its endpoint; without a secret it has the token itself."""
     if secret is None:
-        return str(ticket)
-    return f"{ticket.place}/{nonce}/{_signed(secret, ticket.place, nonce)}"
+        return str(endpoint)
+    return f"{endpoint.netloc}/{nonce}/{_hmac(secret, endpoint.netloc, nonce)}"
 
 
 def verify_endpoint(text: str, secret: str | None) -> Endpoint | None:
-    """The ticket that was told; None if that is not what rank 0 says.
+    """Return the endpoint that was published; None if the text is malformed, or not signed with the secret.
 
     Raises:
         LaunchError: only one side has a secret.
@@ -80,16 +80,16 @@ def verify_endpoint(text: str, secret: str | None) -> Endpoint | None:
         raise LaunchError(f"{has} has {SECRET_FILE}, and {has_not} has not. Set it on all hosts, or on none.")
     if secret is None:
         return Endpoint(host, int(port), nonce)
-    if not hmac.compare_digest(signature, _signed(secret, f"{host}:{port}", nonce)):
+    if not hmac.compare_digest(signature, _hmac(secret, f"{host}:{port}", nonce)):
         return None
-    return Endpoint(host, int(port), _signed(secret, "token", nonce))
+    return Endpoint(host, int(port), _hmac(secret, "token", nonce))
 
 
 def read_secret(environ: Mapping[str, str]) -> str | None:
-    """What is in the file that the environment names, if it names one.
+    """Return the content of the file that `SECRET_FILE` names; None if it is not set.
 
     Raises:
-        LaunchError: it is not there, is too short, or others may read it.
+        LaunchError: the file cannot be read, is too short, or others may read it.
     """
     if not (name := environ.get(SECRET_FILE)):
         return None
@@ -98,7 +98,7 @@ def read_secret(environ: Mapping[str, str]) -> str | None:
         secret = Path(name).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{SECRET_FILE}={name} cannot be read: {error}.") from error
-    # What root has laid down for a group, it means to be read by that: so Kubernetes gives a pod its secrets.
+    # A file of root's may be readable by a group: Kubernetes mounts secrets so for a pod's user.
     if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
         raise LaunchError(f"{name} ({SECRET_FILE}) may be read by others. Type: chmod 600 {name}")
     if len(secret) < MIN_SECRET_BYTES:
@@ -109,6 +109,6 @@ def read_secret(environ: Mapping[str, str]) -> str | None:
     return secret
 
 
-def _signed(secret: str, *words: str) -> str:
-    """What only those can say of these words who have the secret, in 32 characters."""
-    return hmac.new(secret.encode(), "\n".join(words).encode(), "sha256").hexdigest()[:32]
+def _hmac(secret: str, *fields: str) -> str:
+    """Return a keyed hash (HMAC-SHA256) of some texts, in 32 hexadecimal digits."""
+    return hmac.new(secret.encode(), "\n".join(fields).encode(), "sha256").hexdigest()[:32]

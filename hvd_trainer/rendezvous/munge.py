@@ -1,4 +1,4 @@
-"""Letters that only the same user can read, by MUNGE: the service by which Slurm's hosts know their users.
+"""MUNGE credentials: the service by which the hosts of a Slurm cluster authenticate users.
 
 Its programs `munge` and `unmunge` are on all hosts of a cluster that uses it, and the hosts share its key.
 """
@@ -12,15 +12,16 @@ from functools import cache
 
 from hvd_trainer.errors import LaunchError
 
-MARK = "MUNGE:"
-WAIT_S = 10.0
+PREFIX = "MUNGE:"
+"""How each credential begins."""
+TIMEOUT_S = 10.0
 
 
 @cache
-def option() -> list[str]:
-    """The option for the service's socket, where Slurm is set to another one than MUNGE's own."""
+def socket_option() -> list[str]:
+    """Return the option for the service's socket, if Slurm is configured to use another one than MUNGE's own."""
     try:
-        shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=WAIT_S)
+        shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
         return []
     match = re.search(r"^AuthInfo\s*=.*\bsocket=([^,\s]+)", shown.stdout, re.MULTILINE)
@@ -28,38 +29,43 @@ def option() -> list[str]:
 
 
 def encode(text: str) -> str:
-    """A letter that this user's processes can open for five minutes; the open text where there is no MUNGE."""
-    command = ["munge", *option(), "--restrict-uid", str(os.getuid())]
+    """Return a credential that only this user can decode, for five minutes; without MUNGE, the text itself."""
+    command = ["munge", *socket_option(), "--restrict-uid", str(os.getuid())]
     try:
-        sealed = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=WAIT_S)
+        encoded = subprocess.run(
+            command, input=text, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+        )
     except (OSError, subprocess.SubprocessError):
         return text
-    return sealed.stdout.strip()
+    return encoded.stdout.strip()
 
 
 @cache
 def is_available() -> bool:
-    """Whether letters can be sealed here, and so are expected."""
+    """Return True if credentials can be encoded here: then plain text is not accepted."""
     return encode("") != ""
 
 
-def decode(letter: str) -> str | None:
-    """What is in a letter of `seal` by this user; None if it is by or for somebody else, or should be sealed.
+def decode(credential: str) -> str | None:
+    """Return the text of a credential by this user; None if it is by or for another user, or plain text.
+
+    Without MUNGE on this host, plain text is returned as it is.
 
     Raises:
-        LaunchError: it is sealed, and there is nothing to open it with.
+        LaunchError: it is a credential, and this host has no MUNGE.
     """
-    if not letter.startswith(MARK):
-        return None if is_available() else letter
-    command = ["unmunge", *option()]
+    if not credential.startswith(PREFIX):
+        return None if is_available() else credential
+    command = ["unmunge", *socket_option()]
     try:
-        opened = subprocess.run(command, input=letter, capture_output=True, text=True, timeout=WAIT_S)
+        decoded = subprocess.run(command, input=credential, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
-            f"Rank 0's address came in a letter by MUNGE, which cannot be opened here: {error}. Type on this "
+            f"Rank 0's address came as a MUNGE credential, which cannot be decoded here: {error}. Type on this "
             f"host: apt-get install munge    (or: export HVD_TRAINER_SECRET_FILE=FILE on all hosts)"
         ) from error
-    # A second rank of a host opens the same letter, which MUNGE calls a replay, and shows it all the same.
-    about, _, text = opened.stdout.partition("\n\n")
-    sender = re.search(r"^UID:.*\((\d+)\)$", about, re.MULTILINE)
+    # The second rank of a host that decodes a credential gets the text and an error, that it was replayed: the
+    # exit code does not count.
+    metadata, _, text = decoded.stdout.partition("\n\n")
+    sender = re.search(r"^UID:.*\((\d+)\)$", metadata, re.MULTILINE)
     return text.strip() if text and sender and int(sender[1]) == os.getuid() else None

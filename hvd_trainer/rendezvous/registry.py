@@ -1,7 +1,7 @@
-"""Boards: where rank 0 pins the ticket to the store, and the other ranks read it.
+"""Registries: where rank 0 publishes the endpoint of its store, and the other ranks look it up.
 
-One per way that a launcher leaves open: a file where all ranks are on one node, which nobody else reads, or else
-horovodrun's key-value server, torchrun's store, or one at an agreed address, which answer everybody who comes by.
+There is one for each way that a launcher offers: a file that only this user can read, if all ranks are on one
+node; else horovodrun's key-value server, torchrun's store, or a store at a given address, which everyone can read.
 """
 
 from __future__ import annotations
@@ -25,51 +25,45 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils.files import read_regular
-from hvd_trainer.utils.network import LOOPBACK, outward_address
 from hvd_trainer.utils.process import start_time
 
-CONNECT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 30.0
 MAX_ENTRY_BYTES = 1 << 12
 
 
 class EndpointRegistry(Protocol):
     """A place that all ranks of one job can see."""
 
-    def own_address(self) -> str:
-        """An address of this machine that the others can reach."""
+    def publish(self, endpoint: str) -> None:
+        """Publish the endpoint."""
 
-    def post(self, ticket: str) -> None:
-        """Pins the ticket."""
-
-    def read(self) -> str | None:
-        """The ticket, or None while there is none."""
+    def lookup(self) -> str | None:
+        """Return the endpoint; None as long as there is none."""
 
 
 class HttpRegistry:
-    """horovodrun's own key-value server: `PUT` and `GET /scope/key`.
+    """An entry of horovodrun's key-value server: `PUT` and `GET /scope/key`.
 
     Raises:
-        LaunchError: (all methods) nobody answers there.
+        LaunchError: (all methods) the server does not answer.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:
         self._host, self._port = host, port
         self._url = f"http://{host}:{port}/hvd_trainer/{key}"
-        # A proxy that is set for the internet does not lead to the node next door.
+        # A proxy for the internet does not lead to other nodes.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def own_address(self) -> str:
-        return outward_address(self._host, self._port)
+    def publish(self, endpoint: str) -> None:
+        self._request(urllib.request.Request(self._url, data=endpoint.encode(), method="PUT"))
 
-    def post(self, ticket: str) -> None:
-        self._ask(urllib.request.Request(self._url, data=ticket.encode(), method="PUT"))
+    def lookup(self) -> str | None:
+        return self._request(urllib.request.Request(self._url))
 
-    def read(self) -> str | None:
-        return self._ask(urllib.request.Request(self._url))
-
-    def _ask(self, request: urllib.request.Request) -> str | None:
+    def _request(self, request: urllib.request.Request) -> str | None:
         try:
-            with self._opener.open(request, timeout=30) as response:
+            with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as response:
                 return str(response.read().decode())
         except urllib.error.HTTPError as error:
             if error.code == 404:
@@ -85,41 +79,38 @@ class HttpRegistry:
 class FileRegistry:
     """A file that only this user can read, for ranks on one node.
 
-    It names the process that wrote it, so that what a killed job left behind is not believed.
+    The entry names the process that has written it: one that a killed job left behind is ignored.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def own_address(self) -> str:
-        return LOOPBACK
-
-    def post(self, ticket: str) -> None:
-        note = {"ticket": ticket, "pid": os.getpid(), "started": start_time(os.getpid())}
+    def publish(self, endpoint: str) -> None:
+        entry = {"endpoint": endpoint, "pid": os.getpid(), "start_time": start_time(os.getpid())}
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._refuse_others()
+        self._check_folder()
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
         with os.fdopen(handle, "w") as file:
-            json.dump(note, file)
+            json.dump(entry, file)
         os.replace(temporary, self._path)
         atexit.register(self._remove)
 
+    def lookup(self) -> str | None:
+        with suppress(FileNotFoundError):  # of the entry, or its process
+            self._check_folder()
+            entry = json.loads(read_regular(self._path, MAX_ENTRY_BYTES))
+            if start_time(entry["pid"]) == entry["start_time"]:
+                return str(entry["endpoint"])
+        return None
+
     def _remove(self) -> None:
-        """Takes the note away, if it is still that of this process."""
+        """Delete the entry if it is still that of this process."""
         with suppress(OSError, ValueError):
             if json.loads(read_regular(self._path, MAX_ENTRY_BYTES))["pid"] == os.getpid():
                 self._path.unlink()
 
-    def read(self) -> str | None:
-        with suppress(FileNotFoundError):  # the note, or its process
-            self._refuse_others()
-            note = json.loads(read_regular(self._path, MAX_ENTRY_BYTES))
-            if start_time(note["pid"]) == note["started"]:
-                return str(note["ticket"])
-        return None
-
-    def _refuse_others(self) -> None:
-        """What lies in a folder where only this user writes is this user's."""
+    def _check_folder(self) -> None:
+        """Raise LaunchError unless this user alone can write to the folder, so that its files are this user's."""
         folder = self._path.parent
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -130,47 +121,42 @@ class FileRegistry:
 
 
 class StoreRegistry:
-    """A store that all find by themselves.
+    """An entry of a store that all ranks find by themselves, such as torchrun's.
 
-    torchrun's outlives the ranks: when they are started again, the old ones' notes are there.
-
-    So an address is believed only if somebody listens there. Whether torchrun makes a new store for the new ranks
-    depends on its version and on how many nodes there were.
+    torchrun's store may outlive the ranks, depending on its version and the number of nodes, and then still has
+    the entry of the previous start: an endpoint counts only if a connection to it succeeds.
     """
 
-    def __init__(self, store: dist.Store, host: str, port: int, key: str) -> None:
-        self._store, self._host, self._port, self._key = store, host, port, f"hvd_trainer/{key}"
+    def __init__(self, store: dist.Store, key: str) -> None:
+        self._store, self._key = store, f"hvd_trainer/{key}"
 
-    def own_address(self) -> str:
-        return outward_address(self._host, self._port)
+    def publish(self, endpoint: str) -> None:
+        self._store.set(self._key, endpoint)
 
-    def post(self, ticket: str) -> None:
-        self._store.set(self._key, ticket)
-
-    def read(self) -> str | None:
+    def lookup(self) -> str | None:
         if not self._store.check([self._key]):
             return None
-        ticket = self._store.get(self._key).decode()
-        host, _, port = ticket.partition("/")[0].rpartition(":")
-        with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
-            return ticket
+        endpoint = self._store.get(self._key).decode()
+        host, _, port = endpoint.partition("/")[0].rpartition(":")
+        with suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
+            return endpoint
         return None
 
 
 def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:
-    """The path that all ranks of one job on this node come to by themselves, and those of no other job."""
-    key = _hydra_key() if world.launcher == "mpiexec" else _key(world, environ)
+    """Return the same path on all ranks of one job on this node, and another one for each other job."""
+    key = _hydra_key() if world.launcher == "mpiexec" else _job_key(world, environ)
     return private_file(f"{world.launcher}-{key}-{session}")
 
 
 def private_file(name: str) -> Path:
-    """The path of that name in this user's own folder on this node."""
+    """Return the path of a file in this user's own folder on this node."""
     safe = "".join(c if c.isalnum() else "_" for c in name)
     return Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}" / safe
 
 
-def _key(world: World, environ: Mapping[str, str]) -> str:
-    """What the launcher calls the job."""
+def _job_key(world: World, environ: Mapping[str, str]) -> str:
+    """Return the launcher's identification of the job."""
     names = {
         "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -181,7 +167,7 @@ def _key(world: World, environ: Mapping[str, str]) -> str:
 
 
 def _hydra_key() -> str:
-    """Hydra numbers no jobs, but one proxy per job and node is the ancestor of all ranks there."""
+    """Return an identification of a Hydra job: its one proxy on this node, which is an ancestor of all ranks."""
     for ancestor in psutil.Process().parents():
         if "pmi_proxy" in ancestor.name():
             return f"{ancestor.pid}-{ancestor.create_time()}"

@@ -1,4 +1,4 @@
-"""How rank 0 starts the server of a job's store, and all ranks come to it: by a ticket that only they have."""
+"""How rank 0 starts the server of a job's store, and how all ranks connect to it."""
 
 from __future__ import annotations
 
@@ -16,94 +16,95 @@ import torch.distributed as dist
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils.network import listen
 
-PROGRAM = (
+SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from hvd_trainer.rendezvous.store_server import main; main(int(sys.argv[2]))"
 )
-"""Without site-packages, whose start-up hooks take longer than the server itself."""
-ENDS_S = 1.0
-_LOCK = threading.Lock()
-_SERVERS: dict[tuple[int, str, int], _ServerProcess] = {}
-"""Of this process: by its number, since a fork is no owner of its parent's, the address and the wanted port."""
+"""Run without site-packages, whose start-up hooks take longer than the server itself."""
+EXIT_TIMEOUT_S = 1.0
+_lock = threading.Lock()
+_servers: dict[tuple[int, str, int], _ServerProcess] = {}
+"""Servers of this process by its process number (a fork does not own its parent's), address and requested port."""
 
 
 @dataclass
 class _ServerProcess:
-    """A process that serves, and how many tickets to it are in use."""
+    """A server, and the number of tokens that it serves."""
 
     process: subprocess.Popen[bytes]
     port: int
-    tickets: int = 0
+    num_tokens: int = 0
 
 
 def serve(address: str, port: int = 0, *, token: str | None = None) -> Endpoint:
-    """Starts a server in a process of its own, or goes on using it, and has it take one more token.
+    """Start a server in a process of its own, or reuse this process's, and add a token to it.
 
-    It ends with this process, or when all its tickets are retired.
+    It ends with this process, or when all its endpoints are released.
 
     Args:
-        address: of this machine, to which the server is bound; empty: to all that it has.
-        port: 0: one that the system picks.
+        address: of this machine, to listen at; empty: all addresses.
+        port: 0: any.
         token: None: a new one.
 
     Raises:
         OSError: the port is in use, or the address is not of this machine.
     """
     key = (os.getpid(), address, port)
-    ticket_token = token or secrets.token_hex(16)
-    with _LOCK:
-        server = _SERVERS.get(key)
+    endpoint_token = token or secrets.token_hex(16)
+    with _lock:
+        server = _servers.get(key)
         if server is None or server.process.poll() is not None:
-            server = _SERVERS[key] = _start(address, port)
-        server.tickets += 1
+            server = _servers[key] = _start(address, port)
+        server.num_tokens += 1
         pipe = server.process.stdin
         assert pipe is not None
-        pipe.write(f"{ticket_token}\n".encode())
-    return Endpoint(address, server.port, ticket_token)
+        pipe.write(f"{endpoint_token}\n".encode())
+    return Endpoint(address, server.port, endpoint_token)
 
 
-def release(ticket: Endpoint) -> None:
-    """Ends the server that this process has for a ticket, unless there are other tickets to it."""
-    with _LOCK:
-        for key, server in list(_SERVERS.items()):
-            if key[:2] == (os.getpid(), ticket.host) and server.port == ticket.port:
-                server.tickets -= 1
-                if not server.tickets:
-                    del _SERVERS[key]
+def release(endpoint: Endpoint) -> None:
+    """End this process's server for an endpoint, unless it has other endpoints."""
+    with _lock:
+        for key, server in list(_servers.items()):
+            if key[:2] == (os.getpid(), endpoint.host) and server.port == endpoint.port:
+                server.num_tokens -= 1
+                if not server.num_tokens:
+                    del _servers[key]
                     _end(server.process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.communicate(timeout=ENDS_S)
-    except subprocess.TimeoutExpired:  # another process that was forked meanwhile has the pipe open, too
-        process.kill()
-        process.wait()
 
 
 def _start(address: str, port: int) -> _ServerProcess:
     with listen(address, port) as listener:
-        number = listener.fileno()
-        # Its outputs are not ours: whoever reads ours to the end would wait for it, too.
+        descriptor = listener.fileno()
+        # The server does not inherit stdout and stderr: whoever reads this process's output to its end would wait
+        # for the server, too.
         process = subprocess.Popen(
-            [sys.executable, "-ISc", PROGRAM, str(Path(__file__).parents[2]), str(number)],
+            [sys.executable, "-ISc", SERVER_PROGRAM, str(Path(__file__).parents[2]), str(descriptor)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(number,),
+            pass_fds=(descriptor,),
             bufsize=0,
         )
         return _ServerProcess(process, listener.getsockname()[1])
 
 
-def connect(ticket: Endpoint, timeout: timedelta) -> dist.Store:
-    """The store, for a rank with a ticket to it; it waits for the server to come.
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.communicate(timeout=EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # another process, forked meanwhile, has the pipe open, too
+        process.kill()
+        process.wait()
+
+
+def connect(endpoint: Endpoint, timeout: timedelta) -> dist.Store:
+    """Return the store at an endpoint; wait for its server to start.
 
     Raises:
-        torch.distributed.DistError: nobody answers there in time, or the token is not that of the server.
+        torch.distributed.DistError: the server does not answer in time, or does not know the token.
     """
-    client = dist.TCPStore(ticket.host, ticket.port, is_master=False, timeout=timeout)
-    store = dist.PrefixStore(ticket.token, client)
-    # By the first key the server knows this rank, and does not take it for one of too many strangers.
+    client = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)
+    store = dist.PrefixStore(endpoint.token, client)
+    # The first key authenticates this connection: the server closes unauthenticated ones if there are too many.
     store.check(["joined"])
     return store

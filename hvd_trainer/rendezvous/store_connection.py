@@ -1,4 +1,4 @@
-"""A store's values, and one connection of a client, with what is unread and what is unsent."""
+"""The values of a store, and one client's connection to it with its unread and unsent bytes."""
 
 from __future__ import annotations
 
@@ -7,126 +7,152 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
 MAX_KEY_BYTES = 4096
-"""In bytes; those of PyTorch have up to some hundred."""
+"""PyTorch's keys have some hundred bytes."""
 MAX_UNAUTHENTICATED_BYTES = 2 * MAX_KEY_BYTES
-"""What may be sent by one who has named no key with a token yet."""
+"""How much a client may send before a key with a token."""
 READ_BYTES = 1 << 20
 STOP_WAITING = b"\0"
 
-Steps = Generator["int | bytes", bytes, None]
-"""What to do with a connection's bytes: it asks for so many, or for all up to a mark, and is sent them."""
+Handler = Generator["int | bytes", bytes, None]
+"""Handles a client's messages: yields a number of bytes to read or a delimiter, and is sent the bytes."""
 
 
 class RefusedError(Exception):
-    """Whoever has sent that is no rank of ours."""
+    """The client is no rank of this job."""
 
 
 class Store:
-    """Keys and values of all tokens, who waits for which, and whom there is something to send to."""
+    """Keys and values of all tokens, and the connections that wait for keys.
+
+    Attributes:
+        tokens: keys must begin with one of them.
+        values: by key.
+        pending: connections with new bytes to send.
+    """
 
     def __init__(self) -> None:
         self.tokens: set[bytes] = set()
         self.values: dict[bytes, bytes] = {}
-        self.answered: set[Connection] = set()
+        self.pending: set[Connection] = set()
         self._waiting: dict[bytes, list[Connection]] = {}
 
-    def admits(self, key: bytes) -> bool:
-        """Keys are paths: `/TOKEN/...`."""
+    def has_token(self, key: bytes) -> bool:
+        """Return True if a key is a path of the form `/TOKEN/...` with a known token."""
         return key[:1] == b"/" and key[1:].partition(b"/")[0] in self.tokens
 
     def set(self, key: bytes, value: bytes) -> None:
+        """Set a value, and answer connections for which it was the last key that they waited for."""
         self.values[key] = value
         for connection in self._waiting.pop(key, ()):
-            connection.missing.discard(key)
-            if not connection.missing:
+            connection.awaited.discard(key)
+            if not connection.awaited:
                 connection.send(STOP_WAITING)
 
     def wait(self, keys: Sequence[bytes], connection: Connection) -> None:
-        self.wait_no_more(connection)
-        connection.missing = {key for key in keys if key not in self.values}
-        for key in connection.missing:
+        """Answer a connection once all keys are set."""
+        self.cancel_wait(connection)
+        connection.awaited = {key for key in keys if key not in self.values}
+        for key in connection.awaited:
             self._waiting.setdefault(key, []).append(connection)
-        if not connection.missing:
+        if not connection.awaited:
             connection.send(STOP_WAITING)
 
-    def wait_no_more(self, connection: Connection) -> None:
-        for key in connection.missing:
+    def cancel_wait(self, connection: Connection) -> None:
+        """Forget the keys that a connection waits for."""
+        for key in connection.awaited:
             self._waiting[key].remove(connection)
             if not self._waiting[key]:
                 del self._waiting[key]
-        connection.missing = set()
+        connection.awaited = set()
 
 
 class Connection:
-    """One client: what it has sent and not been read yet, and what it has not taken yet of the answers."""
+    """The connection of one client.
 
-    def __init__(self, line: socket.socket, store: Store, protocol: Callable[[Connection], Steps]) -> None:
-        self.line, self.store = line, store
-        self.stranger = True
-        self.missing: set[bytes] = set()
-        self._out: deque[memoryview] = deque()
-        self.ended = False
-        self._in, self._came = bytearray(), 0
-        self._steps = protocol(self)
-        self._needed = next(self._steps)
+    Args:
+        sock: the socket.
+        store: what it reads and writes.
+        protocol: returns the handler of its messages.
+
+    Attributes:
+        is_authenticated: whether it has sent a key with a token.
+        awaited: keys that it waits for.
+        is_finished: whether it is to be closed once all is sent.
+    """
+
+    def __init__(self, sock: socket.socket, store: Store, protocol: Callable[[Connection], Handler]) -> None:
+        self.sock, self.store = sock, store
+        self.is_authenticated = False
+        self.awaited: set[bytes] = set()
+        self.is_finished = False
+        self._unsent: deque[memoryview] = deque()
+        self._unread, self._received_bytes = bytearray(), 0
+        self._handler = protocol(self)
+        self._needed = next(self._handler)
 
     def receive(self) -> None:
-        """Reads what has come, and answers.
+        """Read what has arrived, and handle all complete messages.
 
         Raises:
-            RefusedError: nobody of ours sends that.
-            OSError: the connection is broken, or over.
+            RefusedError: no rank of this job sends that.
+            OSError: the connection is broken or closed.
         """
-        data = self.line.recv(MAX_UNAUTHENTICATED_BYTES - self._came + 1 if self.stranger else READ_BYTES)
+        limit = READ_BYTES if self.is_authenticated else MAX_UNAUTHENTICATED_BYTES - self._received_bytes + 1
+        data = self.sock.recv(limit)
         if not data:
             raise ConnectionResetError
-        self._in += data
-        self._came += len(data)
+        self._unread += data
+        self._received_bytes += len(data)
         try:
-            while not self.ended and (size := self._available()):
-                part = bytes(self._in[:size])
-                del self._in[:size]
-                self._needed = self._steps.send(part)
+            while not self.is_finished and (size := self._available()):
+                part = bytes(self._unread[:size])
+                del self._unread[:size]
+                self._needed = self._handler.send(part)
         except StopIteration:
-            self.ended = True
-        if self.stranger and self._came > MAX_UNAUTHENTICATED_BYTES:
+            self.is_finished = True
+        if not self.is_authenticated and self._received_bytes > MAX_UNAUTHENTICATED_BYTES:
             raise RefusedError
 
     def _available(self) -> int:
-        """The size of what is asked for next, or 0 as long as that has not come whole."""
+        """Return the size of what the handler needs next, or 0 as long as it has not arrived completely."""
         if isinstance(self._needed, bytes):
-            end = self._in.find(self._needed)
+            end = self._unread.find(self._needed)
             return 0 if end < 0 else end + len(self._needed)
-        return self._needed if len(self._in) >= self._needed else 0
+        return self._needed if len(self._unread) >= self._needed else 0
 
-    def admit(self, key: bytes) -> None:
-        """Who names a key with a token is of ours, and stays so: PyTorch has keys without, on the same line.
+    def authenticate(self, key: bytes) -> None:
+        """Accept a key; after the first one with a token also keys without, which PyTorch uses on the connection.
 
         Raises:
-            RefusedError: it has named none yet, nor does now.
+            RefusedError: neither this key nor an earlier one has a token.
         """
-        if self.stranger and not self.store.admits(key):
+        if not self.is_authenticated and not self.store.has_token(key):
             raise RefusedError
-        self.stranger = False
+        self.is_authenticated = True
 
     def send(self, data: bytes) -> None:
-        self._out.append(memoryview(data))
-        self.store.answered.add(self)
+        """Queue an answer."""
+        self._unsent.append(memoryview(data))
+        self.store.pending.add(self)
 
     @property
-    def owes(self) -> bool:
-        """Whether answers are left that the other side has not taken."""
-        return bool(self._out)
+    def has_unsent(self) -> bool:
+        """Whether answers are left that the client has not read."""
+        return bool(self._unsent)
 
     def flush(self) -> None:
-        """Sends as much as the other side takes."""
-        while self._out:
-            sent = self.line.send(self._out[0])
-            self._out[0] = self._out[0][sent:]
-            if not self._out[0]:
-                self._out.popleft()
+        """Send as much as the socket takes.
+
+        Raises:
+            BlockingIOError: it takes no more for now.
+        """
+        while self._unsent:
+            sent = self.sock.send(self._unsent[0])
+            self._unsent[0] = self._unsent[0][sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
 
     def close(self) -> None:
-        self.store.wait_no_more(self)
-        self.store.answered.discard(self)
-        self.line.close()
+        self.store.cancel_wait(self)
+        self.store.pending.discard(self)
+        self.sock.close()

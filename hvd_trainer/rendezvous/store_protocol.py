@@ -1,16 +1,16 @@
-"""What clients of a job's store say, and what is answered: PyTorch's `TCPStore` and Horovod's HTTP, on one port.
+"""The protocols of a job's store: PyTorch's `TCPStore` and Horovod's HTTP, on one port.
 
-PyTorch's protocol is described by its source only: torch/csrc/distributed/c10d/TCPStoreBackend.hpp and
-TCPStoreLibUvBackend.cpp. Its numbers are of the machine's byte order, and have 8 bytes for lengths and counts:
+PyTorch's protocol is documented by its source only: torch/csrc/distributed/c10d/TCPStoreBackend.hpp and
+TCPStoreLibUvBackend.cpp. Numbers are in the machine's byte order; lengths and counts have 8 bytes:
 
-    0 MAGIC                              "I speak this": first of all, and not answered
-    13 nonce          -> nonce           "are you there?"
+    0 MAGIC                              first message of a client; no answer
+    13 nonce          -> nonce           ping
     1 n /TOKEN/key n value               set
-    6 1 n /TOKEN/key  -> 0               wait; answered once it is set
+    6 1 n /TOKEN/key  -> 0               wait; answered once the key is set
     3 n /TOKEN/key    -> n value         get
 
-Queues and the list of all keys, which engines do not ask for, are refused like garbage. Nothing longer than its
-limit is read, and next to nothing from those who have not named a key with a token.
+Queues and listing all keys, which the engines do not use, are refused like garbage. Nothing longer than its limit
+is read, and very little from a client that has not sent a key with a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Generator
 
-from hvd_trainer.rendezvous.store_connection import MAX_KEY_BYTES, Connection, RefusedError, Steps, Store
+from hvd_trainer.rendezvous.store_connection import MAX_KEY_BYTES, Connection, Handler, RefusedError, Store
 
 MAGIC = 0x3C85F7CE
 VALIDATE, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, GETNUMKEYS, DELETE_KEY, APPEND, MULTI_GET, MULTI_SET = range(12)
@@ -29,109 +29,109 @@ MAX_VALUE_BYTES = 1 << 30
 MAX_KEYS = 1 << 20
 
 
-def steps(connection: Connection) -> Steps:
-    """Reads a connection from its first byte on, which says whose protocol it is."""
+def handle_client(connection: Connection) -> Handler:
+    """Handle all messages of a client. Its first byte tells the protocol."""
     first = yield 1
     if first[0] == VALIDATE:
         if (yield 4) != struct.pack("=I", MAGIC):
             raise RefusedError
         while True:
-            yield from _query(connection, (yield 1)[0])
-    yield from _request(connection, first)
+            yield from _handle_query(connection, (yield 1)[0])
+    yield from _handle_request(connection, first)
 
 
-def _number(form: str = "=Q", most: int | None = None) -> Generator[int, bytes, int]:
-    (number,) = struct.unpack(form, (yield struct.calcsize(form)))
-    if most is not None and number > most:
+def _read_number(format_: str = "=Q", maximum: int | None = None) -> Generator[int, bytes, int]:
+    (number,) = struct.unpack(format_, (yield struct.calcsize(format_)))
+    if maximum is not None and number > maximum:
         raise RefusedError
     return int(number)
 
 
-def _bytes(most: int) -> Generator[int, bytes, bytes]:
-    length = yield from _number(most=most)
+def _read_bytes(maximum: int) -> Generator[int, bytes, bytes]:
+    length = yield from _read_number(maximum=maximum)
     return (yield length) if length else b""
 
 
-def _key(connection: Connection) -> Generator[int, bytes, bytes]:
-    key = yield from _bytes(MAX_KEY_BYTES)
-    connection.admit(key)
+def _read_key(connection: Connection) -> Generator[int, bytes, bytes]:
+    key = yield from _read_bytes(MAX_KEY_BYTES)
+    connection.authenticate(key)
     return key
 
 
-def _keys(connection: Connection) -> Generator[int, bytes, list[bytes]]:
+def _read_keys(connection: Connection) -> Generator[int, bytes, list[bytes]]:
     keys = []
-    for _ in range((yield from _number(most=MAX_KEYS))):
-        keys.append((yield from _key(connection)))
+    for _ in range((yield from _read_number(maximum=MAX_KEYS))):
+        keys.append((yield from _read_key(connection)))
     return keys
 
 
-def _answer(value: bytes) -> bytes:
+def _with_length(value: bytes) -> bytes:
     return struct.pack("=Q", len(value)) + value
 
 
-def _query(connection: Connection, kind: int) -> Steps:
-    """One query of a `TCPStore`, and its answer."""
+def _handle_query(connection: Connection, kind: int) -> Handler:
+    """Handle one query of a `TCPStore` client."""
     store, send = connection.store, connection.send
     if kind == PING:
         send((yield 4))
     elif kind == SET:
-        key = yield from _key(connection)
-        store.set(key, (yield from _bytes(MAX_VALUE_BYTES)))
+        key = yield from _read_key(connection)
+        store.set(key, (yield from _read_bytes(MAX_VALUE_BYTES)))
     elif kind == GET:
-        send(_answer(_found(store, (yield from _key(connection)))))
+        send(_with_length(_get(store, (yield from _read_key(connection)))))
     elif kind == ADD:
-        key = yield from _key(connection)
-        total = int(store.values.get(key, b"0")) + (yield from _number("=q"))
+        key = yield from _read_key(connection)
+        total = int(store.values.get(key, b"0")) + (yield from _read_number("=q"))
         store.set(key, str(total).encode())
         send(struct.pack("=q", total))
     elif kind == CHECK:
-        keys = yield from _keys(connection)
+        keys = yield from _read_keys(connection)
         send(READY if all(key in store.values for key in keys) else NOT_READY)
     elif kind == WAIT:
-        store.wait((yield from _keys(connection)), connection)
+        store.wait((yield from _read_keys(connection)), connection)
     elif kind == CANCEL_WAIT:
-        store.wait_no_more(connection)
+        store.cancel_wait(connection)
         send(WAIT_CANCELED)
     elif kind == COMPARE_SET:
-        key = yield from _key(connection)
-        expected = yield from _bytes(MAX_VALUE_BYTES)
-        desired = yield from _bytes(MAX_VALUE_BYTES)
+        key = yield from _read_key(connection)
+        expected = yield from _read_bytes(MAX_VALUE_BYTES)
+        desired = yield from _read_bytes(MAX_VALUE_BYTES)
         if store.values.get(key, b"") == expected:
             store.set(key, desired)
-        send(_answer(store.values.get(key, expected)))
+        send(_with_length(store.values.get(key, expected)))
     elif kind == DELETE_KEY:
-        key = yield from _key(connection)
+        key = yield from _read_key(connection)
         send(struct.pack("=q", store.values.pop(key, None) is not None))
     elif kind == APPEND:
-        key = yield from _key(connection)
-        store.set(key, store.values.get(key, b"") + (yield from _bytes(MAX_VALUE_BYTES)))
+        key = yield from _read_key(connection)
+        store.set(key, store.values.get(key, b"") + (yield from _read_bytes(MAX_VALUE_BYTES)))
     elif kind == MULTI_GET:
-        for key in (yield from _keys(connection)):
-            send(_answer(_found(store, key)))
+        for key in (yield from _read_keys(connection)):
+            send(_with_length(_get(store, key)))
     elif kind == MULTI_SET:
-        for _ in range((yield from _number(most=MAX_KEYS))):
-            key = yield from _key(connection)
-            store.set(key, (yield from _bytes(MAX_VALUE_BYTES)))
-    elif kind == GETNUMKEYS and not connection.stranger:
+        for _ in range((yield from _read_number(maximum=MAX_KEYS))):
+            key = yield from _read_key(connection)
+            store.set(key, (yield from _read_bytes(MAX_VALUE_BYTES)))
+    elif kind == GETNUMKEYS and connection.is_authenticated:
         send(struct.pack("=q", len(store.values)))
     else:
         raise RefusedError
 
 
-def _found(store: Store, key: bytes) -> bytes:
-    """The value: PyTorch's clients wait for it before they ask."""
+def _get(store: Store, key: bytes) -> bytes:
+    """Return a value, which must be set: PyTorch's clients wait for a key before they get it."""
     if key not in store.values:
         raise RefusedError
     return store.values[key]
 
 
-def _request(connection: Connection, first: bytes) -> Steps:
-    """One HTTP request, as Horovod's workers send it, and its answer; then the connection ends."""
+def _handle_request(connection: Connection, first: bytes) -> Handler:
+    """Handle one HTTP request of a Horovod worker; then the connection is finished."""
     head = first + (yield b"\r\n\r\n")
     request, *fields = head.decode("latin-1").split("\r\n")
     method, _, rest = request.partition(" ")
     key = rest.partition(" ")[0].encode("latin-1")
-    connection.admit(key)
+    connection.authenticate(key)
     store, code, body = connection.store, "200 OK", b""
     if method == "PUT":
         lengths = [value for name, _, value in (field.partition(":") for field in fields) if _is_length(name)]
@@ -144,7 +144,7 @@ def _request(connection: Connection, first: bytes) -> Steps:
             body = store.values[key]
         else:
             code = "404 Not Found"
-    elif method != "DELETE":  # by which a worker says that it has done: its keys may stay
+    elif method != "DELETE":  # sent by a worker at its end; its keys may stay
         raise RefusedError
     connection.send(f"HTTP/1.0 {code}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 

@@ -1,0 +1,139 @@
+"""The common part of all rendezvous: rank 0 serves a store and publishes its endpoint, the other ranks join it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hvd_trainer.errors import LaunchError, first_line
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous import store_client
+from hvd_trainer.rendezvous.endpoint import Endpoint, create_token, sign_endpoint, verify_endpoint
+from hvd_trainer.rendezvous.registry import EndpointRegistry
+from hvd_trainer.rendezvous.shared_stores import Rendezvous
+
+MIN_POLL_S, MAX_POLL_S = 0.02, 1.0
+PORT_RELEASE_S = 2.0
+"""How long a chosen port may be in use by the server of an earlier job, which ends a moment after that job."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSettings:
+    """What a rank needs to know to find the others."""
+
+    world: World
+    environ: Mapping[str, str]
+    session: str
+    """name of the session, the same on all ranks"""
+    secret: str | None
+    """shared by the ranks, if the user has given them one"""
+    address: str | None
+    """of this machine, at which rank 0 shall listen; None: that on the route to the others"""
+    timeout: timedelta
+
+    def variable(self, name: str) -> str:
+        """Return a variable that the launcher must have set.
+
+        Raises:
+            LaunchError: it has not.
+        """
+        if not self.environ.get(name):
+            raise LaunchError(
+                f"{self.world.launcher} should set {name} and has not, so the ranks cannot find each other. Were "
+                f"its other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+                f"MASTER_ADDR and MASTER_PORT instead."
+            )
+        return self.environ[name]
+
+
+def join_by_registry(
+    registry: EndpointRegistry, settings: RendezvousSettings, address: str, port: int = 0
+) -> Rendezvous:
+    """Serve and publish a store on rank 0; look it up and join it on the others.
+
+    Args:
+        registry: where all ranks of the job find the same entry.
+        settings: of this rank.
+        address: of this machine, at which rank 0 listens.
+        port: chosen by the user; 0: any.
+    """
+    secret = settings.secret
+    if settings.world.is_first:
+        token, nonce = create_token(secret)
+        endpoint = serve_store(settings.world, address, port, token)
+        registry.publish(sign_endpoint(endpoint, nonce, secret))
+    else:
+
+        def find() -> Endpoint | None:
+            text = registry.lookup()
+            return None if text is None else verify_endpoint(text, secret)
+
+        endpoint = wait_for(find, settings)
+    return join_store(endpoint, settings)
+
+
+def serve_store(world: World, address: str, port: int, token: str | None = None) -> Endpoint:
+    """Start the store's server in a process of its own, and return its endpoint.
+
+    Args:
+        world: of rank 0.
+        address: of this machine, to listen at.
+        port: 0: any.
+        token: None: a new one.
+
+    Raises:
+        LaunchError: the port stays in use, or the address is not of this machine.
+    """
+    deadline = time.monotonic() + PORT_RELEASE_S
+    while True:
+        try:
+            return store_client.serve(address, port, token=token)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{world} cannot listen at {address or 'any address'}:{port}: {error.strerror}. If "
+                    f"the port is in use, choose another (torchrun: --master-port N, else MASTER_PORT or "
+                    f"--init-method)."
+                ) from error
+            time.sleep(MIN_POLL_S)
+
+
+def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> Rendezvous:
+    """Connect to the store at an endpoint.
+
+    Raises:
+        LaunchError: it does not answer in time.
+    """
+    try:
+        return Rendezvous(store_client.connect(endpoint, settings.timeout), endpoint.host)
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"{settings.world} could not reach rank 0 at {endpoint.netloc}: {first_line(error)}. See what rank 0 "
+            f"printed: it may have ended; else a firewall may stand between the nodes."
+        ) from None
+
+
+def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
+    """Return what a function returns, once that is not None.
+
+    Raises:
+        LaunchError: it did not in time.
+    """
+    start, limit_s = time.monotonic(), settings.timeout.total_seconds()
+    while (found := find()) is None:
+        waited_s = time.monotonic() - start
+        if waited_s > limit_s:
+            raise LaunchError(
+                f"{settings.world} waited {limit_s:.0f} s for rank 0, which never said where it is. "
+                f"See what rank 0 printed: it may have ended; or it has another TMPDIR on this node, or another "
+                f"HVD_TRAINER_SECRET_FILE."
+            )
+        # Back off: a thousand ranks that poll 50 times per second would slow down the start of rank 0.
+        time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, waited_s / 10)))
+    return found
