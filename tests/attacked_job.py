@@ -1,4 +1,4 @@
-"""A training that goes on as long as it is attacked: its steps are slow until <log-dir>/attacked is there."""
+"""A job that lasts as long as it is attacked: its steps are slow until <log-dir>/attacked exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS_PER_EPOCH = 50
 
 
 class Attacked(Callback):
-    """Waits in each step, and in the last one until it is over."""
+    """Slows down each step, and waits at the end of the last epoch, until the attack is over."""
 
     def __init__(self, mark: Path, epochs: int) -> None:
         self._mark, self._epochs = mark, epochs

@@ -1,4 +1,4 @@
-"""What another user of the machine may try on a job's sockets; with nothing but the standard library."""
+"""Attacks of another user of the machine on a job's sockets, by the standard library only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NOBODY = 65534
 MAGIC = struct.pack("=BI", 0, 0x3C85F7CE)
 ANSWER_S = 1.0
 HELD = 50
-"""Connections that are kept open half said, all the while."""
+"""Connections with incomplete requests that are kept open."""
 
 
 def by_another_user(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns that a process of the user `nobody` has called."""
-    # Which Python loads when it is first wanted, from where the other user may not read.
+    """Return the result of a function that is called in a process of the user `nobody`."""
+    # Load the codec now: the other user may not be able to read Python's files.
     "localhost".encode("idna")
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -42,7 +42,7 @@ def by_another_user(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def readable(paths: Sequence[str]) -> list[str]:
-    """Those of the files that can be read."""
+    """Return the files that can be read."""
     return [path for path in paths if _reads(path)]
 
 
@@ -60,7 +60,7 @@ def string(data: bytes) -> bytes:
 
 
 def queries(key: bytes) -> dict[str, bytes]:
-    """Every query of PyTorch's clients that reads, writes or deletes, for a key; and what they ask without one."""
+    """Return all queries of PyTorch's clients for a key, and those without a key, by name."""
     keyed = string(key)
     one = struct.pack("=Q", 1) + keyed
     return {
@@ -83,7 +83,7 @@ def queries(key: bytes) -> dict[str, bytes]:
 
 
 def requests(key: str) -> dict[str, bytes]:
-    """The same by HTTP."""
+    """Return the HTTP requests of Horovod's clients for a key."""
     return {
         "GET": f"GET {key} HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
         "PUT": f"PUT {key} HTTP/1.1\r\nContent-Length: 4\r\n\r\nevil".encode(),
@@ -93,8 +93,8 @@ def requests(key: str) -> dict[str, bytes]:
 
 
 def answers(ports: Sequence[int], key: str) -> dict[str, bytes]:
-    """What the sockets answer to somebody who knows all but the token."""
-    said = {}
+    """Return the answers of sockets to a client that knows the protocols and no token."""
+    received = {}
     with ExitStack() as stack:
         lines = {}
         for port in ports:
@@ -108,12 +108,12 @@ def answers(ports: Sequence[int], key: str) -> dict[str, bytes]:
         for name, line in lines.items():
             line.setblocking(False)
             with suppress(OSError):
-                said[name] = line.recv(1000)
-    return {name: answer for name, answer in said.items() if answer}
+                received[name] = line.recv(1000)
+    return {name: answer for name, answer in received.items() if answer}
 
 
 def flood(ports: Sequence[int], number: int, seed: int = 0) -> int:
-    """Sends so many requests: garbage, oversized, half and slow ones; returns how many found an open port."""
+    """Send garbage, oversized, incomplete and slow requests; return how many connections were accepted."""
     chance = random.Random(seed)
     sent = 0
     with ExitStack() as stack:
@@ -138,12 +138,12 @@ def _request(chance: random.Random) -> bytes:
     kind = chance.randrange(7)
     if kind == 0:
         return chance.randbytes(chance.randrange(2000))
-    if kind == 1:  # half of it
+    if kind == 1:  # incomplete
         whole = chance.choice(sound)
         return whole[: chance.randrange(len(whole))]
-    if kind == 2:  # of a length beyond all bounds
+    if kind == 2:  # of an excessive length
         return MAGIC + bytes([chance.randrange(20)]) + struct.pack("=Q", chance.choice([2**63, 2**64 - 1, 2**40]))
-    if kind == 3:  # flipped
+    if kind == 3:  # with a flipped bit
         whole = bytearray(chance.choice(sound))
         whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         return bytes(whole)

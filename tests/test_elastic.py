@@ -1,4 +1,4 @@
-"""horovodrun's elastic mode: hosts come and go, ranks are lost, and the others go on from what they remember.
+"""horovodrun's elastic mode: hosts come and go, ranks fail, and the others continue from memory.
 
 Two names of this machine are its hosts, so that horovodrun starts the ranks of both without ssh.
 """
@@ -43,7 +43,7 @@ JOB = [
 
 
 class Cluster:
-    """What horovodrun's discovery script prints."""
+    """The hosts that horovodrun's discovery script prints."""
 
     def __init__(self, folder: Path) -> None:
         self._list, self.script = folder / "hosts", folder / "hosts.sh"
@@ -51,7 +51,7 @@ class Cluster:
         self.script.chmod(0o755)
 
     def has(self, **slots: int) -> None:
-        """Slots by host: `here`, `there`."""
+        """Set the number of slots by host: `here`, `there`."""
         names = {"here": HERE, "there": THERE}
         temporary = self._list.with_suffix(".new")
         temporary.write_text("".join(f"{names[host]}:{count}\n" for host, count in slots.items()))
@@ -62,7 +62,7 @@ class Cluster:
 def elastic(
     argv: list[str], folder: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None, **slots: int
 ) -> Iterator[tuple[Job, Cluster]]:
-    """A job that has begun on some hosts; `more` are horovodrun's options."""
+    """Start a job on some hosts; `more` are options of horovodrun."""
     cluster = Cluster(folder)
     cluster.has(**slots)
     options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo", *more]
@@ -73,7 +73,7 @@ def elastic(
 
 
 def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
-    """A rank that has been started there."""
+    """Return a rank on that host, once there is one."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for process in job.processes():
@@ -87,7 +87,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None:
-    """Two more ranks join, one of them is killed, its host is given up: to the bits of an undisturbed run."""
+    """Two ranks join, one is killed, and its host excluded: the weights equal those of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
     argv = digits_job.argv(backend, tmp_path / "log", options)
     with elastic(argv, tmp_path, here=2) as (job, cluster):
@@ -108,7 +108,7 @@ def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_elastic_trains_each_sample_once_per_epoch(tmp_path: Path) -> None:
-    """Ranks come while the first one starts, and one is stopped, which takes its host with it."""
+    """Ranks join while the first one starts; one is suspended, and its host excluded."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "3", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=1) as (job, cluster):
         rank_on(job, HERE)
@@ -126,8 +126,8 @@ def test_elastic_trains_each_sample_once_per_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_elastic_host_is_removed(tmp_path: Path) -> None:
-    """That of rank 0: its ranks leave quietly, and another one writes the log from there on."""
+def test_elastic_host_of_rank_0_is_removed(tmp_path: Path) -> None:
+    """Its ranks leave without an error, and another rank continues the log."""
     argv = [*JOB, "--epochs", "40", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=1, there=1) as (job, cluster):
         job.wait_for_output("epoch 2/")
@@ -139,8 +139,8 @@ def test_elastic_host_is_removed(tmp_path: Path) -> None:
     assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), once)
 
 
-def test_horovodrun_ends_with_its_only_host(tmp_path: Path) -> None:
-    """It blacklists a host that had a failing rank. The report is followed by one line of its own."""
+def test_horovodrun_ends_when_its_only_host_fails(tmp_path: Path) -> None:
+    """It excludes a host with a failed rank, and prints one line after the report."""
     argv = [*JOB, "--epochs", "1000", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, here=2) as (job, _):
         job.wait_for_output("epoch 2/")
@@ -152,8 +152,8 @@ def test_horovodrun_ends_with_its_only_host(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("backend", "frozen"), [("horovod", HERE), ("ddp", THERE)])
-def test_elastic_frozen_rank_is_dropped(backend: str, frozen: str, tmp_path: Path) -> None:
-    """Nobody there can end it. Once horovodrun waited for it without limit, and the other for horovodrun."""
+def test_elastic_continues_without_frozen_rank(backend: str, frozen: str, tmp_path: Path) -> None:
+    """No rank of its host can kill it: horovodrun waited for it without limit, and the other for horovodrun."""
     argv = [*JOB, "--backend", backend, "--epochs", "200", "--log-dir", str(tmp_path)]
     argv += ["--timeout-s", "4", "--startup-timeout-s", "20"]
     with elastic(argv, tmp_path, ["--elastic-timeout", "15"], here=1, there=1) as (job, _):
@@ -161,13 +161,13 @@ def test_elastic_frozen_rank_is_dropped(backend: str, frozen: str, tmp_path: Pat
         rank_on(job, frozen).suspend()
         job.wait_for_output("world    1 rank on 1 node", limit_s=90)
         (report,) = REPORT.findall(job.stderr)
-        # Of a rank on another host the last beat is known, which may have been before its first step.
+        # Of a rank on another host the last heartbeat is known, which may be from before its first step.
         assert re.search(rf"rank [01] of 2 on {frozen} .*: has not answered", report)
         assert job.wait(90).returncode == 0, job.report("did not go on")
 
 
-def test_horovodrun_drops_ranks_that_do_not_leave_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen rank; with its host, and without what has left by itself."""
+def test_horovodrun_excludes_host_of_frozen_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts whose ranks have left the world by themselves are not excluded."""
     from horovod.runner.elastic.registration import WorkerStateRegistry
 
     given_up: set[str] = set()
@@ -185,8 +185,8 @@ def test_horovodrun_drops_ranks_that_do_not_leave_a_world(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-def test_elastic_slow_rank_survives_a_loss(tmp_path: Path) -> None:
-    """It was ended where it took longer than --timeout-s to notice that another one had been lost."""
+def test_elastic_rank_in_long_callback_survives(tmp_path: Path) -> None:
+    """It was killed if it took longer than --timeout-s to notice that another rank had failed."""
     argv = [*JOB, "--epochs", "40", "--timeout-s", "2", "--log-dir", str(tmp_path)]
     with elastic(argv, tmp_path, env={elastic_job.LONG_CALLBACK: "5"}, here=1, there=1) as (job, _):
         job.wait_for_output("a long callback")
@@ -198,16 +198,16 @@ def test_elastic_slow_rank_survives_a_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mistake", [["--epochz", "3"], pytest.param(["--timeout-s", "0"], marks=pytest.mark.long)]
 )
-def test_elastic_mistake_of_all_ranks_is_printed_once(mistake: list[str], tmp_path: Path) -> None:
-    """horovodrun ends nobody while there are others, so that each rank once said it after its ten seconds."""
+def test_option_error_of_all_ranks_is_printed_once(mistake: list[str], tmp_path: Path) -> None:
+    """horovodrun ends no rank while others run: each rank printed the error after its ten seconds."""
     with elastic([*JOB, *mistake], tmp_path, here=2) as (job, _):
         assert job.wait(60).returncode != 0
         printed = job.stdout + job.stderr
         assert len(re.findall(rf"{mistake[0]}\b", printed)) == 1, printed
 
 
-def test_elastic_second_fit_is_refused() -> None:
-    """A rank that comes during the second training of the others is in its first."""
+def test_restore_refuses_second_fit_of_elastic_job() -> None:
+    """A rank that joins during the others' second training is in its own first."""
     others = (1, 240)
     backend: Any = SimpleNamespace(
         session=SimpleNamespace(driver=object()), all_gather_object=lambda mine: [others, mine]
@@ -221,8 +221,8 @@ def test_elastic_second_fit_is_refused() -> None:
         manager.restore(seed=0, is_over=lambda: False)
 
 
-def test_elastic_with_an_older_horovod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ranks that were left by others, some waited for Gloo's time limit."""
+def test_elastic_refuses_older_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it, some ranks whose peers had left waited until Gloo's time limit."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: 5)
     engine: Any = create(EngineOptions(), dict(RANK))
     with pytest.raises(BackendError, match="python -m hvd_trainer install-horovod"):
@@ -236,7 +236,7 @@ RANK = {f"HOROVOD_{name}": str(value) for name, value in {**NUMBERS, **SERVER}.i
 
 @contextmanager
 def answering(status: int, answer: str) -> Iterator[HorovodElasticDriver]:
-    """A driver whose horovodrun gives this answer, as rank 1 of 2 on host b."""
+    """Yield a driver of rank 1 of 2 on host b, whose horovodrun gives this answer."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -254,15 +254,15 @@ def answering(status: int, answer: str) -> Iterator[HorovodElasticDriver]:
         server.shutdown()
 
 
-def test_driver_without_horovodrun_is_an_error() -> None:
-    """Its variables were set by hand, or it has ended."""
+def test_driver_without_horovodrun() -> None:
+    """horovodrun's variables were set by hand, or it has ended."""
     with pytest.raises(LaunchError, match="HOROVOD_GLOO_RENDEZVOUS_PORT too.* Type: unset HOROVOD_ELASTIC"):
         HorovodElasticDriver({name: value for name, value in RANK.items() if not name.endswith("PORT")})
     with pytest.raises(LaunchError, match=r"horovodrun at 127.0.0.1:1 does not answer: .* start the job anew"):
         HorovodElasticDriver(dict(RANK)).listen()
 
 
-def test_driver_returns_the_next_world() -> None:
+def test_next_world() -> None:
     with answering(200, "0,3,0,1,0,3") as driver:
         driver.hosts_changed.set()
         world = driver.next_world()
@@ -270,13 +270,13 @@ def test_driver_returns_the_next_world() -> None:
         assert (driver.past_worlds, driver.hosts_changed.is_set()) == (1, False)
 
 
-def test_driver_dismisses_a_rank_without_a_place() -> None:
+def test_next_world_without_place() -> None:
     with answering(200, "-1,-1,-1,-1,-1,-1") as driver, pytest.raises(DismissedError) as left:
         driver.next_world()
     assert left.value.code == 0
 
 
-def test_driver_reports_that_horovodrun_has_ended() -> None:
+def test_next_world_after_end_of_horovodrun() -> None:
     with answering(404, "") as driver, pytest.raises(LaunchError, match="not started in its elastic mode"):
         driver.next_world()
     with pytest.raises(LaunchError, match=r"has no place for this process: .*--elastic-timeout"):

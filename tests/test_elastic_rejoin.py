@@ -1,4 +1,4 @@
-"""One process goes through several worlds, as it does under horovodrun's elastic mode, without the launcher."""
+"""One process in several worlds, as in horovodrun's elastic mode, without the launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 10
 
 
 def horovodrun() -> Any:
-    """What an elastic rank sees of it, where it is the only one in each world."""
+    """Return a driver for a rank that is the only one in each world."""
     driver = SimpleNamespace(hosts_changed=threading.Event(), past_worlds=0, listen=lambda: None)
 
     def next_world() -> World:
@@ -49,7 +49,7 @@ def horovodrun() -> Any:
 
 
 class Trouble(Callback):
-    """Something happens at steps, the first time that they are made."""
+    """Call functions at the first run of some steps."""
 
     def __init__(self, **at: Callable[[RunView], None]) -> None:
         self.at = at
@@ -64,12 +64,12 @@ def hosts_change(run: RunView) -> None:
 
 
 def a_rank_is_lost(run: RunView) -> None:
-    """The world ends in the middle of a step, before anything of it is remembered."""
+    """End the world in the middle of a step, before the next snapshot."""
     raise RescaleError
 
 
 def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunView], None]) -> dict[str, float]:
-    """The figures of an epoch in which all this happens."""
+    """Return the metrics of an epoch in which functions are called at some steps."""
     options = TrainerOptions(
         EngineOptions(backend="single"),
         TrainOptions(epochs=1, batch_size=4),
@@ -90,15 +90,15 @@ def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunVi
         return {name: record[name] for name in ("train_loss", "train_accuracy")}
 
 
-def test_figures_survive_a_second_lost_rank() -> None:
-    """The state that a world began from was remembered once more, without what the metrics had gathered."""
+def test_metrics_after_two_lost_ranks() -> None:
+    """The state at a world's start was saved again without the metrics' sums."""
     seldom = SaveOptions(commit_every_steps=1000)
-    # All ask each other after steps 1 and 3.
+    # The ranks reach consensus after steps 1 and 3.
     lost = figures(seldom, step_2=hosts_change, step_5=a_rank_is_lost, step_6=a_rank_is_lost)
     assert lost == figures(seldom)
 
 
-def test_figures_survive_a_lost_rank_after_resume(tmp_path: Path) -> None:
+def test_metrics_after_lost_rank_and_resume(tmp_path: Path) -> None:
     def stop(run: RunView) -> None:
         raise CheckpointError("stopped")
 
@@ -109,9 +109,8 @@ def test_figures_survive_a_lost_rank_after_resume(tmp_path: Path) -> None:
     assert figures(resumed, tmp_path, step_5=a_rank_is_lost) == figures(often)
 
 
-def test_failed_save_is_raised_before_rejoining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That has another writer, which does not know of it."""
-
+def test_rescale_raises_error_of_pending_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next world has a new writer, which does not know of the error."""
     save, trouble = storage.save, [CheckpointError("the disk is full")]
 
     def full_once(*args: Any, **more: Any) -> Path:
@@ -124,8 +123,8 @@ def test_failed_save_is_raised_before_rejoining(tmp_path: Path, monkeypatch: pyt
         figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
 
 
-def test_snapshot_excludes_weights_of_an_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aborted kernel of NCCL ends, and the copy that waited for it takes whatever it has left."""
+def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an abort, NCCL's kernel ends, and a copy that waited for it reads invalid results."""
     runs: list[Any] = []
 
     def abort_during_the_next_copy(run: RunView) -> None:
@@ -142,8 +141,8 @@ def test_snapshot_excludes_weights_of_an_aborted_exchange(monkeypatch: pytest.Mo
     assert runs[0].manager._snapshot.step == 2
 
 
-def test_rejoin_retries_a_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its time limit Horovod raises TimeoutError, which is no RuntimeError, and ended the rank."""
+def test_rejoin_retries_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its time limit Horovod raises TimeoutError, which is no RuntimeError: it ended the rank."""
     with backends.create(EngineOptions(backend="single")) as backend:
         backend.session.driver = driver = horovodrun()
         trouble: list[Exception] = [TimeoutError("the others did not take part"), LaunchError("not all came")]

@@ -1,4 +1,4 @@
-"""How a job ends: by itself, by an error in one rank, by Ctrl-C. Nothing is left, and no exit is unclean."""
+"""How a job ends: normally, by an error in a rank, or by Ctrl-C; no process or thread is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvd_trainer import (
 )
 
 BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
-# How a launcher ends its ranks is the launcher's, and how a rank ends is the engine's: each is here twice or more.
+# A selection: each launcher and each engine occurs at least once.
 PAIRS = [
     pytest.param(
         launcher,
@@ -54,7 +54,7 @@ LONG = ["--epochs", "100000", "--log-every", "1000000"]
 def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
     with start(launcher, 2, digits_job.argv(backend, extra=LONG)) as job:
         job.wait_for_output("epoch 2/")
-        # srun by its own design only reports at the first Ctrl-C, and ends at a second one within a second.
+        # srun only prints its state at the first Ctrl-C, and ends at a second one within a second.
         job.press_ctrl_c(times=2 if launcher == "srun" else 1)
         assert job.wait(20).returncode != 0
         job.check_nothing_left()
@@ -62,7 +62,7 @@ def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
 
 
 @requires("horovod")
-def test_ctrl_c_ends_one_process() -> None:
+def test_ctrl_c_ends_single_process() -> None:
     with start("python", 1, digits_job.argv("horovod", extra=LONG)) as job:
         job.wait_for_output("epoch 2/")
         job.press_ctrl_c()
@@ -109,8 +109,8 @@ def fail(launcher: str, backend: str, bad_ranks: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(("launcher", "backend"), PAIRS[1:4])  # horovodrun is in test_failures.py
-def test_an_exception_in_one_rank_ends_all(launcher: str, backend: str, tmp_path: Path) -> None:
-    """The traceback comes from one place, with its rank, step and phase: others only see the lost connection."""
+def test_exception_in_one_rank_ends_job_with_one_report(launcher: str, backend: str, tmp_path: Path) -> None:
+    """Only the failed rank's traceback is printed, with rank, step and phase, not the others' lost connections."""
     printed = fail(launcher, backend, "1", tmp_path)
     reports = re.findall(
         r"^(?:\[0\]<stderr>:)?failure: rank 1 of 2 on \S+ \(process \d+\), step 3, forward: raised an exception$",
@@ -118,14 +118,14 @@ def test_an_exception_in_one_rank_ends_all(launcher: str, backend: str, tmp_path
         re.MULTILINE,
     )
     assert len(reports) == 1, printed
-    # torchrun's last words are the report too.
+    # torchrun prints the report as well.
     copies = 2 if launcher == "torchrun" else 1
     assert printed.count("ValueError: the loss of rank 1") == copies, printed
     assert "Connection closed" not in printed, printed
 
 
 @each_launcher("torchrun", "srun")
-def test_an_exception_in_all_ranks_is_told_once(launcher: str, tmp_path: Path) -> None:
+def test_exception_in_all_ranks_is_reported_once(launcher: str, tmp_path: Path) -> None:
     printed = fail(launcher, "ddp", "0,1", tmp_path)
     copies = 2 if launcher == "torchrun" else 1
     assert len(re.findall(r"ValueError: the loss of rank [01]", printed)) == copies, printed
@@ -141,7 +141,7 @@ def train_and_fail_in_rank_1(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_run_reports_the_rank_that_failed_first(backend: str) -> None:
+def test_run_raises_error_of_first_failed_rank(backend: str) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 of 2 failed(.|\n)*ValueError: rank 1's own words"):
         hvd_trainer.run(train_and_fail_in_rank_1, num_processes=2, args=(backend,))
 
@@ -150,7 +150,7 @@ def end_at_once() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_run_names_what_ended_a_rank() -> None:
+def test_run_names_signal_that_killed_rank() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 of 1 ended by SIGKILL"):
         hvd_trainer.run(end_at_once, num_processes=1)
     with pytest.raises(LaunchError, match="num_processes of 1 or more, not 0"):
@@ -169,8 +169,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_notebooks_interrupt_ends_the_ranks_of_run(tmp_path: Path) -> None:
-    """A notebook interrupts the session's process only; a terminal would interrupt the ranks too."""
+def test_run_ends_ranks_when_notebook_is_interrupted(tmp_path: Path) -> None:
+    """A notebook interrupts the parent process only; a terminal would also interrupt the ranks."""
     (tmp_path / "session.py").write_text(SLEEPING_SESSION)
     path = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
     with start("python", 1, [str(tmp_path / "session.py")], env={"PYTHONPATH": path}) as job:
@@ -181,8 +181,8 @@ def test_a_notebooks_interrupt_ends_the_ranks_of_run(tmp_path: Path) -> None:
         assert job.stderr.count("Traceback") == 1
 
 
-# Exit. A thread of Gloo's that still runs when the interpreter ends may abort the process: one in ten of raw DDP's
-# did. `python -m benchmarks.exit_runs` counts hundreds of exits.
+# Exit. A thread of Gloo that still runs when the interpreter ends may abort the process: one of ten exits of plain
+# DDP did. `python -m benchmarks.exit_runs` counts hundreds of exits.
 
 
 def gloo_threads() -> list[str]:
@@ -210,7 +210,7 @@ def threads_of_a_trainer(backend: str) -> tuple[int, tuple[bool, list[str]]]:
 
 
 def threads_of_a_held_model(backend: str) -> tuple[int, tuple[bool, list[str]]]:
-    """The caller keeps the engine's own module, and that its connections; so may a traceback."""
+    """Keep a reference to the engine's module, which holds its connections, as a traceback may."""
     engine = backends.create(EngineOptions(backend=backend))  # type: ignore[arg-type]
     with engine:
         model = nn.Linear(2, 1)
@@ -224,22 +224,22 @@ def threads_of_a_held_model(backend: str) -> tuple[int, tuple[bool, list[str]]]:
 
 
 @pytest.mark.parametrize("use", [threads_of_a_trainer, threads_of_a_held_model])
-def test_no_thread_of_gloo_is_left_after_ddp(use) -> None:
+def test_ddp_leaves_no_gloo_threads(use) -> None:
     for inside, after in run_ranks(use, num_processes=2, args=("ddp",)):
         assert inside
         assert after == []
 
 
 @pytest.mark.long
-def test_no_thread_of_gloo_is_left_in_a_rank_of_run() -> None:
+def test_run_leaves_no_gloo_threads() -> None:
     outcomes = hvd_trainer.run(threads_of_a_trainer, num_processes=2, args=("ddp",))
     assert [rank for rank, _ in outcomes] == [0, 1]
     assert [after for _, (_, after) in outcomes] == [[], []]
 
 
 @requires("horovod")
-def test_horovodrun_takes_no_terminated_rank_for_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C it returned 0, if the thread that ends a rank was the one to learn its exit code."""
+def test_horovodrun_exit_code_of_terminated_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C it returned 0 if the thread that kills a rank was the one that got its exit code."""
     from horovod.runner.common.util import safe_shell_exec as module
 
     def nothing(*_: object, **__: object) -> None:
@@ -248,7 +248,7 @@ def test_horovodrun_takes_no_terminated_rank_for_a_success(monkeypatch: pytest.M
     monkeypatch.setattr(module.os, "setsid", nothing)
     monkeypatch.setattr(module.os, "read", lambda *_: module.END)
     monkeypatch.setattr(module, "terminate_executor_shell_and_children", nothing)
-    # What subprocess gives where the process has been waited for by another.
+    # subprocess returns 0 if another thread has already waited for the process.
     shell = SimpleNamespace(pid=1, wait=lambda: 0, stdin=None)
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: shell)
     pipe = SimpleNamespace(close=nothing, fileno=nothing)

@@ -1,4 +1,4 @@
-"""A rank that fails, in whatever way, ends the job: soon, with one report that names it, and nothing left behind.
+"""A rank that fails in any way ends the job soon, with one report that names it, and leaves no process behind.
 
 A new fault is an entry of `faulty_job.FAULTS` and a line of `CASES`.
 """
@@ -33,13 +33,13 @@ REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 
 
 class Case(NamedTuple):
-    """A fault of one rank after a step, and what the report says of it."""
+    """A fault of one rank after a step, and the text of its report."""
 
     launcher: str
     backend: str
     fault: str
     rank: int
-    said: str
+    message: str
 
     @property
     def hangs(self) -> bool:
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Each launcher ends its ranks in its own way, and a hang takes a time-out: some will do.
+        # A selection: each launcher ends its ranks in its own way, and each hang takes a time limit.
         case = (self.launcher, self.backend, self.fault)
         when = [] if case in QUICK else [pytest.mark.nightly if case in NIGHTLY else pytest.mark.long]
         return [requires(self.launcher, "horovod"), *when]
@@ -93,18 +93,18 @@ def run(case: Case, log_dir: Path) -> Result:
     "case",
     [pytest.param(case, marks=case.marks, id=f"{case.launcher}, {case.backend}: {case.fault}") for case in CASES],
 )
-def test_a_failing_rank_is_named_once(case: Case, tmp_path: Path) -> None:
-    """By its number, host, step and phase; with the traceback, or for a hang with all ranks' stacks."""
+def test_failure_report_names_failing_rank_once(case: Case, tmp_path: Path) -> None:
+    """The report has rank, host, step and phase, and a traceback; after a hang all ranks' stacks are saved."""
     result = run(case, tmp_path)
     assert result.returncode != 0
     printed = result.stderr
     (report,) = REPORT.findall(printed.split("Root Cause")[0])
     place = rf"failure: rank {case.rank} of 2 on \S+ \(process \d+\), step 41, step: "
-    assert re.match(place + re.escape(case.said), report), printed
+    assert re.match(place + re.escape(case.message), report), printed
     assert ("ValueError: the user's own words" in printed) == (case.fault == "raises")
     kept = {path.name for path in tmp_path.glob("failures/*")}
     if case.hangs:
-        # Where rank 0 is stopped, rank 1 tells of it.
+        # If rank 0 is suspended, rank 1 reports it.
         assert kept == ({"rank-0.txt", "rank-1.txt", "report.txt"})
         assert "faulty_job.py" in (tmp_path / "failures" / f"rank-{case.rank}.txt").read_text()
     else:
@@ -119,8 +119,8 @@ def test_a_failing_rank_is_named_once(case: Case, tmp_path: Path) -> None:
         pytest.param("mpirun", "horovod", marks=[requires("mpirun", "horovod"), pytest.mark.long]),
     ],
 )
-def test_ranks_end_with_their_launcher(launcher: str, backend: str) -> None:
-    """torchrun's, left to themselves, train to the end of the epoch."""
+def test_ranks_end_when_launcher_is_killed(launcher: str, backend: str) -> None:
+    """Ranks whose torchrun was killed once trained to the end of the epoch."""
     env = {"FAULT": "lives:0:0", "PYTHONPATH": str(REPOSITORY)}
     with start(launcher, 2, [*JOB, "--backend", backend], env=env) as job:
         job.wait_for_output("steps", count=2)
@@ -147,8 +147,8 @@ def undisturbed() -> bytes:
     ("backend", "size"),
     [("ddp", 2), pytest.param("horovod", 4, marks=[requires("horovod"), pytest.mark.nightly])],
 )
-def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: Path) -> None:
-    """Nothing is typed: they go on from the newest checkpoint, to the bits of 2 undisturbed ranks of DDP."""
+def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_path: Path) -> None:
+    """Restarted ranks resume from the newest checkpoint; the weights equal those of 2 undisturbed DDP ranks."""
     argv = digits_job.argv(backend, tmp_path, RESTARTED)
     with start("torchrun", size, argv, options=["--max-restarts", "2"]) as job:
         job.wait_for_output("epoch 3/")
@@ -163,13 +163,13 @@ def test_torchrun_starts_killed_ranks_again(backend: str, size: int, tmp_path: P
 
 @pytest.mark.nightly
 @requires("horovod")
-def test_nodes_join_and_leave(tmp_path: Path) -> None:
-    """`torchrun --nnodes 1:3`: a second one comes in the middle, and is gone again."""
+def test_torchrun_nodes_join_and_leave(tmp_path: Path) -> None:
+    """With `torchrun --nnodes 1:3` a second node joins in the middle, and leaves again."""
     argv = digits_job.argv("horovod", tmp_path, [*RESTARTED, "--epochs", "100000"])
     place = f"localhost:{digits_job.free_port()}"
     options = f"--nnodes 1:3 --max-restarts 3 --rdzv-backend c10d --rdzv-id 7 --rdzv-endpoint {place}".split()
     options += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
-    # In torch 2.15 agents that share their store wait for each other when one joins, whatever they run.
+    # In torch 2.15, agents that share their store block each other when a new one joins.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with start("torchrun", 1, argv, options=options, env=env) as first:
         first.wait_for_output("epoch 2/")
@@ -194,8 +194,8 @@ with backends.create(backends.EngineOptions(backend=sys.argv[1])) as backend:
 """
 
 
-def test_all_ranks_may_leave_alike(tmp_path: Path) -> None:
-    """sys.exit(0) in one rank is a failure, and in all of them their right."""
+def test_exit_of_all_ranks_is_no_failure(tmp_path: Path) -> None:
+    """sys.exit(0) in one rank is a failure, in all ranks it is not."""
     (tmp_path / "script.py").write_text(ALL_LEAVE)
     argv = [str(tmp_path / "script.py"), "ddp"]
     result = launch("torchrun", 2, argv, env={"PYTHONPATH": str(REPOSITORY)})
@@ -220,8 +220,8 @@ for seed in (1, 2):
 """
 
 
-def test_a_second_training_of_a_process_is_no_restart_of_the_first(tmp_path: Path) -> None:
-    """It once took torchrun's agent, which is the same for both, for a sign that it had been started again."""
+def test_second_fit_is_no_restart(tmp_path: Path) -> None:
+    """Both trainings have the same torchrun agent, which was once taken for a restart."""
     (tmp_path / "script.py").write_text(TWO_FITS)
     argv = [str(tmp_path / "script.py"), str(tmp_path / "log")]
     result = launch("torchrun", 2, argv, env={"PYTHONPATH": str(REPOSITORY)})
@@ -229,7 +229,7 @@ def test_a_second_training_of_a_process_is_no_restart_of_the_first(tmp_path: Pat
     assert (tmp_path / "log" / "earlier-1").is_dir()
 
 
-WATCH = """
+MONITOR_SCRIPT = """
 import sys, time
 import torch.distributed as dist
 from hvd_trainer.launch.world import World
@@ -254,27 +254,27 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("elastic_timeout_s", "watch", "said"),
+    ("elastic_timeout_s", "state", "printed"),
     [
         ("0.2", "sound", "rank 0 of 2 is ended: 0.2 s after rank 1 failed it has not left (before the first"),
-        # The watch once went on without a thread that would have ended its rank.
+        # After an error in the monitor thread nothing ended the rank.
         ("60", "broken", "TypeError"),
     ],
 )
-def test_a_rank_that_does_not_leave_is_ended(
-    elastic_timeout_s: str, watch: str, said: str, tmp_path: Path
+def test_monitor_ends_rank_that_does_not_leave(
+    elastic_timeout_s: str, state: str, printed: str, tmp_path: Path
 ) -> None:
-    """Where others go on without the one that failed, and this one does not notice; or the watch itself breaks."""
-    (tmp_path / "watch.py").write_text(WATCH)
-    argv = [str(tmp_path / "watch.py"), elastic_timeout_s, watch]
+    """In elastic mode, a rank that does not notice the failure of another one; or whose monitor breaks."""
+    (tmp_path / "monitor.py").write_text(MONITOR_SCRIPT)
+    argv = [str(tmp_path / "monitor.py"), elastic_timeout_s, state]
     result = launch("python", 1, argv, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
     assert result.returncode == 1
-    assert said in result.stderr
+    assert printed in result.stderr
 
 
 @pytest.mark.parametrize("phase", ["reduce", "backward", "callback"])
-def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what is connected with it may be the user's own, such as a callback's upload."""
+def test_monitor_shuts_down_connections_only_during_exchange(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other phases a connection to the lost host may be the user's own, such as a callback's upload."""
     monkeypatch.setattr(monitor, "EXIT_GRACE_S", 0.5)
     peers = [RankInfo("here", 0, "ddp", (0,), None), RankInfo("there", 0, "ddp", (0,), None, address="127.0.0.2")]
     activity = Activity(60)
@@ -299,11 +299,11 @@ def test_only_who_waits_for_a_host_that_is_gone_hangs_up(phase: str, monkeypatch
         server.close()
 
 
-# Who is to blame.
+# Root causes and stalls.
 
 
-def test_the_cause_comes_before_its_consequences() -> None:
-    """A killed rank breaks exchanges, which ranks may tell of before its own line breaks."""
+def test_find_root_cause() -> None:
+    """A killed rank breaks exchanges; errors of other ranks may arrive before its own channel breaks."""
     broken = [Event("raised", rank, "connection closed", in_exchange=True) for rank in (0, 3)]
     lost, raised = Event("lost", 2), Event("raised", 1, "ValueError")
     assert find_root_cause([*broken, lost]) == lost
@@ -319,18 +319,18 @@ def waiting(seconds: float, step: int = 7) -> Heartbeat:
 
 
 @pytest.mark.parametrize(
-    ("signs", "found"),
+    ("heartbeats", "found"),
     [
         ([waiting(59), Heartbeat(7, "data", 59, limit_s=60)], None),
-        # Who waits is not stuck; who does not get on is, unless it may be slow.
+        # A waiting rank does not stall; a busy one without progress does, unless its phase may be long.
         ([waiting(61), Heartbeat(7, "data", 62, limit_s=60), waiting(61)], Stall((1,), "late")),
         ([waiting(61), Heartbeat(7, "save", 62, limit_s=300), waiting(61)], None),
         ([waiting(61), Heartbeat(0, "start", 200), waiting(61)], None),
-        # A rank on a GPU runs ahead of the one that holds it up.
+        # On GPUs a rank may be steps ahead of the one that stalls it.
         ([Heartbeat(9, "forward", 61, limit_s=60), Heartbeat(7, "data", 61, limit_s=60)], Stall((1,), "late")),
         ([waiting(61), Heartbeat(7, "backward", 3, silent_s=61, limit_s=60), waiting(61)], Stall((1,), "silent")),
         ([waiting(61, step=8), waiting(61, step=7)], Stall((1,), "crossed")),
     ],
 )
-def test_who_holds_the_others_up(signs: list[Heartbeat], found: Stall | None) -> None:
-    assert find_stall(dict(enumerate(signs)), silence_limit_s=60) == found
+def test_find_stall(heartbeats: list[Heartbeat], found: Stall | None) -> None:
+    assert find_stall(dict(enumerate(heartbeats)), silence_limit_s=60) == found

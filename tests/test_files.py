@@ -1,4 +1,4 @@
-"""What is written: with the rights that the user's umask leaves, and never through somebody else's link."""
+"""Written files follow the user's umask, never a planted link, and are replaced atomically."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def rights(folder: Path) -> dict[str, str]:
-    """Of all that is in a folder; folders can be entered by whom they can be read by."""
+    """Return the permissions of all paths in a folder."""
     return {
         str(path.relative_to(folder)): f"{stat.S_IMODE(path.stat().st_mode):03o}" for path in folder.rglob("*")
     }
@@ -41,8 +41,8 @@ def wanted(folder: Path, umask: int) -> dict[str, str]:
     return {str(path.relative_to(folder)): f"{mode & ~umask:03o}" for path, mode in modes.items()}
 
 
-def test_all_that_a_run_writes_follows_the_umask(umask: int, tmp_path: Path) -> None:
-    """The weights were for their owner alone, whatever the umask: safetensors makes its files so."""
+def test_run_files_follow_umask(umask: int, tmp_path: Path) -> None:
+    """safetensors creates files for their owner only, whatever the umask: others could not read the weights."""
     out = tmp_path / "out"
     extra = ["--record-steps", "--trace-steps", "1", "--profile", "steps=1,skip=0", "--save-every-steps", "1"]
     launch("python", 1, [*digits_job.argv("single", out / "log", extra), "--max-steps", "3"])
@@ -65,22 +65,22 @@ def test_all_that_a_run_writes_follows_the_umask(umask: int, tmp_path: Path) -> 
     assert rights(out) == wanted(out, umask)
 
 
-def test_the_cache_of_tokens_follows_the_umask(umask: int, tmp_path: Path) -> None:
-    """Colleagues who share the folder could not read it, and each made their own."""
+def test_token_cache_follows_umask(umask: int, tmp_path: Path) -> None:
+    """Other users of a shared cache could not read it, and each built their own."""
     source = fake_imdb.write_archive(tmp_path / archive.ARCHIVE, fake_imdb.reviews())
     tokens = tokenizer.encode(archive.read(source), 300, 16)
     tokenizer.save(tokens, tmp_path / "cache/tokens.npz")
     assert rights(tmp_path / "cache") == wanted(tmp_path / "cache", umask)
 
 
-def test_where_ranks_meet_is_for_their_user_alone(umask: int, tmp_path: Path) -> None:
-    """Whatever the umask: who reads it could take part in the job."""
+def test_file_registry_is_private_under_any_umask(umask: int, tmp_path: Path) -> None:
+    """It has the token: whoever reads it could join the job."""
     registry.FileRegistry(tmp_path / "met/job").publish("endpoint")
     assert rights(tmp_path) == {"met": "700", "met/job": "600"}
 
 
-def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /tmp another user may have put links where a name can be guessed: that of the file and of the process."""
+def test_written_files_do_not_follow_planted_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp another user may create links at names that can be guessed from the file's or the process's."""
     mine, shared = tmp_path / "mine", tmp_path / "shared"
     mine.write_text("precious")
     shared.mkdir()
@@ -102,7 +102,7 @@ def test_no_name_in_a_shared_folder_is_foreseen(tmp_path: Path, monkeypatch: pyt
     assert mine.read_text() == "precious"
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_atomic_write_keeps_old_file_after_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     with atomic_write(file) as temporary:
         temporary.write_text("first")

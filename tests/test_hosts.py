@@ -21,7 +21,7 @@ from benchmarks.hosts import Cluster, Host, hosts
 JOB = str(Path(__file__).with_name("hosts_job.py"))
 OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
 PORTS = itertools.count(29611)
-"""Of torchrun's and mpirun's meetings, one for each."""
+"""Ports for the rendezvous of torchrun and mpirun, one for each job."""
 pytestmark = requires("hosts")
 LAUNCHERS = [pytest.param(name, marks=requires(name)) for name in ("horovodrun", "torchrun", "mpirun")]
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def shared(cluster: Cluster) -> Path:
-    """A folder that all hosts see; what they have of the last test is gone."""
+    """Return a new folder that all hosts see, and delete files of the last test."""
     for host in cluster:
         host.run(["rm", "-f", "/tmp/fetched"])
     return cluster.new_folder()
@@ -43,7 +43,7 @@ def shared(cluster: Cluster) -> Path:
 def commands(
     launcher: str, cluster: Sequence[Host], argv: Sequence[str], each: int
 ) -> list[tuple[Host, list[str]]]:
-    """What is typed, and where, for as many ranks on each host."""
+    """Return the commands to type, and their hosts, for a number of ranks on each host."""
     first, number, port = cluster[0], str(each * len(cluster)), str(next(PORTS))
     slots = ",".join(f"{host.name}:{each}" for host in cluster)
     if launcher == "horovodrun":
@@ -61,7 +61,7 @@ def commands(
 def started(
     launcher: str, cluster: Sequence[Host], argv: Sequence[str], folder: Path, each: int = 2
 ) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """The launchers, running, with as many ranks on each host."""
+    """Start launchers with a number of ranks on each host."""
     return typed(commands(launcher, cluster, argv, each), cluster, folder)
 
 
@@ -69,7 +69,7 @@ def started(
 def typed(
     commands: Sequence[tuple[Host, list[str]]], cluster: Sequence[Host], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Commands, running; they and all that is left on the hosts are gone at the end of the block."""
+    """Start commands; at the end of the block, kill them and all processes on the hosts."""
     with ExitStack() as stack:
         running = []
         for host, words in commands:
@@ -87,7 +87,7 @@ def typed(
                 host.end_all()
 
 
-def said(folder: Path) -> str:
+def output(folder: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(folder.glob("output-*")))
 
 
@@ -96,7 +96,7 @@ def finish(running: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: 
     try:
         return [popen.wait(end - time.monotonic()) for popen in running]
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"not over after {timeout_s} s\n{said(folder)}") from None
+        raise AssertionError(f"not over after {timeout_s} s\n{output(folder)}") from None
 
 
 def worlds(folder: Path) -> list[dict[str, Any]]:
@@ -107,12 +107,12 @@ def worlds(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, shared: Path) -> None:
-    """Each knows where it is, one of a host's two fetches, and the weights are those of four ranks on one host."""
+    """Ranks know their place, one per host downloads, and the weights equal those of four ranks on one host."""
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(shared / "log")]
     pair = cluster.hosts[:2]
     with started(launcher, pair, argv, shared) as running:
         codes = finish(running, shared)
-        assert set(codes) == {0}, said(shared)
+        assert set(codes) == {0}, output(shared)
         # A launcher may be gone a moment before the last of what it has started.
         wait_for(lambda: not any(host.processes() for host in pair), shared, timeout_s=10)
     ranks = worlds(shared)
@@ -131,8 +131,8 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
 @pytest.mark.long
 @requires("mpirun", "mpi4py")
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_mpirun_without_an_address_meets_by_mpi(backend: str, cluster: Cluster, shared: Path) -> None:
-    """By MPI's own messages, which carry the job's token in private."""
+def test_mpirun_without_address(backend: str, cluster: Cluster, shared: Path) -> None:
+    """The endpoint is broadcast by MPI."""
     words = ["mpirun", "--allow-run-as-root", "-np", "2", "-H", "hosta:1,hostb:1", "-x", "HOME", sys.executable]
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-dir", str(shared / "log")]
     done = cluster.hosts[0].run([*words, *argv], check=False)
@@ -142,8 +142,8 @@ def test_mpirun_without_an_address_meets_by_mpi(backend: str, cluster: Cluster, 
 
 
 @requires("horovodrun")
-def test_horovodrun_refuses_a_host_with_another_key(cluster: Cluster, shared: Path) -> None:
-    """Horovod's horovodrun gives whoever answers the job, with all that is in the environment."""
+def test_horovodrun_refuses_changed_host_key(cluster: Cluster, shared: Path) -> None:
+    """Horovod's own horovodrun would send the job and the environment to any host that answers."""
     first = cluster.hosts[0]
     known = cluster.folder / "known_hosts"
     before = known.read_text()
@@ -156,7 +156,7 @@ def test_horovodrun_refuses_a_host_with_another_key(cluster: Cluster, shared: Pa
         assert refused.returncode != 0
         assert "Host key verification failed" in refused.stdout + refused.stderr
         assert not (shared / "came").exists()
-        # One that nobody knows yet is taken, as ever.
+        # An unknown host is still accepted.
         known.write_text("")
         first.run(words)
         assert (shared / "came").exists()
@@ -166,12 +166,12 @@ def test_horovodrun_refuses_a_host_with_another_key(cluster: Cluster, shared: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("horovod", marks=pytest.mark.nightly), "ddp"])
-def test_four_stages_train_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
-    """What passes from host to host is the batch and its gradient; the weights are those of one host."""
+def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
+    """Hosts exchange activations and gradients; the weights equal those of one host."""
     stages = ["--stages", "4", "--chunks", "4", "--balance", "1,1,1,1", "--backend", backend]
     argv = [JOB, *OPTIONS, *stages, "--log-dir", str(shared / "log")]
     with started("torchrun", cluster.hosts[:2], argv, shared) as running:
-        assert finish(running, shared) == [0, 0], said(shared)
+        assert finish(running, shared) == [0, 0], output(shared)
     alone = shared / "alone"
     launch(QUICKEST, 4, [JOB, *OPTIONS, *stages, "--log-dir", str(alone)])
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
@@ -181,7 +181,7 @@ def test_four_stages_train_over_two_hosts(backend: str, cluster: Cluster, shared
 def by_hand(
     pair: Sequence[Host], argv: Sequence[str], folder: Path, secrets: Sequence[str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A rank on each host, which all know one name and port, and a secret."""
+    """Start a rank on each host, with one name and port for all, and a secret."""
     where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(len(pair))}
     with ExitStack() as stack:
         running = []
@@ -210,25 +210,23 @@ def by_hand(
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_ranks_by_hand_meet_with_a_secret_on_another_interface(
-    backend: str, cluster: Cluster, shared: Path
-) -> None:
-    """The name leads to one card, where the ranks meet, and what they then exchange passes over the other one."""
+def test_ranks_by_hand_with_secret_and_second_interface(backend: str, cluster: Cluster, shared: Path) -> None:
+    """The ranks meet at the interface of the name, and exchange over the other one."""
     log = ["--log-dir", str(shared / "log"), "--network-interface", "eth1"]
     pair = cluster.hosts[:2]
     with by_hand(pair, [JOB, *ENDLESS, "--backend", backend, *log], shared, ["ours" * 8] * 2):
         wait_for(lambda: steps(shared) > 3, shared)
         pids = {str(one["pid"]) for one in worlds(shared)}
         assert "10.78.0.1" in {line[0] for line in sockets(pair[0], "", pids)}
-        assert "ours" not in said(shared)
+        assert "ours" not in output(shared)
 
 
-def test_ranks_with_another_secret_do_not_meet(cluster: Cluster, shared: Path) -> None:
+def test_ranks_with_different_secrets_do_not_join(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--backend", "ddp", "--startup-timeout-s", "5"]
     with by_hand(cluster.hosts[:2], argv, shared, ["ours" * 8, "theirs" * 8]) as running:
-        assert finish(running, shared) == [2, 2], said(shared)
-    # Whose patience ends first, ends the other's.
-    assert re.search(r"or another HVD_TRAINER_SECRET_FILE|lost the others while they were meeting", said(shared))
+        assert finish(running, shared) == [2, 2], output(shared)
+    # The first rank that times out ends the other one.
+    assert re.search(r"or another HVD_TRAINER_SECRET_FILE|lost the others while they were meeting", output(shared))
     assert not (shared / "log/model.safetensors").exists()
 
 
@@ -236,36 +234,36 @@ def test_ranks_with_another_secret_do_not_meet(cluster: Cluster, shared: Path) -
 def test_horovodrun_trains_on_three_hosts(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", "horovod", "--log-dir", str(shared / "log")]
     with started("horovodrun", cluster.hosts, argv, shared, each=1) as running:
-        assert finish(running, shared) == [0], said(shared)
+        assert finish(running, shared) == [0], output(shared)
     places = [(one["hostname"], one["node_rank"], one["local_rank"], one["num_nodes"]) for one in worlds(shared)]
     assert places == [("hosta", 0, 0, 3), ("hostb", 1, 0, 3), ("hostc", 2, 0, 3)]
 
 
 @pytest.mark.long
-def test_resume_without_a_shared_folder_needs_rank_0_on_the_same_host(cluster: Cluster, shared: Path) -> None:
-    """Rank 0's host has them. Where it is another host's, the job stops, and does not begin anew."""
+def test_checkpoints_without_shared_folder(cluster: Cluster, shared: Path) -> None:
+    """If rank 0 is on another host than the checkpoints, the job stops with an error, and does not start anew."""
     first, second, _ = cluster
     argv = [JOB, *OPTIONS, "--no-quiet", "--log-dir", "/tmp/log", "--resume", "auto"]
     (shared / "log").mkdir()  # for what the job says of its ranks
     for pair, epochs, code in (((first, second), 1, 0), ((second, first), 2, 2), ((first, second), 2, 0)):
         more = ["--epochs", str(epochs), "--save-every-epochs", "1"]
         with started("horovodrun", pair, [*argv, *more], shared, each=1) as run:
-            assert (finish(run, shared) == [0]) == (code == 0), said(shared)
+            assert (finish(run, shared) == [0]) == (code == 0), output(shared)
         if code:
             newest = "on hosta has a checkpoint after 8 steps, and on hostb, where rank 0 is, the newest is none"
-            assert f"/tmp/log {newest}" in said(shared)
-    assert "at epoch 2, after 8 steps" in said(shared)
+            assert f"/tmp/log {newest}" in output(shared)
+    assert "at epoch 2, after 8 steps" in output(shared)
 
 
 def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 150) -> None:
     end = time.monotonic() + timeout_s
     while not happened():
-        assert time.monotonic() < end, said(folder)
+        assert time.monotonic() < end, output(folder)
         time.sleep(0.1)
 
 
 def steps(folder: Path) -> int:
-    """How many have been logged."""
+    """Return the number of logged steps."""
     file = folder / "log/metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return sum(json.loads(line)["event"] == "step" for line in lines)
@@ -276,8 +274,8 @@ ENDLESS = ("--epochs", "1000", "--batch-size", "32", "--log-every", "1", "--seco
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_sockets_use_the_chosen_interface_only(backend: str, cluster: Cluster, shared: Path) -> None:
-    """What rank 0 opens for the others is open on the card that was named; what they exchange passes there."""
+def test_network_interface_is_used_exclusively(backend: str, cluster: Cluster, shared: Path) -> None:
+    """Rank 0 listens at the named interface only, and the ranks exchange over it."""
     pair = cluster.hosts[:2]
     argv = [JOB, *ENDLESS, "--backend", backend, "--log-dir", str(shared / "log"), "--network-interface", "eth1"]
     with started("torchrun", pair, argv, shared, each=1):
@@ -290,28 +288,28 @@ def test_sockets_use_the_chosen_interface_only(backend: str, cluster: Cluster, s
 
 
 def sockets(host: Host, option: str, pids: set[str]) -> list[tuple[str, str]]:
-    """Local and remote address of these processes' TCP sockets, connected ones or (-l) open ones."""
+    """Return local and remote address of these processes' TCP sockets, connected or (-l) listening ones."""
     lines = host.run(["ss", "-tnpH", *([option] if option else [])]).stdout.splitlines()
     ours = [line.split() for line in lines if pids & set(re.findall(r"pid=(\d+)", line))]
     return [(here.rpartition(":")[0], there.rpartition(":")[0]) for _, _, _, here, there, *_ in ours]
 
 
-def test_missing_interface_is_named(cluster: Cluster, shared: Path) -> None:
+def test_network_interface_missing(cluster: Cluster, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--log-dir", str(shared / "log"), "--network-interface", "ib0"]
     with started("torchrun", cluster.hosts[:1], argv, shared) as running:
         assert finish(running, shared) != [0]
     text = (
         "--network-interface ib0: hosta has none of that name with an IPv4 address. It has eth0 (10.77.0.1), eth1"
     )
-    assert text in said(shared)
+    assert text in output(shared)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fate", "backend"), [("cut", "horovod"), pytest.param("dead", "ddp", marks=pytest.mark.nightly)]
 )
-def test_lost_host_ends_the_job(fate: str, backend: str, shared: Path) -> None:
-    """A cable that is pulled, a host without power: nobody says a word, and after --timeout-s the job is over."""
+def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
+    """A pulled cable or a host without power closes no connection; the job ends after --timeout-s."""
     with hosts("hosta", "hostb") as cluster:
         first, second = cluster
         log = ["--log-dir", str(shared / "log"), "--timeout-s", "8"]
@@ -328,7 +326,7 @@ def test_lost_host_ends_the_job(fate: str, backend: str, shared: Path) -> None:
             wait_for(lambda: first.processes() == [], shared, 10)
             if fate == "cut":
                 wait_for(lambda: second.processes() == [], shared, 60)
-        assert "hostb" in said(shared)
+        assert "hostb" in output(shared)
 
 
 @pytest.mark.long
@@ -340,9 +338,9 @@ def test_lost_host_ends_the_job(fate: str, backend: str, shared: Path) -> None:
         pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
     ],
 )
-def test_elastic_job_continues_without_a_lost_host(launcher: str, backend: str, shared: Path) -> None:
-    """The others are told by nobody. In elastic mode they once waited as long as a start may take, and horovodrun
-    for --elastic-timeout."""
+def test_survivors_continue_without_lost_host(launcher: str, backend: str, shared: Path) -> None:
+    """No connection is closed. In elastic mode the others once waited for --startup-timeout-s, and horovodrun for
+    --elastic-timeout."""
     with hosts("hosta", "hostb", "hostc") as cluster:
         first, _, third = cluster.hosts
         argv = [JOB, *ENDLESS, "--backend", backend, "--log-dir", str(shared / "log"), "--timeout-s", "8"]
@@ -361,16 +359,16 @@ def test_elastic_job_continues_without_a_lost_host(launcher: str, backend: str, 
             wait_for(lambda: steps(shared) > 20, shared)
             began = time.monotonic()
             third.die()
-            wait_for(lambda: "resume   restored" in said(shared).partition("2 ranks on 2 nodes")[2], shared, 120)
+            wait_for(lambda: "resume   restored" in output(shared).partition("2 ranks on 2 nodes")[2], shared, 120)
             print(f"{launcher}, {backend}: goes on after {time.monotonic() - began:.1f} s")
             before = steps(shared)
             wait_for(lambda: steps(shared) > before + 5, shared)
-        assert re.search(r"failure: rank \d of 3 on hostc .*: has not answered for \d+ s", said(shared))
+        assert re.search(r"failure: rank \d of 3 on hostc .*: has not answered for \d+ s", output(shared))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", [pytest.param("horovod", marks=requires("horovod")), "ddp"])
-def test_short_network_cut_changes_nothing(backend: str, shared: Path) -> None:
+def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-every", "1", "--timeout-s", "30"]
     with hosts("hosta", "hostb") as cluster:
         slow = [*argv, "--seconds-per-step", "0.3", "--log-dir", str(shared / "log")]
@@ -380,7 +378,7 @@ def test_short_network_cut_changes_nothing(backend: str, shared: Path) -> None:
             time.sleep(5)
             before = steps(shared)
             cluster.mend(cluster.hosts[1])
-            assert finish(running, shared) == [0, 0], said(shared)
+            assert finish(running, shared) == [0, 0], output(shared)
     assert before < 16
     launch(QUICKEST, 2, [*argv, "--log-dir", str(shared / "alone")])
     weights = [(shared / name / "model.safetensors").read_bytes() for name in ("log", "alone")]
@@ -390,8 +388,8 @@ def test_short_network_cut_changes_nothing(backend: str, shared: Path) -> None:
 @pytest.mark.long
 @requires("horovodrun")
 @pytest.mark.parametrize("where", ["elsewhere", pytest.param("here, and bash is sh", marks=pytest.mark.nightly)])
-def test_stopped_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
-    """Those on other hosts heard nothing, those under bash were frozen, and all had 5 s, less than a step."""
+def test_sigterm_to_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
+    """Ranks on other hosts got no signal, those under bash were frozen, and all had 5 s, less than a step."""
     with hosts("hosta", "hostb", "hostc") as cluster:
         first, *others = cluster.hosts
         slots = "hostb:1,hostc:1" if where == "elsewhere" else "hosta:2"
@@ -407,8 +405,8 @@ def test_stopped_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
                 assert finish([running], shared, 60) != [0]
         for host in (first, *others):
             wait_for(lambda host=host: host.processes() == [], shared, 10)  # type: ignore[misc]
-        stopped = re.search(r"stopped by a signal after step (\d+), and saved", said(shared))
-        assert stopped is not None, said(shared)
+        stopped = re.search(r"stopped by a signal after step (\d+), and saved", output(shared))
+        assert stopped is not None, output(shared)
         assert (shared / f"log/checkpoints/step-{int(stopped[1]):09}/manifest.json").exists()
 
 
@@ -433,7 +431,7 @@ with socket.create_connection(("hostb", 5000)) as line:
 
 
 def there_and_back_s(cluster: Cluster, size: int) -> float:
-    """From the first host to the second, and one byte from there."""
+    """Return the time to send bytes from the first host to the second, and one byte back."""
     first, second, _ = cluster
     words = second.command([sys.executable, "-c", SERVE])
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=second.environ) as server:
@@ -443,13 +441,13 @@ def there_and_back_s(cluster: Cluster, size: int) -> float:
 
 
 @pytest.mark.parametrize(("size", "least_s"), [(1, 0.020), (2_500_000, 0.220)])
-def test_slow_cable_has_its_delay_and_bandwidth(size: int, least_s: float, cluster: Cluster) -> None:
-    """There and back is twice 10 ms, and 2.5 MB at 100 Mbit/s are 200 ms."""
+def test_slow_link_latency_and_bandwidth(size: int, least_s: float, cluster: Cluster) -> None:
+    """A round trip takes twice 10 ms, and 2.5 MB take 200 ms at 100 Mbit/s."""
     with cluster.slow(cluster.hosts[1], mbit=100, delay_ms=10):
         assert there_and_back_s(cluster, size) >= least_s
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_slow_hosts_have_the_whole_delay_between_them(number: int, cluster: Cluster) -> None:
+def test_slow_link_delay_for_any_number_of_hosts(number: int, cluster: Cluster) -> None:
     with cluster.slow_between(cluster.hosts[:number], mbit=100, delay_ms=50):
         assert there_and_back_s(cluster, 1) >= 0.1

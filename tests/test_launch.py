@@ -1,4 +1,4 @@
-"""Who am I? `detect` as a pure function of recorded environments, and of wrong ones."""
+"""Read the world from recorded environments of all launchers, and from wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO_BY_TWO = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4,
 EXPECTED = {
     "python": ("python", ALONE),
     "horovodrun_2": ("horovodrun", one_node(2)),
-    # One rank on each of two hosts: only the ranks together can number the nodes.
+    # One rank on each of two hosts: node ranks are not known before the rendezvous.
     "horovodrun_2_hosts": ("horovodrun", [(rank, 2, 0, 1, UNKNOWN, UNKNOWN) for rank in range(2)]),
     "torchrun_2": ("torchrun", one_node(2)),
     "torchrun_2_nodes": ("torchrun", [(*row[:4], UNKNOWN, UNKNOWN) for row in TWO_BY_TWO]),
@@ -56,12 +56,12 @@ def numbers(world: World) -> tuple[int, ...]:
     return world.rank, world.size, world.local_rank, world.local_size, world.node_rank, world.num_nodes
 
 
-def test_no_recorded_case_is_forgotten() -> None:
+def test_detect_expectations_cover_all_recorded_environments() -> None:
     assert EXPECTED.keys() == environments.CASES.keys()
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_the_world_of_each_recorded_environment(case: str) -> None:
+def test_detect_recorded_environment(case: str) -> None:
     launcher, expected = EXPECTED[case]
     environs = environments.CASES[case]
     worlds = [detect(environ) for environ in environs[: len(expected)]]
@@ -78,21 +78,21 @@ RUN = {f"HVD_TRAINER_{name}": "1" for name in ("RANK", "LOCAL_RANK")} | {
 }
 
 
-def test_launchers_that_the_bench_has_not() -> None:
+def test_detect_launchers_without_recordings() -> None:
     hydra = {**HYDRA, "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}
     assert detect(hydra) == World(1, 3, 1, 3, 0, 1, "mpiexec")
-    # Hydra starts its proxies through srun, so its ranks see the step of these.
+    # Hydra starts its proxies by srun, so its ranks inherit their step's variables.
     assert detect({**environments.CASES["srun_2"][0], **hydra}).launcher == "mpiexec"
     assert detect(BY_HAND) == World(2, 4, 2, 4, 0, 1, "hand")
     assert detect(RUN) == World(1, 2, 1, 2, 0, 1, "run")
 
 
-def test_srun_with_pmi2_is_srun() -> None:
+def test_detect_srun_with_pmi2() -> None:
     pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9"}
     assert detect({**environments.CASES["srun_2"][1], **pmi2}).launcher == "srun"
 
 
-def test_a_world_size_that_a_batch_script_sets_for_all_is_no_launcher() -> None:
+def test_detect_ignores_world_size_of_batch_script() -> None:
     srun = environments.CASES["srun_2"][1]
     assert detect({**srun, "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).launcher == "srun"
     with pytest.raises(LaunchError, match="RANK, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
@@ -112,7 +112,7 @@ ROWS = {launcher.name: launcher for launcher in reversed(LAUNCHERS)}
 
 
 @pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
-def test_a_missing_variable_is_named_and_never_guessed(name: str, variable: str) -> None:
+def test_detect_names_missing_variable(name: str, variable: str) -> None:
     environ = {key: value for key, value in COMPLETE[name].items() if key != variable}
     with pytest.raises(LaunchError) as caught:
         detect(environ)
@@ -120,7 +120,7 @@ def test_a_missing_variable_is_named_and_never_guessed(name: str, variable: str)
     assert f"{variable} is not." in message
     assert "by hand" in message if name == "hand" else f"by {name}" in message
     assert "horovodrun -np 2 python" in message
-    # What it tells to type leads to one process alone.
+    # The command that it suggests leads to a single process.
     unset = re.search(r"type: unset ([A-Z_ ]+)$", message)
     assert unset is not None
     assert detect({k: v for k, v in environ.items() if k not in unset[1].split()}).size == 1
@@ -131,14 +131,14 @@ MALFORMED = ["", " ", "x", "1.0", "-1", "+1", "1_0", "0x1", "١", "²", "9" * 30
 
 @pytest.mark.parametrize(("name", "variable"), [(name, v) for name in COMPLETE for v in ROWS[name].variables()])
 @pytest.mark.parametrize("text", MALFORMED, ids=lambda text: repr(text[:9]))
-def test_what_is_not_a_number_is_refused_by_name(name: str, variable: str, text: str) -> None:
+def test_detect_refuses_non_numbers(name: str, variable: str, text: str) -> None:
     with pytest.raises(LaunchError, match=variable) as caught:
         detect({**COMPLETE[name], variable: text})
     assert len(str(caught.value)) < 300
 
 
-def test_nothing_but_a_world_or_a_launch_error_comes_out() -> None:
-    """Any mixture of all launchers' variables, with values good and bad."""
+def test_detect_random_environments() -> None:
+    """Random mixtures of all launchers' variables, valid and invalid, give a world or LaunchError."""
     random_number = random.Random(0)
     variables = sorted({v for launcher in LAUNCHERS for v in (*launcher.variables(), *launcher.markers)})
     values = [*MALFORMED, *"012345", "2(x2)", "4(x2),2", "2(x", "(x2)", "1,1", "9(x999999)", "4(x99999999999)"]
@@ -172,13 +172,12 @@ def test_nothing_but_a_world_or_a_launch_error_comes_out() -> None:
         ("srun", {"SLURM_STEP_NUM_NODES": "0"}, "node_rank 0 of num_nodes 0"),
     ],
 )
-def test_contradictions_are_refused(case: str, changes: dict[str, str], words: str) -> None:
+def test_detect_refuses_contradictions(case: str, changes: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         detect({**COMPLETE[case], **changes})
 
 
-def test_what_to_do_about_a_contradiction() -> None:
-    """Its variables are named."""
+def test_detect_error_names_variables_to_change() -> None:
     with pytest.raises(LaunchError, match=r"Set RANK and WORLD_SIZE on each rank: they count from 0"):
         detect({**BY_HAND, "RANK": "4"})
     with pytest.raises(LaunchError, match=r"Leave HOROVOD_RANK and HOROVOD_SIZE to horovodrun"):
@@ -196,7 +195,7 @@ def test_expand_counts(text: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "2,", "2(x)", "2(x2", "2x2", "(x2)", "a", "2(x2)3", "2(x2))"])
-def test_malformed_counts_are_refused(text: str) -> None:
+def test_expand_counts_refuses_malformed(text: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(r"should look like 4(x2),2")):
         expand_counts(text)
 
@@ -214,7 +213,7 @@ def test_malformed_counts_are_refused(text: str) -> None:
         ("sbatch_srun_torchrun", False),
     ],
 )
-def test_a_lone_process_among_many_tasks_is_warned(case: str, warns: bool) -> None:
+def test_lone_process_warning(case: str, warns: bool) -> None:
     environ = environments.CASES[case][0]
     warning = lone_process_warning(detect(environ), environ)
     assert (warning is not None) is warns
@@ -223,37 +222,37 @@ def test_a_lone_process_among_many_tasks_is_warned(case: str, warns: bool) -> No
         assert "srun python" in warning
 
 
-def test_only_a_step_that_srun_started_for_us_is_ours_to_cancel() -> None:
+def test_slurm_step_id_only_under_srun() -> None:
     assert slurm_step_id(environments.CASES["sbatch_srun"][0]) == "6.0"
     for case in ("python", "sbatch_python", "sbatch_mpirun", "sbatch_srun_torchrun"):
         assert slurm_step_id(environments.CASES[case][0]) is None
 
 
-def test_an_array_s_task_is_named_apart_from_its_array() -> None:
+def test_slurm_job_id_of_array_task() -> None:
     """`scontrol requeue 968508` would end and requeue all tasks of that array, not only the one of that number."""
     with_the_arrays_number = environments.CASES["sbatch_array_srun"][0]
     assert slurm_job(with_the_arrays_number).job_id == "968508_2"
-    # The other one has a number of its own. So has a job that the first submits, which inherits the variables.
+    # Other tasks have job IDs of their own; so has a job submitted by the first, which inherits the variables.
     assert slurm_job({**with_the_arrays_number, "SLURM_JOB_ID": "968509"}).job_id == "968509"
     assert slurm_job(environments.CASES["sbatch_srun"][0]).job_id == "6"
     assert slurm_job({}).job_id is None
 
 
-# What follows once the ranks have met.
+# After the ranks have exchanged RankInfo.
 
 
 def peer(host: str = "a", local_rank: int = 0, cpus: range = range(4), gpu: str | None = None) -> RankInfo:
     return RankInfo(host=host, local_rank=local_rank, backend="ddp", cpus=tuple(cpus), gpu=gpu)
 
 
-def test_nodes_are_numbered_by_their_first_rank() -> None:
+def test_resolve_nodes_numbers_nodes_by_first_rank() -> None:
     peers = [peer("b"), peer("b", 1), peer("a")]
     worlds = [World(rank, 3, p.local_rank, 2 - rank // 2, UNKNOWN, UNKNOWN) for rank, p in enumerate(peers)]
     located = [resolve_nodes(world, peers) for world in worlds]
     assert [(world.node_rank, world.num_nodes) for world in located] == [(0, 2), (0, 2), (1, 2)]
 
 
-def test_two_ranks_with_one_local_rank_on_a_host_are_refused() -> None:
+def test_resolve_nodes_refuses_duplicate_local_rank() -> None:
     with pytest.raises(LaunchError, match=r"Ranks 0 and 1 both say .* local rank 0 on a\. Give each"):
         resolve_nodes(World(0, 2, 0, 2), [peer(), peer()])
 
@@ -261,7 +260,7 @@ def test_two_ranks_with_one_local_rank_on_a_host_are_refused() -> None:
 @pytest.mark.parametrize(
     ("cpus", "fair"),
     [
-        # Unbound, as horovodrun and torchrun leave them: the node's CPUs are shared out.
+        # Not bound to CPUs, as by horovodrun and torchrun: the node's CPUs are divided.
         ([range(16)] * 4, [4, 4, 4, 4]),
         ([range(2)] * 4, [1, 1, 1, 1]),
         ([range(10)] * 3, [3, 3, 3]),
@@ -270,12 +269,12 @@ def test_two_ranks_with_one_local_rank_on_a_host_are_refused() -> None:
         ([range(8 * i, 8 * i + 8) for i in range(4)], [8, 8, 8, 8]),
         # Two sockets with two ranks on each.
         ([range(8), range(8), range(8, 16), range(8, 16)], [4, 4, 4, 4]),
-        # One bound rank among unbound ones: its CPU is shared, and the rest divided.
+        # One bound rank among unbound ones: its CPU is shared, the others are divided.
         ([range(1), range(4), range(4)], [1, 1, 1]),
         ([range(4)], [4]),
     ],
 )
-def test_each_rank_gets_its_share_of_the_cpus(cpus: list[range], fair: list[int]) -> None:
+def test_cpu_share(cpus: list[range], fair: list[int]) -> None:
     size = len(cpus)
     peers = [peer("a", rank, ids) for rank, ids in enumerate(cpus)]
     other_node = [peer("b", rank, ids) for rank, ids in enumerate(cpus)]
@@ -284,7 +283,7 @@ def test_each_rank_gets_its_share_of_the_cpus(cpus: list[range], fair: list[int]
         assert cpu_share(World(rank, 2 * size, rank, size, 0, 2), peers + other_node) == fair[rank]
 
 
-def test_a_gpu_is_shared_only_on_one_host() -> None:
+def test_ranks_sharing_gpu() -> None:
     peers = [peer("a", 0, gpu="u1"), peer("a", 1, gpu="u1"), peer("b", 0, gpu="u1"), peer("b", 1)]
     sharing = [
         ranks_sharing_gpu(World(rank, 4, p.local_rank, 2, rank // 2, 2), peers) for rank, p in enumerate(peers)
@@ -293,7 +292,7 @@ def test_a_gpu_is_shared_only_on_one_host() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4)])
-def test_the_guard_lets_only_the_launchers_own_world_pass(rank: int, size: int) -> None:
+def test_check_world(rank: int, size: int) -> None:
     world = World(1, 4, 1, 4, launcher="torchrun")
     if (rank, size) == (1, 4):
         check_world(world, "Horovod", rank, size)

@@ -1,4 +1,4 @@
-"""Which of this machine's addresses the others are told."""
+"""Addresses and interfaces of this machine, and its connections to a host that is gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CARDS = {"lo": ["127.0.0.1"], "eth1": ["10.2.0.7"], "eth0": ["10.1.0.7", "10.1.0
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine whose own name leads to 127.0.1.1, and from which no route leads out."""
+    """A machine whose own name resolves to 127.0.1.1 and that has no route to other networks."""
     entries = {
         name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
         for name, addresses in CARDS.items()
@@ -36,20 +36,20 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     ("host", "address"),
     [
         ("other", "10.2.0.7"),
-        # A name that leads to the machine itself only: others know it by another address.
+        # A name that resolves to loopback here: other hosts use another address.
         ("me", "10.1.0.7"),
-        # Whoever meets there means this machine.
+        # Loopback was asked for.
         ("localhost", "127.0.0.1"),
         ("127.0.0.1", "127.0.0.1"),
         ("127.0.1.1", "127.0.0.1"),
     ],
 )
-def test_what_others_are_told(host: str, address: str) -> None:
+def test_outward_address(host: str, address: str) -> None:
     assert network.outward_address(host, 1) == address
 
 
 @pytest.mark.usefixtures("cards")
-def test_an_interface_by_its_name() -> None:
+def test_interface_address_and_name() -> None:
     assert network.interface_address("eth0") == "10.1.0.7"
     assert network.interface_name("10.2.0.7") == "eth1"
     for name in ("ib0", "tun0"):
@@ -57,7 +57,7 @@ def test_an_interface_by_its_name() -> None:
             network.interface_address(name)
 
 
-def test_this_machines_own() -> None:
+def test_loopback_of_this_machine() -> None:
     assert network.interface_address("lo") == "127.0.0.1"
     assert network.outward_address("localhost", 1) == network.LOOPBACK
 
@@ -65,8 +65,8 @@ def test_this_machines_own() -> None:
 @pytest.mark.parametrize(
     ("family", "dialled"), [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::ffff:127.0.0.2")]
 )
-def test_who_waits_for_a_host_that_is_gone_waits_no_longer(family: int, dialled: str) -> None:
-    """And only who waits for that one. The connection is not ours to close: an engine holds it."""
+def test_shut_down_connections_to_one_address_only(family: int, dialled: str) -> None:
+    """A blocked read ends, although an engine owns the socket; connections to other addresses stay."""
     with (
         socket.create_server(("127.0.0.2", 0)) as gone,
         socket.create_server(("127.0.0.3", 0)) as there,

@@ -1,4 +1,4 @@
-"""A signal on one rank stops all after the same step, saved; the run that goes on ends as an undisturbed one."""
+"""A signal to one rank stops all ranks after the same step; the resumed run ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
         pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=[requires("srun"), pytest.mark.nightly]),
     ],
 )
-def test_a_signal_on_one_rank_stops_all(
+def test_signal_on_one_rank_stops_all_and_resume_is_exact(
     launcher: str, backend: str, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     size = 1 if launcher == "python" else 2
@@ -35,7 +35,7 @@ def test_a_signal_on_one_rank_stops_all(
     with start(launcher, size, digits_job.argv(backend, parts, JOB)) as running:
         running.wait_for_output("epoch 2/")
         rank = running.ranks(size)[-1]
-        # As a scheduler does it: the loader process gets it too, and before its rank.
+        # A scheduler signals the loader process, too, and before its rank.
         for process in [*rank.children(recursive=True), rank]:
             process.send_signal(number)
         assert running.wait(20).returncode == code, running.report("ended otherwise")
@@ -49,7 +49,7 @@ def test_a_signal_on_one_rank_stops_all(
 
 
 @pytest.mark.long
-def test_without_a_folder_a_signal_ends_it_as_ever() -> None:
+def test_signal_without_log_folder_kills() -> None:
     with start("python", 1, digits_job.argv("single", extra=JOB)) as running:
         running.wait_for_output("epoch 1/")
         running.ranks(1)[0].terminate()
@@ -63,7 +63,7 @@ def wait_until(condition: list[int]) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_there_is_put_back() -> None:
+def test_listen_for_signals_restores_handlers() -> None:
     numbers: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_what_was_there_is_put_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
+def test_signal_that_was_not_granted_is_sent_again() -> None:
     numbers: list[int] = []
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
@@ -91,8 +91,8 @@ def test_what_was_not_done_in_time_has_its_usual_effect() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_fork_that_is_ended_stops_nobody() -> None:
-    """DataLoader ends loader processes by SIGTERM; their socket is their parent's too."""
+def test_signal_to_forked_process_is_no_stop_request() -> None:
+    """DataLoader terminates loader processes by SIGTERM, and they share the parent's wakeup socket."""
     numbers: list[int] = []
     forked, tell = os.pipe()
     with listen_for_signals(numbers.append) as request:
@@ -104,7 +104,7 @@ def test_a_fork_that_is_ended_stops_nobody() -> None:
         os.read(forked, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
-        # What is heard comes in order: after this one, nothing else is on its way.
+        # Signals are handled in order: after this one, no earlier one is pending.
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(numbers)
         request.granted = True
@@ -124,8 +124,8 @@ srun --mpi=none "$PYTHON" {{arguments}} --requeue
 
 @pytest.mark.long
 @requires("srun", "horovod")
-def test_a_signalled_slurm_job_requeues_itself_and_goes_on(tmp_path: Path) -> None:
-    """By its own end it is the undisturbed run, bit for bit, and nobody typed anything."""
+def test_requeued_slurm_job_continues(tmp_path: Path) -> None:
+    """The job requeues itself, resumes, and ends with the bits of an undisturbed run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     script = REQUEUED.replace("{arguments}", " ".join(digits_job.argv("horovod", parts, JOB)))
     env = {"LOG": str(parts), "PYTHON": sys.executable}
@@ -140,15 +140,15 @@ def test_a_signalled_slurm_job_requeues_itself_and_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--requeue", "--log-dir", "somewhere"], "--requeue is for jobs in a Slurm queue"),
         (["--requeue"], "--requeue needs a log folder"),
     ],
 )
-def test_requeue_where_it_cannot_work(options: list[str], said: str, tmp_path: Path) -> None:
+def test_requeue_refused_without_slurm_or_log_folder(options: list[str], message: str, tmp_path: Path) -> None:
     argv = digits_job.argv("single", extra=options)
     env = {"SLURM_JOB_ID": None, "PYTHONPATH": str(REPOSITORY)}
     result = launch("python", 1, argv, check=False, env=env, cwd=tmp_path)
     assert result.returncode == 2
-    assert said in result.stderr
+    assert message in result.stderr

@@ -1,4 +1,4 @@
-"""A rank that is stuck must not hold the others for ever: each exchange has a limit, on both engines."""
+"""A rank that hangs does not block the others: each exchange has a time limit, on both engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S, STUCK_S = 3.0, 60.0
 
 
 def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
-    """Rank 1 sleeps; the other waits for it, in a loop of the user's own that tells nothing of its steps."""
+    """Let rank 0 wait for rank 1, which sleeps, in a loop without the Trainer, so that no step is reported."""
     options = EngineOptions(backend=backend_name, startup_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
     with backends.create(options) as backend:
         backend.barrier()
@@ -25,15 +25,15 @@ def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher", "said"),
+    ("backend", "launcher", "message"),
     [
         pytest.param("ddp", "torchrun", "Timed out .*3000", marks=pytest.mark.long),
         pytest.param("horovod", "horovodrun", "did not take part .* within 3 s", marks=requires("horovod")),
     ],
 )
-def test_exchange_ends_in_time(backend: str, launcher: str, said: str) -> None:
-    """Horovod's own wait has no limit, and its stall check ended nothing. The stuck rank ends too."""
+def test_exchange_times_out(backend: str, launcher: str, message: str) -> None:
+    """Horovod's own wait has no limit, and its stall check did not end it. The rank that hangs ends, too."""
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=rf"failure: rank 0 of 2 .*{said}"):
+    with pytest.raises(LaunchError, match=rf"failure: rank 0 of 2 .*{message}"):
         run_ranks(wait_for_a_stuck_rank, num_processes=2, launcher=launcher, args=(backend,), timeout_s=120)
     assert time.monotonic() - started < STUCK_S - 10

@@ -1,4 +1,4 @@
-"""A job's sockets, as others on the machine see them: by another user's process, in real jobs."""
+"""What other users of a machine can do to a job by its sockets and files: units, and attacks on real jobs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def join(endpoint: Endpoint, timeout_s: float = 10) -> dist.Store:
     return store_client.connect(endpoint, timedelta(seconds=timeout_s))
 
 
-def test_a_store_does_what_engines_ask_of_pytorch_s_own(endpoint: Endpoint) -> None:
+def test_store_supports_operations_of_tcp_store(endpoint: Endpoint) -> None:
     store, other = join(endpoint), join(endpoint)
     store.set("a", "1")
     assert other.get("a") == b"1"
@@ -74,7 +74,7 @@ def test_a_store_does_what_engines_ask_of_pytorch_s_own(endpoint: Endpoint) -> N
     large = os.urandom(20 << 20)
     store.set("large", large)
     assert other.get("large") == large
-    # The wait is given up, and the connection goes on.
+    # A wait that times out is cancelled, and the connection stays usable.
     with pytest.raises(dist.DistStoreError, match="timeout after 100ms"):
         store.wait(["never"], timedelta(seconds=0.1))
     other.set("never", "late")
@@ -82,7 +82,7 @@ def test_a_store_does_what_engines_ask_of_pytorch_s_own(endpoint: Endpoint) -> N
     assert store.clone().get("never") == b"late"
 
 
-def test_who_waits_is_told_by_whom_ever_it_comes(endpoint: Endpoint) -> None:
+def test_store_wait_returns_when_another_client_sets(endpoint: Endpoint) -> None:
     waiting, setting = join(endpoint), join(endpoint)
     thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))
     thread.start()
@@ -90,7 +90,7 @@ def test_who_waits_is_told_by_whom_ever_it_comes(endpoint: Endpoint) -> None:
     thread.join()
 
 
-def test_a_wrong_token_opens_nothing(endpoint: Endpoint) -> None:
+def test_store_refuses_wrong_token(endpoint: Endpoint) -> None:
     join(endpoint).set("a", "mine")
     with pytest.raises(dist.DistNetworkError):
         join(Endpoint(LOOPBACK, endpoint.port, "0" * 32))
@@ -102,13 +102,13 @@ def test_a_wrong_token_opens_nothing(endpoint: Endpoint) -> None:
         lambda store: store.delete_key("a"),
     ]
     for attempt in attempts:
-        stranger = dist.TCPStore(LOOPBACK, endpoint.port, is_master=False, timeout=timedelta(seconds=2))
+        attacker = dist.TCPStore(LOOPBACK, endpoint.port, is_master=False, timeout=timedelta(seconds=2))
         with pytest.raises(dist.DistNetworkError):
-            attempt(stranger)
+            attempt(attacker)
     assert join(endpoint).get("a") == b"mine"
 
 
-def test_what_a_rank_sends_does_not_end_the_server(endpoint: Endpoint) -> None:
+def test_store_server_survives_invalid_value(endpoint: Endpoint) -> None:
     store = join(endpoint)
     store.add("n", 2**62)
     with pytest.raises(dist.DistNetworkError):
@@ -116,7 +116,7 @@ def test_what_a_rank_sends_does_not_end_the_server(endpoint: Endpoint) -> None:
     assert join(endpoint).check(["n"])
 
 
-def test_a_server_that_was_killed_is_replaced(endpoint: Endpoint) -> None:
+def test_serve_replaces_killed_server(endpoint: Endpoint) -> None:
     (server,) = [child for child in psutil.Process().children() if "store_server" in " ".join(child.cmdline())]
     server.kill()
     psutil.wait_procs([server], timeout=5)
@@ -125,7 +125,7 @@ def test_a_server_that_was_killed_is_replaced(endpoint: Endpoint) -> None:
     store_client.release(second)
 
 
-def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -> None:
+def test_verify_endpoint_needs_the_secret() -> None:
     token, nonce = create_token("our secret")
     endpoint = Endpoint("10.0.0.1", 4000, token)
     text = sign_endpoint(endpoint, nonce, "our secret")
@@ -143,7 +143,7 @@ def test_a_ticket_told_in_public_is_believed_from_those_with_the_secret_only() -
         parse_endpoint("127.0.0.1:29500")
 
 
-def test_a_retired_ticket_ends_the_server(endpoint: Endpoint) -> None:
+def test_store_server_ends_when_all_endpoints_are_released(endpoint: Endpoint) -> None:
     second = store_client.serve(LOOPBACK)
     assert second.port == endpoint.port
     assert second.token != endpoint.token
@@ -156,7 +156,7 @@ def test_a_retired_ticket_ends_the_server(endpoint: Endpoint) -> None:
 
 
 @as_root
-def test_garbage_does_not_disturb_a_store(endpoint: Endpoint) -> None:
+def test_store_survives_garbage(endpoint: Endpoint) -> None:
     store = join(endpoint)
     store.set("a", "1")
     assert attacks.by_another_user(attacks.flood, [endpoint.port], REQUESTS) > 0.9 * REQUESTS
@@ -164,8 +164,8 @@ def test_garbage_does_not_disturb_a_store(endpoint: Endpoint) -> None:
     assert join(endpoint).get("a") == b"1"
 
 
-def test_too_many_that_say_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest is closed; who has named a key stays."""
+def test_store_server_closes_oldest_unauthenticated_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that have sent a key with a token stay."""
     monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 3)
     with server_here() as port, ExitStack() as stack:
         known = join(Endpoint(LOOPBACK, port, TOKEN))
@@ -180,7 +180,7 @@ def test_too_many_that_say_nothing_make_room_for_those_that_do(monkeypatch: pyte
                 line.recv(1)
 
 
-def test_a_stranger_is_read_no_further_than_a_key_may_be_long() -> None:
+def test_store_reads_limited_bytes_before_authentication() -> None:
     with server_here() as port, socket.create_connection((LOOPBACK, port), timeout=5) as line:
         pings = attacks.MAGIC + struct.pack("=BI", 13, 7) * 40_000
         answered = 0
@@ -196,7 +196,7 @@ TOKEN = "a" * 32
 
 @contextmanager
 def server_here() -> Iterator[int]:
-    """A server in a thread of this process, with one token; its port."""
+    """Run a server with one token in a thread of this process; yield its port."""
     reading, writing = os.pipe()
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=store_server.StoreServer(listener, reading).serve)
@@ -231,7 +231,7 @@ def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> No
         listener.close()
 
 
-def test_an_error_says_nothing_of_the_token(endpoint: Endpoint) -> None:
+def test_first_line_hides_token(endpoint: Endpoint) -> None:
     store = join(endpoint)
     with pytest.raises(dist.DistStoreError) as caught:
         store.wait(["peer/1"], timedelta(seconds=0.1))
@@ -239,8 +239,8 @@ def test_an_error_says_nothing_of_the_token(endpoint: Endpoint) -> None:
     assert first_line(caught.value) == "wait timeout after 100ms, keys: /peer/1"
 
 
-def test_a_traceback_says_nothing_of_the_token(tmp_path: Path) -> None:
-    """Who starts an engine in a script of one's own sees all that led to an error."""
+def test_traceback_hides_token(tmp_path: Path) -> None:
+    """A script that starts an engine by itself prints the whole chain of exceptions."""
     script = tmp_path / "own.py"
     script.write_text(
         "from hvd_trainer import EngineOptions, backends\n"
@@ -254,7 +254,7 @@ def test_a_traceback_says_nothing_of_the_token(tmp_path: Path) -> None:
     assert re.search(r"[0-9a-f]{32}", ended.stderr) is None
 
 
-def test_a_secret_of_ones_own(tmp_path: Path) -> None:
+def test_read_secret(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(LaunchError, match="cannot be read"):
         read_secret({SECRET_FILE: str(file)})
@@ -265,7 +265,7 @@ def test_a_secret_of_ones_own(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert read_secret({SECRET_FILE: str(file)}) == "a" * 32
     if os.geteuid() == 0:
-        # Laid down by root for a group, as Kubernetes does for a pod's user.
+        # Of root, and readable by a group, as Kubernetes mounts secrets for a pod's user.
         file.chmod(0o440)
         assert read_secret({SECRET_FILE: str(file)}) == "a" * 32
         os.chown(file, attacks.NOBODY, -1)
@@ -281,7 +281,7 @@ def test_a_secret_of_ones_own(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("kind", ["theirs", "writable", "link"])
-def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> None:
+def test_file_registry_refuses_folder_of_another_user(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "hvd_trainer"
     if kind == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -290,7 +290,7 @@ def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> No
         folder.mkdir()
         folder.chmod(0o777 if kind == "writable" else 0o700)
         os.chown(folder, attacks.NOBODY if kind == "theirs" else 0, -1)
-    # Whom a planted pipe would keep waiting.
+    # Opening a planted pipe would block.
     os.mkfifo(folder / "job")
     registry = FileRegistry(folder / "job")
     for attempt in (lambda: registry.publish("127.0.0.1:1/a"), registry.lookup):
@@ -302,7 +302,7 @@ def test_a_meeting_place_that_another_user_made(kind: str, tmp_path: Path) -> No
 
 
 def listening(job: Job) -> dict[int, tuple[str, psutil.Process]]:
-    """The ports of a job's ranks and of what they have started, with the address; not those of its launcher."""
+    """Return address and process by port, of a job's ranks and their children, without its launcher."""
     found = {}
     for process in job.processes():
         words = process.cmdline()
@@ -332,9 +332,7 @@ def files_under(folder: Path) -> list[Path]:
         pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
     ],
 )
-def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
-    launcher: str, backend: str, tmp_path: Path
-) -> None:
+def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
@@ -347,19 +345,19 @@ def test_another_user_neither_reads_nor_writes_nor_stops_a_job(
         while steps_of(log) < 3:
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
-        [note] = temporary.glob("hvd_trainer-0/*")
-        token = parse_endpoint(json.loads(note.read_text())["endpoint"]).token
-        doors = listening(job)
-        assert {address for address, _ in doors.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, doors
-        assert any("store_server" in " ".join(process.cmdline()) for _, process in doors.values()), doors
-        # The token is in no command line, and in nothing that another user reads.
+        [entry] = temporary.glob("hvd_trainer-0/*")
+        token = parse_endpoint(json.loads(entry.read_text())["endpoint"]).token
+        ports = listening(job)
+        assert {address for address, _ in ports.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, ports
+        assert any("store_server" in " ".join(process.cmdline()) for _, process in ports.values()), ports
+        # The token is in no command line, and in no file that another user can read.
         lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
         assert not [words for words in lines if token in " ".join(words)]
-        secret = [note, *(f"/proc/{process.pid}/environ" for process in job.processes())]
+        secret = [entry, *(f"/proc/{process.pid}/environ" for process in job.processes())]
         assert attacks.by_another_user(attacks.readable, [str(path) for path in secret]) == []
-        assert attacks.by_another_user(attacks.answers, list(doors), f"/{'0' * 32}/peers") == {}
+        assert attacks.by_another_user(attacks.answers, list(ports), f"/{'0' * 32}/peers") == {}
         before = steps_of(log)
-        assert attacks.by_another_user(attacks.flood, list(doors), REQUESTS) > 0.9 * REQUESTS
+        assert attacks.by_another_user(attacks.flood, list(ports), REQUESTS) > 0.9 * REQUESTS
         assert steps_of(log) > before
         (log / "attacked").touch()
         ended = job.wait(90)
