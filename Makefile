@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup mnist test image-test gpu-test lint audit clean
+.PHONY: help setup mnist test image-test gpu-test lint audit docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make image-test  build the Docker image and train in it (root, buildah, debootstrap)"
 	@echo "make lint    ruff, mypy and the order of imports"
 	@echo "make audit   known vulnerabilities of all that is installed (asks a service on the internet)"
+	@echo "make docs    build the documentation site into build/site, with every link checked"
 	@echo "make setup   only .venv, the package and Horovod"
 	@echo "make clean   remove .venv and the caches in this folder (built Horovod wheels stay)"
 
@@ -69,6 +70,10 @@ lint: $(STAMPS)/dev
 # With Horovod, whose findings have answers.
 audit: $(STAMPS)/horovod $(STAMPS)/dev
 	$(BIN)/python .ci/audit.py
+
+# Material announces its successor at every start, for which mkdocs.yml needs no change.
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
@@ -110,6 +115,10 @@ $(STAMPS)/test: $(STAMPS)/package
 
 $(STAMPS)/dev: $(STAMPS)/package
 	$(INSTALL) -e '.[test,dev]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/package
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # Rebuilt only when the package's dependencies (torch above all) changed; the tool itself then

@@ -10,14 +10,12 @@ from functools import cache
 
 from launchers import REPOSITORY
 
+PAGES = tuple(sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs").glob("*.md")))
 WITH_COMMANDS = (
-    *("README.md", "examples/mnist/README.md", "examples/slurm/README.md", "CONTRIBUTING.md"),
-    "docs/gpu.md",
+    *("README.md", *PAGES, "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md"),
+    *("examples/mnist/README.md", "examples/slurm/README.md", "examples/kubernetes/README.md"),
 )
-ALL = (
-    *WITH_COMMANDS,
-    *("CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "docker/README.md", "examples/kubernetes/README.md"),
-)
+ALL = (*WITH_COMMANDS, "CHANGELOG.md", "SECURITY.md")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -76,6 +74,7 @@ def own_part(line: str) -> tuple[str, list[str]] | None:
     """(our module or script, its arguments) of one command line; None if nothing of ours is started."""
     words = shlex.split(line.removesuffix("&"))
     words = words[: words.index("--")] if "--" in words else words  # what follows is for a job that a tool starts
+    words = [part for word in words for part in (("-m", "hvd_trainer") if word == "hvd-trainer" else (word,))]
     for number, word in enumerate(words):
         if word.startswith(("hvd_trainer", "benchmarks")) and words[number - 1] == "-m":
             name, rest = word, words[number + 1 :]

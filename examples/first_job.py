@@ -1,0 +1,16 @@
+from torch import nn, optim
+
+from hvd_trainer import ImageOptions, Trainer, TrainerOptions, accuracy, load_images, run_job
+
+
+def main(options: TrainerOptions) -> None:
+    with Trainer(options) as trainer:
+        digits = load_images(ImageOptions(dataset="digits"), trainer.backend)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 128), nn.ReLU(), nn.Linear(128, 10))
+        optimizer = optim.Adam(model.parameters(), lr=2e-3)
+        loss = nn.functional.cross_entropy
+        trainer.fit(model, optimizer, loss, digits.train, digits.test, metrics={"accuracy": accuracy})
+
+
+if __name__ == "__main__":
+    run_job(TrainerOptions, main)
