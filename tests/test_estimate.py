@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer estimate`: the formula, fits that find planted costs, and what it says it cannot know."""
+"""Test `python -m hvd_trainer estimate`: the formula, fits to planted costs, and answers that cannot be known."""
 
 from __future__ import annotations
 
@@ -20,12 +20,27 @@ from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import make_trials
 from hvd_trainer.tools.compare.variants import Axis, make_variants
 from hvd_trainer.tools.estimate.cli import Options, estimate, main
-from hvd_trainer.tools.estimate.fit import CPU, GPU, fit, interval
-from hvd_trainer.tools.estimate.held_out import Errors, Guess, by_series, furthest, large, tables
-from hvd_trainer.tools.estimate.model import BACKWARD, INNER, Costs, Setup, exchange, largest_of, step
-from hvd_trainer.tools.estimate.points import SHIPPED, Point, pieces_of, read_points
-from hvd_trainer.tools.estimate.projection import elsewhere, near
-from hvd_trainer.tools.estimate.published import SERIES, published
+from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, fit, interval
+from hvd_trainer.tools.estimate.held_out import (
+    Errors,
+    Guess,
+    guess_by_series,
+    guess_extremes,
+    guess_large,
+    guess_tables,
+)
+from hvd_trainer.tools.estimate.model import (
+    BACKWARD_FRACTION,
+    INNER_LATENCY_FRACTION,
+    Costs,
+    Setup,
+    expected_maximum,
+    predict_exchange,
+    predict_step,
+)
+from hvd_trainer.tools.estimate.points import SHIPPED_FILE, Point, count_pieces, read_points
+from hvd_trainer.tools.estimate.projection import new_cluster_factor, published_near
+from hvd_trainer.tools.estimate.published import SERIES, published_points
 from hvd_trainer.tools.estimate.scope import Scope
 from hvd_trainer.tools.runner.runs import RunRecord
 
@@ -40,52 +55,60 @@ EXAMPLE = ["--hosts", "64", "--gpus-per-host", "8", "--link-gbit", "100"]
 
 
 def test_one_rank_loses_nothing() -> None:
-    assert step(replace(SETUP, hosts=1, ranks_per_host=1), COSTS).efficiency == 1
+    assert predict_step(replace(SETUP, hosts=1, ranks_per_host=1), COSTS).efficiency == 1
 
 
-def test_a_link_without_latency_and_limit_loses_nothing() -> None:
-    assert step(replace(SETUP, link_gbit=inf), NOTHING).efficiency == 1
+def test_perfect_link_loses_nothing() -> None:
+    assert predict_step(replace(SETUP, link_gbit=inf), NOTHING).efficiency == 1
 
 
-def test_a_ring_by_hand() -> None:
-    """4 hosts, 8 ranks: 14 messages one after the other, 6 of them over the link; 14/8 of the bytes."""
-    latency, bandwidth = exchange(replace(SETUP, delay_s=0.001), COSTS)
-    assert latency == pytest.approx((4 + 1) * (6 * 1.1e-3 + 8 * INNER * 1e-4))
+def test_ring_equals_hand_computation() -> None:
+    """Compute 4 hosts with 8 ranks: 14 messages one after the other, 6 of them over the link; 14/8 of the
+    bytes.
+    """
+    latency, bandwidth = predict_exchange(replace(SETUP, delay_s=0.001), COSTS)
+    assert latency == pytest.approx((4 + 1) * (6 * 1.1e-3 + 8 * INNER_LATENCY_FRACTION * 1e-4))
     assert bandwidth == pytest.approx(14 / 8 * 1e8 * (1e-9 + 1.2 * 8 / 10e9))
 
 
-def test_a_tree_is_taken_where_it_is_faster() -> None:
+def test_tree_is_taken_where_it_is_faster() -> None:
     few, many = replace(SETUP, sent_bytes=4e5, trees=True), replace(SETUP, hosts=2, trees=True)
-    assert exchange(few, COSTS)[0] == pytest.approx(5 * 2 * (2 * 1e-4 + INNER * 1e-4))
-    assert exchange(many, COSTS) == exchange(replace(many, trees=False), COSTS)
+    assert predict_exchange(few, COSTS)[0] == pytest.approx(5 * 2 * (2 * 1e-4 + INNER_LATENCY_FRACTION * 1e-4))
+    assert predict_exchange(many, COSTS) == predict_exchange(replace(many, trees=False), COSTS)
 
 
-def test_no_more_is_hidden_than_backward_takes_and_pieces_allow() -> None:
+def test_overlap_is_bounded_by_backward_and_pieces() -> None:
     quick = replace(SETUP, link_gbit=100.0, sent_bytes=1e7)
     all_hidden = COSTS._replace(overlap=1.0)
-    its = step(quick, all_hidden)
-    assert its.latency_s + its.bandwidth_s == pytest.approx(sum(exchange(quick, COSTS)) / 4)
+    its = predict_step(quick, all_hidden)
+    assert its.latency_s + its.bandwidth_s == pytest.approx(sum(predict_exchange(quick, COSTS)) / 4)
     slow = replace(SETUP, link_gbit=1.0)
-    its = step(slow, all_hidden)
-    assert its.latency_s + its.bandwidth_s == pytest.approx(sum(exchange(slow, COSTS)) - BACKWARD * 0.1)
-    last_pass = step(replace(slow, passes=4), all_hidden)
+    its = predict_step(slow, all_hidden)
+    assert its.latency_s + its.bandwidth_s == pytest.approx(
+        sum(predict_exchange(slow, COSTS)) - BACKWARD_FRACTION * 0.1
+    )
+    last_pass = predict_step(replace(slow, passes=4), all_hidden)
     assert last_pass.bandwidth_s > its.bandwidth_s
 
 
 def test_efficiency_falls_with_ranks_and_rises_with_the_link() -> None:
     for trees in (False, True):
-        by_hosts = [step(replace(SETUP, hosts=hosts, trees=trees), COSTS).efficiency for hosts in range(1, 200)]
+        by_hosts = [
+            predict_step(replace(SETUP, hosts=hosts, trees=trees), COSTS).efficiency for hosts in range(1, 200)
+        ]
         assert by_hosts == sorted(by_hosts, reverse=True)
-    by_link = [step(replace(SETUP, link_gbit=gbit), COSTS).efficiency for gbit in (0.1, 1.0, 10.0, 100.0, inf)]
+    by_link = [
+        predict_step(replace(SETUP, link_gbit=gbit), COSTS).efficiency for gbit in (0.1, 1.0, 10.0, 100.0, inf)
+    ]
     assert by_link == sorted(by_link)
 
 
-def test_the_slowest_of_many() -> None:
-    """Below the asymptote sqrt(2 ln n), which it tends to."""
-    assert largest_of(1) == pytest.approx(0.0)
+def test_expected_maximum() -> None:
+    """Stay below the asymptote sqrt(2 ln n)."""
+    assert expected_maximum(1) == pytest.approx(0.0)
     drawn = np.random.default_rng(0).normal(size=(20_000, 8)).max(axis=1).mean()
-    assert largest_of(8) == pytest.approx(drawn, rel=0.02)
-    assert [largest_of(n) / sqrt(2 * log(n)) for n in (8, 10**3, 10**6)] == pytest.approx(
+    assert expected_maximum(8) == pytest.approx(drawn, rel=0.02)
+    assert [expected_maximum(n) / sqrt(2 * log(n)) for n in (8, 10**3, 10**6)] == pytest.approx(
         [0.70, 0.87, 0.92], abs=0.01
     )
 
@@ -93,23 +116,23 @@ def test_the_slowest_of_many() -> None:
 # Fitting.
 
 
-def planted(noise: float, costs: Costs = COSTS) -> list[Point]:
-    """Steps of Gloo on 2 to 4 hosts over four links, by the formula, and some noise."""
+def make_points(noise: float, costs: Costs = COSTS) -> list[Point]:
+    """Make steps of Gloo on 2 to 4 hosts over four links, by the formula with some noise."""
     generator = np.random.default_rng(3)
     points = []
     for hosts in (2, 3, 4):
         for link, delay_s in ((inf, 0.0), (1.0, 1e-3), (0.2, 5e-3), (0.1, 0.0)):
             for sent in (1e6, 5e6):
                 setup = Setup(hosts, 1, link, 0.03, sent, 1, delay_s=delay_s)
-                seconds = step(setup, costs).total_s * float(np.exp(generator.normal(0, noise)))
+                seconds = predict_step(setup, costs).total_s * float(np.exp(generator.normal(0, noise)))
                 label = f"{hosts} hosts, {link} Gbit/s, {sent:.0f} bytes"
                 points.append(Point("ddp", setup, seconds, label, label))
     return points
 
 
-def test_planted_costs_are_found() -> None:
+def test_fit_finds_planted_costs() -> None:
     wanted = Costs(2e-3, 5e-4, 1.4, 4e-9, 0.5, 2.0, 0.05)
-    found = fit(planted(0.02, wanted), CPU)
+    found = fit(make_points(0.02, wanted), CPU_PRIORS)
     for name in ("latency_s", "link_factor", "byte_s", "rounds"):
         assert getattr(found.costs, name) == pytest.approx(getattr(wanted, name), rel=0.35), name
     assert found.costs.link_factor == pytest.approx(1.4, rel=0.05)
@@ -117,38 +140,38 @@ def test_planted_costs_are_found() -> None:
     assert all(cost >= 0 for cost in found.costs)
 
 
-def test_what_no_point_tells_stays_as_uncertain_as_it_was() -> None:
-    """With one piece nothing can be hidden, so nobody sees how much would be."""
+def test_undetermined_costs_keep_their_prior() -> None:
+    """Keep the overlap's prior where there is one piece: nothing can be hidden, so no point has it."""
     overlap = Costs._fields.index("overlap")
-    assert fit(planted(0.02), CPU).covariance[overlap, overlap] == pytest.approx(1.0, rel=0.05)
+    assert fit(make_points(0.02), CPU_PRIORS).covariance[overlap, overlap] == pytest.approx(1.0, rel=0.05)
     link = Costs._fields.index("link_factor")
-    assert fit(planted(0.02), CPU).covariance[link, link] < 0.05
-    assert fit([], GPU).costs.link_factor == pytest.approx(GPU.link_factor.typical)
+    assert fit(make_points(0.02), CPU_PRIORS).covariance[link, link] < 0.05
+    assert fit([], GPU_PRIORS).costs.link_factor == pytest.approx(GPU_PRIORS.link_factor.typical)
 
 
-def test_more_doubt_is_a_wider_interval() -> None:
-    fitted = fit(planted(0.02), CPU)
+def test_interval_widens_with_uncertainty() -> None:
+    fitted = fit(make_points(0.02), CPU_PRIORS)
     setup = replace(SETUP, hosts=2)
     narrow, wide = interval(setup, fitted, 0.01), interval(setup, fitted, 0.1)
-    assert wide[0] < narrow[0] < step(setup, fitted.costs).efficiency < narrow[1] < wide[1] <= 1
-    known = fitted.knowing("spread", 0.2, 0.25)
+    assert wide[0] < narrow[0] < predict_step(setup, fitted.costs).efficiency < narrow[1] < wide[1] <= 1
+    known = fitted.with_known("spread", 0.2, 0.25)
     assert known.costs.spread == 0.2
     assert {round(costs.overlap, 9) for costs in known.draws} != {round(known.costs.overlap, 9)}
 
 
-def test_held_out_errors_are_as_large_as_the_noise() -> None:
-    errors = Errors.of(by_series(planted(0.03), CPU))
+def test_held_out_errors_equal_noise() -> None:
+    errors = Errors.summarize(guess_by_series(make_points(0.03), CPU_PRIORS))
     assert errors.number == 24
     assert errors.median < 0.04
     assert errors.is_better
     assert errors.inside >= 18
-    edges = furthest(planted(0.0), CPU)
+    edges = guess_extremes(make_points(0.0), CPU_PRIORS)
     assert set(edges) == {"the most hosts", "the slowest link"}
-    assert all(Errors.of(guesses).largest < 0.15 for guesses in edges.values())
+    assert all(Errors.summarize(guesses).largest < 0.15 for guesses in edges.values())
 
 
-def test_errors_are_of_the_speed() -> None:
-    point = planted(0.0)[0]
+def test_errors_are_relative_to_speed() -> None:
+    point = make_points(0.0)[0]
     guess = Guess(point, 0.9 * point.efficiency, 0.0, 1.0, from_host=point.efficiency)
     assert guess.error == pytest.approx(-0.1)
     assert guess.linear_error == pytest.approx(1 / point.efficiency - 1)
@@ -158,8 +181,8 @@ def test_errors_are_of_the_speed() -> None:
 # Published tables.
 
 
-def test_published_figures_are_what_the_sources_say() -> None:
-    """The speed-ups that DLPerf prints beside its tables, and Horovod's three percentages."""
+def test_published_figures_equal_sources() -> None:
+    """Compare with the speed-ups that DLPerf prints beside its tables, and Horovod's three percentages."""
     printed = {
         ("pytorch/examples", 32): 30.00,
         ("TensorFlow 1", 32): 26.25,
@@ -173,33 +196,35 @@ def test_published_figures_are_what_the_sources_say() -> None:
     found = {(s.code, p.setup.ranks): p.efficiency * p.setup.ranks for s in SERIES for p in s.points}
     for name, speed_up in printed.items():
         assert found[name] == pytest.approx(speed_up, abs=0.006), name
-    assert [p.efficiency for p in published("horovod") if p.setup.ranks == 512] == pytest.approx([0.9, 0.9, 0.68])
+    assert [p.efficiency for p in published_points("horovod") if p.setup.ranks == 512] == pytest.approx(
+        [0.9, 0.9, 0.68]
+    )
 
 
-def test_the_model_beside_the_linear_guess_on_published_tables() -> None:
-    """It is better on DLPerf's 16 and 32 GPUs, and worse on two of Horovod's three: said so, not hidden."""
+def test_model_and_linear_guess_on_published_tables() -> None:
+    """Beat the linear guess on DLPerf's 16 and 32 GPUs, and report that it is better on two of Horovod's three."""
     for engine, within in (("ddp", 0.03), ("horovod", 0.08)):
-        errors = Errors.of(tables(engine))
+        errors = Errors.summarize(guess_tables(engine))
         assert errors.median < within
         assert errors.is_better
-        harder = [abs(guess.from_host_error or 0) for guess in tables(engine)]
+        harder = [abs(guess.from_host_error or 0) for guess in guess_tables(engine)]
         assert errors.median < sorted(harder)[len(harder) // 2]
-    assert not Errors.of(large("horovod")).is_better
-    assert large("ddp") == []
-    assert elsewhere() > 1
+    assert not Errors.summarize(guess_large("horovod")).is_better
+    assert guess_large("ddp") == []
+    assert new_cluster_factor() > 1
 
 
-def test_a_published_figure_stands_beside_what_is_near() -> None:
+def test_published_near() -> None:
     setup = Setup(4, 8, 100.0, 0.36, 1.02e8, 4, trees=True)
-    assert near("ddp", setup) == ["94% pytorch/examples", "93% NVIDIA", "88% NVIDIA AMP"]
-    assert near("ddp", replace(setup, sent_bytes=1e10)) == []
-    assert near("horovod", replace(setup, hosts=64))[0] == "90% Horovod, Inception V3 at 25 Gbit/s"
+    assert published_near("ddp", setup) == ["94% pytorch/examples", "93% NVIDIA", "88% NVIDIA AMP"]
+    assert published_near("ddp", replace(setup, sent_bytes=1e10)) == []
+    assert published_near("horovod", replace(setup, hosts=64))[0] == "90% Horovod, Inception V3 at 25 Gbit/s"
 
 
 # Points.
 
 
-def entry(**changed: Any) -> dict[str, Any]:
+def make_entry(**changed: Any) -> dict[str, Any]:
     return {
         "backend": "ddp",
         "hosts": 2,
@@ -218,16 +243,16 @@ def entry(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def write(file: Path, *entries: Any, **others: Any) -> str:
+def write_points(file: Path, *entries: Any, **others: Any) -> str:
     file.write_text(json.dumps({"format": 1, "machine": "a test", "points": list(entries)} | others))
     return str(file)
 
 
-def test_points_of_a_file(tmp_path: Path) -> None:
+def test_read_points(tmp_path: Path) -> None:
     file = tmp_path / "points.json"
-    write(
-        *(file, entry(), entry(link_mbit=None, delay_ms=0.0, compression="bf16", accumulation=4)),
-        *(entry(compression="powersgd"), entry(compute_ms=None), entry(hosts=1)),
+    write_points(
+        *(file, make_entry(), make_entry(link_mbit=None, delay_ms=0.0, compression="bf16", accumulation=4)),
+        *(make_entry(compression="powersgd"), make_entry(compute_ms=None), make_entry(hosts=1)),
     )
     its = read_points(file)
     one, other = its.points
@@ -236,7 +261,7 @@ def test_points_of_a_file(tmp_path: Path) -> None:
     assert other.setup == Setup(2, 1, inf, 0.03, 2 * 2**20, 1, passes=4)
     assert other.label == "2 x 1 ranks, no limit, bf16, 4 passes, 4 MB"
     assert (its.left_out, its.device, its.batch_size) == (2, "cpu", 64)
-    assert (pieces_of(97.5), pieces_of(97.5, 2), pieces_of(0.1)) == (4, 2, 1)
+    assert (count_pieces(97.5), count_pieces(97.5, 2), count_pieces(0.1)) == (4, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +271,11 @@ def test_points_of_a_file(tmp_path: Path) -> None:
         ("{}", "is no file of points"),
         ('{"format": 2}', "has format 2, and 1 is known here"),
         ('{"format": 1, "machine": "m", "points": []}', "has no point with two ranks"),
-        (json.dumps({"format": 1, "machine": "m", "points": [entry(compute_ms=0.0)]}), "compute_ms is 0.0"),
-        (json.dumps({"format": 1, "machine": "m", "points": [entry(step_ms=[])]}), "is no file of points"),
+        (json.dumps({"format": 1, "machine": "m", "points": [make_entry(compute_ms=0.0)]}), "compute_ms is 0.0"),
+        (json.dumps({"format": 1, "machine": "m", "points": [make_entry(step_ms=[])]}), "is no file of points"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, content: str | None, says: str) -> None:
+def test_invalid_points_files_are_refused(tmp_path: Path, content: str | None, says: str) -> None:
     file = tmp_path / "points.json"
     if content is not None:
         file.write_text(content)
@@ -259,13 +284,13 @@ def test_a_file_that_is_none(tmp_path: Path, content: str | None, says: str) -> 
     assert "benchmarks.slow_link" in str(caught.value)
 
 
-def test_the_file_in_the_package_has_both_engines_on_several_links() -> None:
-    its = read_points(SHIPPED)
+def test_shipped_points_have_both_engines_on_several_links() -> None:
+    its = read_points(SHIPPED_FILE)
     for engine in ("horovod", "ddp"):
-        scope = Scope.of(engine, its.of(engine), "them", 1.0)
+        scope = Scope.from_points(engine, its.points_of(engine), "them", 1.0)
         assert scope.ranks >= 3
         assert scope.slowest_gbit < scope.fastest_gbit
-        errors = Errors.of(by_series(its.of(engine), CPU))
+        errors = Errors.summarize(guess_by_series(its.points_of(engine), CPU_PRIORS))
         assert errors.is_better
 
 
@@ -273,8 +298,8 @@ def test_the_file_in_the_package_has_both_engines_on_several_links() -> None:
 
 
 @pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """What `python -m hvd_trainer estimate ...` does, in this process: its exit code, output and errors."""
+def run_estimate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run `python -m hvd_trainer estimate ...` in this process; return its exit code, output and errors."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = cli.main(["estimate", *words])
@@ -284,8 +309,8 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, s
     return call
 
 
-def test_the_example(typed: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = typed(*EXAMPLE)
+def test_example_of_the_readme(run_estimate: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run_estimate(*EXAMPLE)
     assert code == 0
     assert "ResNet-50 as published (DLPerf: 354.4 images/s on one V100), batch 128: 361 ms per pass" in out
     assert "beside it, published" in out
@@ -297,8 +322,8 @@ def test_the_example(typed: Callable[..., tuple[int, str, str]]) -> None:
     assert "Measured: " in out
 
 
-def test_one_json_document(typed: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = typed(*EXAMPLE, "--json", "--engine", "ddp", "--hosts", "8")
+def test_json_document(run_estimate: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run_estimate(*EXAMPLE, "--json", "--engine", "ddp", "--hosts", "8")
     assert code == 0
     document = json.loads(out)
     *_, last = document["rows"]
@@ -312,11 +337,11 @@ def test_one_json_document(typed: Callable[..., tuple[int, str, str]]) -> None:
     assert {trial["title"].partition(",")[0] for trial in document["held_out"]} == {"ddp"}
 
 
-def test_less_is_sent_less_is_lost(typed: Callable[..., tuple[int, str, str]]) -> None:
+def test_compression_and_accumulation_lose_less(run_estimate: Callable[..., tuple[int, str, str]]) -> None:
     words = ("--hosts", "4", "--gpus-per-host", "8", "--link-gbit", "25", "--engine", "horovod", "--json")
 
     def efficiency(*more: str) -> float:
-        return float(json.loads(typed(*words, *more)[1])["rows"][-1]["efficiency"])
+        return float(json.loads(run_estimate(*words, *more)[1])["rows"][-1]["efficiency"])
 
     plain = efficiency()
     assert efficiency("--compression", "fp16") > plain
@@ -324,8 +349,8 @@ def test_less_is_sent_less_is_lost(typed: Callable[..., tuple[int, str, str]]) -
     assert efficiency("--latency-us", "5000") < plain
 
 
-def test_a_job_of_ones_own(typed: Callable[..., tuple[int, str, str]]) -> None:
-    own = (
+def test_job_from_figures(run_estimate: Callable[..., tuple[int, str, str]]) -> None:
+    figures = (
         "--step-ms",
         "100",
         "--parameters-mb",
@@ -337,11 +362,11 @@ def test_a_job_of_ones_own(typed: Callable[..., tuple[int, str, str]]) -> None:
         "--link-gbit",
         "50",
     )
-    code, out, _ = typed(*own, "--engine", "ddp")
+    code, out, _ = run_estimate(*figures, "--engine", "ddp")
     assert code == 0
     assert "a job of your own: 100 ms per pass of one rank alone, 50 MB of gradients" in out
     assert "samples/s" not in out.partition("Held out")[0]
-    assert "samples/s" in typed(*own, "--engine", "ddp", "--batch-size", "32")[1]
+    assert "samples/s" in run_estimate(*figures, "--engine", "ddp", "--batch-size", "32")[1]
 
 
 SMALL = ("--hosts", "2", "--gpus-per-host", "8")
@@ -384,24 +409,26 @@ SMALL = ("--hosts", "2", "--gpus-per-host", "8")
         ),
     ],
 )
-def test_what_it_cannot_know(typed: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str) -> None:
-    code, out, _ = typed(*words)
+def test_unknowable_answers(
+    run_estimate: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str
+) -> None:
+    code, out, _ = run_estimate(*words)
     assert code == 1
     assert "cannot know" in out
     assert says in out
 
 
-def test_a_file_without_points_of_an_engine(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
-    file = write(tmp_path / "points.json", entry(), entry(link_mbit=1000.0), entry(hosts=3))
+def test_points_without_an_engine(tmp_path: Path, run_estimate: Callable[..., tuple[int, str, str]]) -> None:
+    file = write_points(tmp_path / "points.json", make_entry(), make_entry(link_mbit=1000.0), make_entry(hosts=3))
     words = ("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "0.1", "--device", "cpu", "--fit", file)
-    code, out, _ = typed(*words, "--engine", "horovod")
+    code, out, _ = run_estimate(*words, "--engine", "horovod")
     assert (code, "has no points of horovod on several hosts" in out) == (1, True)
-    code, out, _ = typed(*words)
+    code, out, _ = run_estimate(*words)
     assert (code, "horovod on" in out) == (0, False)
     assert "ddp on 2 ranks: " in out
-    gpu = write(tmp_path / "gpu.json", entry(), entry(hosts=3), device="gpu")
-    assert "was measured on a gpu, the job computes on a cpu" in typed(*words[:-1], gpu)[1]
-    code, out, _ = typed("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "0.1", "--fit", gpu)
+    gpu = write_points(tmp_path / "gpu.json", make_entry(), make_entry(hosts=3), device="gpu")
+    assert "was measured on a gpu, the job computes on a cpu" in run_estimate(*words[:-1], gpu)[1]
+    code, out, _ = run_estimate("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "0.1", "--fit", gpu)
     assert "Costs: fitted to steps that were timed." in out
     assert "Measured: 2 points, on a test." in out
 
@@ -420,8 +447,10 @@ def test_a_file_without_points_of_an_engine(tmp_path: Path, typed: Callable[...,
         ((*SMALL, "--fit", "x.json"), "--fit x.json cannot be read"),
     ],
 )
-def test_mistakes(typed: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str) -> None:
-    code, _, said = typed(*words)
+def test_invalid_options_are_refused(
+    run_estimate: Callable[..., tuple[int, str, str]], words: Sequence[str], says: str
+) -> None:
+    code, _, said = run_estimate(*words)
     assert code == 2
     assert says in said
 
@@ -429,8 +458,8 @@ def test_mistakes(typed: Callable[..., tuple[int, str, str]], words: Sequence[st
 # From a comparison.
 
 
-def comparison(file: Path, ranks: Sequence[int] = (1, 2), device: str = "cuda") -> str:
-    """As `compare` writes it, as far as it is read."""
+def write_comparison(file: Path, ranks: Sequence[int] = (1, 2), device: str = "cuda") -> str:
+    """Write the part of `compare`'s file that is read."""
     work = {"batch_size": 64, "passes": 2, "parameters": 25_000_000, "device": device}
     runs = [
         {
@@ -445,31 +474,33 @@ def comparison(file: Path, ranks: Sequence[int] = (1, 2), device: str = "cuda") 
     return str(file)
 
 
-def test_the_job_of_a_comparison(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
+def test_job_from_comparison(tmp_path: Path, run_estimate: Callable[..., tuple[int, str, str]]) -> None:
     words = ("--hosts", "2", "--gpus-per-host", "8", "--link-gbit", "100", "--from")
-    code, out, _ = typed(*words, comparison(tmp_path / "c.json"))
+    code, out, _ = run_estimate(*words, write_comparison(tmp_path / "c.json"))
     assert code == 0
     assert "-m my_job, batch 64: 200 and 220 ms per pass of one rank alone, which vary by 2.0%" in out
-    document = json.loads(typed(*words, comparison(tmp_path / "c.json"), "--json")[1])
+    document = json.loads(run_estimate(*words, write_comparison(tmp_path / "c.json"), "--json")[1])
     assert {row["engine"]: row["formula"]["compute_s"] for row in document["rows"]} == {
         "horovod": 0.2,
         "ddp": 0.22,
     }
     assert document["costs"]["ddp"]["spread"] == pytest.approx(0.02)
     for file, says in (
-        (comparison(tmp_path / "two.json", ranks=[2]), "has no run on one rank"),
-        (write(tmp_path / "points.json", entry()), "is no comparison"),
+        (write_comparison(tmp_path / "two.json", ranks=[2]), "has no run on one rank"),
+        (write_points(tmp_path / "points.json", make_entry()), "is no comparison"),
     ):
-        code, _, said = typed(*words, file)
+        code, _, said = run_estimate(*words, file)
         assert (code, says in said) == (2, True)
-    cpu = comparison(tmp_path / "cpu.json", device="cpu")
-    assert "was measured on a cpu, whose steps say" in typed(*words, cpu, "--device", "gpu")[2]
+    cpu = write_comparison(tmp_path / "cpu.json", device="cpu")
+    assert "was measured on a cpu, whose steps say" in run_estimate(*words, cpu, "--device", "gpu")[2]
     # On CPUs it follows from what was measured here, which nobody has at such a speed of computing.
-    assert "fitted to" in typed("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "1", "--from", cpu)[1]
+    assert (
+        "fitted to" in run_estimate("--hosts", "2", "--gpus-per-host", "1", "--link-gbit", "1", "--from", cpu)[1]
+    )
 
 
-def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
-    """The names are those of `compare`'s own figures."""
+def test_from_reads_the_format_of_compare(tmp_path: Path) -> None:
+    """Read a file that `compare`'s own code has written."""
     variants = make_variants(("-m", "hvd_trainer.mnist"), [])
     (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={})
     work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
@@ -478,17 +509,17 @@ def test_it_reads_what_compare_writes(tmp_path: Path) -> None:
     its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps(compare_report.as_json(its)))
-    report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
+    report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))
     assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
     varied = Comparison.of(
         [trial], [run], job=("-m", "x"), strong=False, machine={}, varied=[Axis("seed", ("1",))]
     )
     file.write_text(json.dumps(compare_report.as_json(varied)))
     with pytest.raises(OptionError, match="has several values of options"):
-        estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED))
+        estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))
 
 
-def test_the_tool_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     assert "estimate how a job scales" in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -1,10 +1,10 @@
-"""`python -m hvd_trainer estimate`: how fast a job would be on hosts that nobody has here, and how sure that is.
+"""Run `python -m hvd_trainer estimate`: how fast a job would be on hosts that are not here, with an interval.
 
 python -m hvd_trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100
 
 Nothing is started or measured. A formula of a step's costs, fitted to published tables (GPUs) or to steps that
 were timed here (CPUs), gives an efficiency with an interval, beside the plain linear guess; where neither covers
-what was asked, it says that it cannot know.
+the set-up, it says that it cannot know.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import collect_errors, range_errors, refuse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.estimate.fit import CPU, GPU, LATENCY_US
-from hvd_trainer.tools.estimate.held_out import by_series, furthest, large, tables
-from hvd_trainer.tools.estimate.points import SHIPPED, Measured, read_points
-from hvd_trainer.tools.estimate.projection import Basis, measured_basis, published_basis, rows, setup_of
-from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, show
-from hvd_trainer.tools.estimate.workload import ENGINES, CannotKnowError, Job, compared, own, reference
+from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, LATENCY_US
+from hvd_trainer.tools.estimate.held_out import guess_by_series, guess_extremes, guess_large, guess_tables
+from hvd_trainer.tools.estimate.points import SHIPPED_FILE, Measured, read_points
+from hvd_trainer.tools.estimate.projection import Basis, build_setup, measured_basis, project_rows, published_basis
+from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, print_report
+from hvd_trainer.tools.estimate.workload import (
+    ENGINES,
+    CannotKnowError,
+    Job,
+    job_from_comparison,
+    job_from_figures,
+    reference_job,
+)
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.utils.text import COMMAND
 
@@ -68,10 +75,10 @@ class Options:
     """one JSON document instead of text"""
 
     def check(self) -> None:
-        """Refuses values that cannot be: all mistakes at once.
+        """Refuse invalid values, with all mistakes in one error.
 
         Raises:
-            OptionError: an option is out of its range, or two say the same.
+            OptionError: an option is out of its range, or two options say the same.
         """
         figures = {
             "--images-per-s": self.images_per_s,
@@ -97,15 +104,15 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 if an engine's efficiency is known, 1 if none is.
+    """Print the estimate and return the exit code: 0 if an engine's efficiency is known, 1 if none is.
 
     Raises:
-        OptionError: an option is out of its range, or a file is not what it should be.
+        OptionError: an option is out of its range, or a file has another form.
     """
     options = tyro.cli(Options, prog=f"{COMMAND} estimate", args=argv)
     options.check()
     check_installed()
-    measured = read_points(options.fit or SHIPPED)
+    measured = read_points(options.fit or SHIPPED_FILE)
     try:
         report = estimate(options, measured)
     except CannotKnowError as error:
@@ -115,22 +122,22 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(as_json(report))
     else:
-        show(report)
+        print_report(report)
     asked = [[row for row in report.rows if row.engine == basis.engine][-1] for basis in report.bases]
     return int(not any(row.is_known for row in asked))
 
 
 def estimate(options: Options, measured: Measured) -> Report:
-    """All that can be said.
+    """Estimate the job on the hosts in question, on each engine.
 
     Raises:
-        CannotKnowError: nothing can.
+        CannotKnowError: nothing can be known.
     """
-    job = job_of(options, measured)
-    reasons = missing(options, job, measured)
+    job = select_job(options, measured)
+    reasons = find_reasons(options, job, measured)
     if reasons:
         raise CannotKnowError("\n".join(reasons))
-    asked = setup_of(
+    asked = build_setup(
         job,
         hosts=options.hosts,
         ranks_per_host=options.gpus_per_host,
@@ -143,24 +150,24 @@ def estimate(options: Options, measured: Measured) -> Report:
     bases = [b for e in engines if (b := _basis(e, measured, uses_measured)) is not None]
     if not bases:
         raise CannotKnowError(
-            f"{options.fit or SHIPPED} has no points of {' and '.join(engines)} on several hosts: measure some "
-            f"with `python -m benchmarks.slow_link`"
+            f"{options.fit or SHIPPED_FILE} has no points of {' and '.join(engines)} on several hosts: measure "
+            f"some with `python -m benchmarks.slow_link`"
         )
-    bases = [basis.knowing(options.latency_us, job.spread) for basis in bases]
-    found = [row for basis in bases for row in rows(job, basis, asked)]
-    said = conditions(options, uses_measured)
-    return Report(job, said, bases, found, trials(engines, measured), measured.described())
+    bases = [basis.with_known(options.latency_us, job.spread) for basis in bases]
+    found = [row for basis in bases for row in project_rows(job, basis, asked)]
+    said = describe_conditions(options, uses_measured)
+    return Report(job, said, bases, found, run_trials(engines, measured), measured.describe())
 
 
-def job_of(options: Options, measured: Measured) -> Job:
-    """The job that is meant.
+def select_job(options: Options, measured: Measured) -> Job:
+    """Return the job that the options describe.
 
     Raises:
         CannotKnowError: some of its figures are missing.
         OptionError: --device contradicts --from.
     """
     if options.from_ is not None:
-        job = compared(options.from_)
+        job = job_from_comparison(options.from_)
         if options.device not in (None, job.device):
             raise OptionError(
                 f"--device {options.device}: {options.from_} was measured on a {job.device}, whose steps say "
@@ -169,14 +176,14 @@ def job_of(options: Options, measured: Measured) -> Job:
         return job
     device = options.device or "gpu"
     if options.images_per_s is not None or options.step_ms is not None or options.parameters_mb is not None:
-        return own(
+        return job_from_figures(
             device,
             step_ms=options.step_ms,
             images_per_s=options.images_per_s,
             batch_size=options.batch_size,
             parameters_mb=options.parameters_mb,
         )
-    job = reference(device, measured)
+    job = reference_job(device, measured)
     if options.batch_size not in (None, job.batch_size):
         raise CannotKnowError(
             f"how fast {job.name} is at batch {options.batch_size}; it is known at {job.batch_size}: type "
@@ -185,8 +192,8 @@ def job_of(options: Options, measured: Measured) -> Job:
     return job
 
 
-def missing(options: Options, job: Job, measured: Measured) -> list[str]:
-    """Why nothing can be known, whatever is asked for."""
+def find_reasons(options: Options, job: Job, measured: Measured) -> list[str]:
+    """Return the reasons why nothing can be known, on any engine; empty if there are none."""
     return collect_errors(
         (
             options.hosts > 1 and options.link_gbit is None,
@@ -204,8 +211,8 @@ def missing(options: Options, job: Job, measured: Measured) -> list[str]:
     )
 
 
-def conditions(options: Options, uses_measured: bool) -> list[str]:
-    """What the figures hold for, a sentence each."""
+def describe_conditions(options: Options, uses_measured: bool) -> list[str]:
+    """Return the conditions under which the figures hold, a sentence each."""
     link = f"{options.link_gbit:g} Gbit/s" if options.link_gbit is not None else "one host"
     latency = "as fitted" if uses_measured else f"as fitted (beforehand {LATENCY_US:g} us, NCCL's own figure)"
     if options.latency_us is not None:
@@ -219,16 +226,20 @@ def conditions(options: Options, uses_measured: bool) -> list[str]:
     return found
 
 
-def trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
-    """How the model does on what it has not seen: published tables, and what was measured here."""
+def run_trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
+    """Let the model guess points that it was not fitted to: published tables, and steps that were measured
+    here.
+    """
     found = []
     for engine in engines:
-        found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", tables(engine), True))
-        found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", large(engine), True))
-        points, priors = measured.of(engine), CPU if measured.device == "cpu" else GPU
+        found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", guess_tables(engine), True))
+        found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", guess_large(engine), True))
+        points, priors = measured.points_of(engine), CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
         if len(points) > 1:
-            found.append(Trial(f"{engine}, measured, each set-up from all others", by_series(points, priors)))
-            edges = furthest(points, priors)
+            found.append(
+                Trial(f"{engine}, measured, each set-up from all others", guess_by_series(points, priors))
+            )
+            edges = guess_extremes(points, priors)
             found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
     return [trial for trial in found if trial.guesses]
 

@@ -1,4 +1,4 @@
-"""What a step costs on many ranks: a formula, and nothing else.
+"""Predict the time of a step on many ranks by a formula.
 
     step = compute + fixed + (exchange - hidden) + straggler
 
@@ -32,71 +32,71 @@ from math import ceil, log2
 from statistics import NormalDist
 from typing import NamedTuple
 
-BACKWARD = 2 / 3
-"""Of computing: backward makes two products of matrices for each one of forward."""
-INNER = 0.35
-"""A message inside a host, as a part of one between hosts: NCCL's own model has 3.4 and 9.6 us."""
-TREE_BANDWIDTH = 0.9
-"""Of a ring's, in NCCL's own model."""
+BACKWARD_FRACTION = 2 / 3
+"""Backward's part of computing: it makes two products of matrices for each one of forward."""
+INNER_LATENCY_FRACTION = 0.35
+"""The latency inside of a host, divided by that between hosts: NCCL's own model has 3.4 and 9.6 us."""
+TREE_BANDWIDTH_FRACTION = 0.9
+"""The bandwidth of a tree, divided by that of a ring, in NCCL's own model."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and on what."""
+    """A job and the machines it runs on."""
 
     hosts: int
     ranks_per_host: int
     link_gbit: float
-    """of each host, each way; infinite: nothing but the hosts' own work limits it"""
+    """speed of each host's link, each way; infinite: the link is no limit"""
     compute_s: float
-    """a whole step of one rank that has nobody to wait for"""
+    """time of a whole step of a rank alone"""
     sent_bytes: float
-    """of gradients, as they travel"""
+    """size of the gradients as they are sent"""
     pieces: int
-    """in which they travel"""
+    """number of pieces in which the gradients are sent"""
     passes: int = 1
-    """that a step accumulates"""
+    """passes that a step accumulates"""
     delay_s: float = 0.0
-    """that the cable between two hosts adds, one way"""
+    """latency that the cable between two hosts adds, one way"""
     trees: bool = False
-    """whether the library knows trees"""
+    """whether the library has a tree algorithm"""
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.ranks_per_host
 
     @property
-    def wire_share(self) -> float:
-        """How long the bytes are on the link at its full speed, as a part of computing."""
+    def wire_fraction(self) -> float:
+        """The time that the gradients take on the link at its full speed, divided by the time of computing."""
         return 2 * (self.ranks - 1) / self.ranks * self.sent_bytes * _wire_s(self) / self.compute_s
 
 
 class Costs(NamedTuple):
-    """What an engine costs on some machine: what is fitted. Nothing is negative."""
+    """The costs of an engine on some machines, which are fitted; none is negative."""
 
     fixed_s: float
     """per step, as soon as there are two ranks"""
     latency_s: float
-    """alpha: of a message between hosts"""
+    """alpha: latency of a message between hosts"""
     link_factor: float
-    """how many times as long as its bits need on the link a message takes; 1 at best"""
+    """time of a message on the link, divided by the time of its bits; 1 at best"""
     byte_s: float
-    """of a byte, however fast the link: copying, adding up"""
+    """time of a byte apart from the link: copying, adding up"""
     overlap: float
-    """the part that is hidden of what could be"""
+    """hidden part of the exchange, divided by the part that could be hidden"""
     rounds: float
     """exchanges per step that carry no gradients, such as ranks that tell each other what is ready"""
     spread: float
-    """standard deviation of a rank's compute time, as a part of it"""
+    """standard deviation of a rank's compute time, divided by that time"""
 
 
 class Step(NamedTuple):
-    """Where the time of a step goes, in seconds."""
+    """The parts of a step's time, in seconds."""
 
     compute_s: float
     fixed_s: float
     latency_s: float
-    """of the exchange, what is not hidden"""
+    """part of the exchange that is not hidden; so is `bandwidth_s`"""
     bandwidth_s: float
     straggler_s: float
 
@@ -106,27 +106,27 @@ class Step(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """The speed of a rank, as a part of that of a rank alone."""
+        """The speed of a rank, divided by that of a rank alone."""
         return self.compute_s / self.total_s
 
 
-def step(setup: Setup, costs: Costs) -> Step:
-    """The parts of a step."""
+def predict_step(setup: Setup, costs: Costs) -> Step:
+    """Return the parts of a step's time by the formula."""
     if setup.ranks == 1:
         return Step(setup.compute_s, 0.0, 0.0, 0.0, 0.0)
-    latency, bandwidth = exchange(setup, costs)
+    latency, bandwidth = predict_exchange(setup, costs)
     whole = latency + bandwidth
     could = costs.overlap * (1 - 1 / setup.pieces) * whole
-    hidden = min(could, BACKWARD * setup.compute_s / setup.passes)
+    hidden = min(could, BACKWARD_FRACTION * setup.compute_s / setup.passes)
     exposed = 1 - hidden / whole if whole > 0 else 0.0
-    straggler = costs.spread * setup.compute_s * largest_of(setup.ranks)
+    straggler = costs.spread * setup.compute_s * expected_maximum(setup.ranks)
     return Step(setup.compute_s, costs.fixed_s, exposed * latency, exposed * bandwidth, straggler)
 
 
-def exchange(setup: Setup, costs: Costs) -> tuple[float, float]:
-    """The seconds that messages and bytes take in a step, by the faster of the algorithms there are."""
+def predict_exchange(setup: Setup, costs: Costs) -> tuple[float, float]:
+    """Return the seconds of latency and of bandwidth in a step's exchange, by the faster of ring and tree."""
     ranks, hosts = setup.ranks, setup.hosts
-    over_link, inner = costs.latency_s + setup.delay_s, INNER * costs.latency_s
+    over_link, inner = costs.latency_s + setup.delay_s, INNER_LATENCY_FRACTION * costs.latency_s
     byte_s = costs.byte_s + costs.link_factor * _wire_s(setup)
     times = setup.pieces + costs.rounds
     ring = (
@@ -137,16 +137,16 @@ def exchange(setup: Setup, costs: Costs) -> tuple[float, float]:
         return ring
     tree = (
         times * 2 * (ceil(log2(hosts)) * over_link + (setup.ranks_per_host - 1) * inner),
-        2 * setup.sent_bytes * byte_s / TREE_BANDWIDTH,
+        2 * setup.sent_bytes * byte_s / TREE_BANDWIDTH_FRACTION,
     )
     return min(ring, tree, key=sum)
 
 
-def largest_of(number: int) -> float:
-    """The expected maximum of so many standard normal variables (Blom 1958)."""
+def expected_maximum(number: int) -> float:
+    """Return the expected maximum of so many standard normal variables (Blom 1958)."""
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
 def _wire_s(setup: Setup) -> float:
-    """Of a byte on the link."""
+    """Return the seconds that a byte takes on the link; 0 on one host."""
     return 8e-9 / setup.link_gbit if setup.hosts > 1 else 0.0

@@ -1,6 +1,6 @@
-"""What the model is fitted to: steps that were timed, each with its set-up.
+"""Read the points that the model is fitted to: timed steps, each with its set-up.
 
-Our own come from a file in the format of `benchmarks/slow_link.py`; `measured.json` beside this module is one.
+Our own points come from a file in the format of `benchmarks/slow_link.py`, such as `measured.json` beside it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hvd_trainer.tools.estimate.model import Setup
 from hvd_trainer.tools.runner.formats import number
 
 FORMAT = 1
-SHIPPED = Path(__file__).with_name("measured.json")
-SENT = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
-"""Of a gradient's bytes. PowerSGD's depend on the shapes of the model's tensors: such points are left out."""
+SHIPPED_FILE = Path(__file__).with_name("measured.json")
+SENT_FRACTION = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
+"""The bytes sent, divided by a gradient's. PowerSGD's depend on the tensors' shapes: its points are left out."""
 PIECE_MB = 25.0
-"""Of gradients, in which our engines send them by themselves."""
+"""The default size of the pieces in which our engines send gradients."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One set-up on one engine, and how long its steps took."""
+    """A set-up on an engine, and the time of its steps."""
 
     engine: str
     setup: Setup
     step_s: float
     series: str
-    """what it was measured together with, and has its errors in common with"""
+    """points that were measured together and share errors have the same series"""
     label: str
 
     @property
@@ -43,35 +43,35 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """A file of points."""
+    """The points of a file."""
 
     machine: str
     device: str
     points: Sequence[Point]
     left_out: int
-    """points that the formula does not cover, or that nobody has timed without exchange"""
+    """number of points that the formula does not cover, or that were not timed without exchange"""
     batch_size: int
-    """per rank, of most points"""
+    """per rank, in most points"""
     gradient_mb: float
-    """of fp32, of most points"""
+    """size of fp32 gradients, in most points"""
 
-    def described(self) -> str:
-        """In one line."""
+    def describe(self) -> str:
+        """Describe the points in one line."""
         left_out = f", {self.left_out} left out (PowerSGD, or not timed alone)" if self.left_out else ""
         return f"{len(self.points)} points{left_out}, on {self.machine}"
 
-    def of(self, engine: str) -> list[Point]:
+    def points_of(self, engine: str) -> list[Point]:
         return [point for point in self.points if point.engine == engine]
 
 
-def pieces_of(gradient_mb: float, num_tensors: int | None = None, piece_mb: float = PIECE_MB) -> int:
-    """In how many pieces gradients travel, which are no smaller than a tensor."""
+def count_pieces(gradient_mb: float, num_tensors: int | None = None, piece_mb: float = PIECE_MB) -> int:
+    """Count the pieces in which gradients travel; a piece is no smaller than a tensor."""
     pieces = max(1, ceil(gradient_mb / piece_mb))
     return pieces if num_tensors is None else min(pieces, max(1, num_tensors))
 
 
 def read_points(file: Path) -> Measured:
-    """All points of a file.
+    """Read all points of a file.
 
     Raises:
         OptionError: it cannot be read, is something else, or has no point with two ranks.
@@ -82,7 +82,7 @@ def read_points(file: Path) -> Measured:
         if content["format"] != FORMAT:
             raise OptionError(f"--fit {file} has format {content['format']}, and {FORMAT} is known here: {wanted}")
         entries = [entry for entry in content["points"] if entry["hosts"] * entry["ranks_per_host"] > 1]
-        covered = [e for e in entries if e["compression"] in SENT and e["compute_ms"] is not None]
+        covered = [e for e in entries if e["compression"] in SENT_FRACTION and e["compute_ms"] is not None]
         points = [_point(entry) for entry in covered]
         if not points:
             raise OptionError(f"--fit {file} has no point with two ranks or more: {wanted}")
@@ -100,8 +100,8 @@ def read_points(file: Path) -> Measured:
         raise OptionError(f"--fit {file} is no file of points ({error!r}): {wanted}") from None
 
 
-def positive(**values: float | None) -> None:
-    """Refuses what no measurement gives: it would be divided by.
+def check_positive(**values: float | None) -> None:
+    """Refuse values that no measurement gives and that would be divided by.
 
     Raises:
         ValueError: a value is not above 0, or endless.
@@ -113,7 +113,7 @@ def positive(**values: float | None) -> None:
 
 def _point(entry: Mapping[str, Any]) -> Point:
     names = ("hosts", "ranks_per_host", "link_mbit", "compute_ms", "gradient_mb", "num_tensors", "accumulation")
-    positive(
+    check_positive(
         **{name: entry[name] for name in names}, step_ms=min(entry["step_ms"]), delay_ms=1 + entry["delay_ms"]
     )
     setup = Setup(
@@ -121,8 +121,8 @@ def _point(entry: Mapping[str, Any]) -> Point:
         ranks_per_host=entry["ranks_per_host"],
         link_gbit=inf if entry["link_mbit"] is None else entry["link_mbit"] / 1000,
         compute_s=entry["compute_ms"] / 1000,
-        sent_bytes=entry["gradient_mb"] * 2**20 * SENT[entry["compression"]],
-        pieces=pieces_of(entry["gradient_mb"], entry["num_tensors"]),
+        sent_bytes=entry["gradient_mb"] * 2**20 * SENT_FRACTION[entry["compression"]],
+        pieces=count_pieces(entry["gradient_mb"], entry["num_tensors"]),
         passes=entry["accumulation"],
         delay_s=entry["delay_ms"] / 1000,
     )

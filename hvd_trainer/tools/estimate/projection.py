@@ -1,4 +1,4 @@
-"""From a job and costs to efficiencies on 1, 2, 4, ... hosts, each with an interval or why there is none."""
+"""Project a job and an engine's costs to efficiencies on 1, 2, 4, ... hosts, with intervals."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log2
 
-from hvd_trainer.tools.estimate.fit import CPU, GPU, Fit, fit, interval
-from hvd_trainer.tools.estimate.held_out import Guess, by_series, furthest, guesses_of, unexplained
-from hvd_trainer.tools.estimate.model import Setup, Step, step
-from hvd_trainer.tools.estimate.points import SENT, Measured, pieces_of
-from hvd_trainer.tools.estimate.published import RESNET_50, SERIES, published
+from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, Fit, fit, interval
+from hvd_trainer.tools.estimate.held_out import (
+    Guess,
+    guess_by_series,
+    guess_extremes,
+    guess_points,
+    unexplained_error,
+)
+from hvd_trainer.tools.estimate.model import Setup, Step, predict_step
+from hvd_trainer.tools.estimate.points import SENT_FRACTION, Measured, count_pieces
+from hvd_trainer.tools.estimate.published import RESNET_50, SERIES, published_points
 from hvd_trainer.tools.estimate.scope import PUBLISHED_REACH, Scope, measured_reach
 from hvd_trainer.tools.estimate.workload import Job
 
-NEAR = 2.0
-"""A published figure stands beside a projection whose gradients are as large for its computing, within this."""
-LOSSES = {
+MAX_NEAR_RATIO = 2.0
+"""A published figure is shown beside a projection if their gradients per second of computing differ by less."""
+LOSS_NAMES = {
     "fixed_s": "what the engine costs per step",
     "latency_s": "the latency of messages",
     "bandwidth_s": "the bandwidth",
@@ -27,18 +33,18 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One engine on one number of hosts."""
+    """The projection of one engine on one number of hosts."""
 
     engine: str
     setup: Setup
     step: Step
-    """by the formula, whether or not that can be believed"""
+    """by the formula, even if the efficiency cannot be known"""
     low: float
     high: float
     reasons: Sequence[str]
     """why it cannot be known; empty if it can"""
     published: Sequence[str]
-    """figures of such set-ups"""
+    """published figures of similar set-ups"""
 
     @property
     def is_known(self) -> bool:
@@ -46,77 +52,82 @@ class Row:
 
     @property
     def limited_by(self) -> str | None:
-        """What takes most of what is lost, and its part of a step."""
-        lost = {name: getattr(self.step, name) for name in LOSSES}
+        """The part that takes most of the lost time, and its fraction of a step; None if nothing is lost."""
+        lost = {name: getattr(self.step, name) for name in LOSS_NAMES}
         name = max(lost, key=lost.__getitem__)
-        return f"{LOSSES[name]}, {lost[name] / self.step.total_s:.1%}" if lost[name] > 0 else None
+        return f"{LOSS_NAMES[name]}, {lost[name] / self.step.total_s:.1%}" if lost[name] > 0 else None
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What an engine's projection follows from."""
+    """The fit and the scope from which an engine's projection follows."""
 
     engine: str
     fitted: Fit
     scope: Scope
-    unexplained: float
-    """by how much a step is off for each doubling of ranks, where the model has seen nothing"""
+    unexplained_error: float
+    """standard deviation of the logarithm of a step's error, per doubling of ranks"""
 
-    def doubt(self, setup: Setup) -> float:
-        """By how much its step is off; doublings that nobody has measured count twice."""
-        return self.unexplained * (log2(setup.ranks) + self.scope.doublings(setup))
+    def uncertainty(self, setup: Setup) -> float:
+        """Return the standard deviation of the logarithm of a step's time; doublings beyond the scope count
+        twice.
+        """
+        return self.unexplained_error * (log2(setup.ranks) + self.scope.doublings(setup))
 
-    def knowing(self, latency_us: float | None, spread: float | None) -> Basis:
-        """The same with what is known of the cluster and of the job."""
+    def with_known(self, latency_us: float | None, spread: float | None) -> Basis:
+        """Return this basis with the latency and the spread that are known of the cluster and of the job."""
         fitted = self.fitted
         if latency_us is not None:
-            fitted = fitted.knowing("latency_s", latency_us * 1e-6, 0.1)
+            fitted = fitted.with_known("latency_s", latency_us * 1e-6, 0.1)
         if spread is not None:
-            fitted = fitted.knowing("spread", spread, 0.25)
+            fitted = fitted.with_known("spread", spread, 0.25)
         return replace(self, fitted=fitted)
 
 
 def published_basis(engine: str) -> Basis:
-    """Costs of GPUs, from the published tables."""
-    points = published(engine)
-    scope = Scope.of(engine, points, "the published tables", PUBLISHED_REACH)
-    return Basis(engine, fit(points, GPU), scope, unexplained(_by_table(engine)) * elsewhere())
+    """Fit an engine's costs on GPUs to the published tables."""
+    points = published_points(engine)
+    scope = Scope.from_points(engine, points, "the published tables", PUBLISHED_REACH)
+    return Basis(
+        engine, fit(points, GPU_PRIORS), scope, unexplained_error(_by_table(engine)) * new_cluster_factor()
+    )
 
 
 def measured_basis(engine: str, measured: Measured) -> Basis | None:
-    """Costs of what was measured; None if the engine was not, or on one host only."""
-    points = measured.of(engine)
+    """Fit an engine's costs to measured points; None if none of them has several hosts."""
+    points = measured.points_of(engine)
     if not any(point.setup.hosts > 1 for point in points):
         return None
-    priors = CPU if measured.device == "cpu" else GPU
-    trials = [by_series(points, priors), *furthest(points, priors).values()]
-    scope = Scope.of(engine, points, "the measured points", measured_reach(points))
-    return Basis(engine, fit(points, priors), scope, max(map(unexplained, trials)))
+    priors = CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
+    trials = [guess_by_series(points, priors), *guess_extremes(points, priors).values()]
+    scope = Scope.from_points(engine, points, "the measured points", measured_reach(points))
+    return Basis(engine, fit(points, priors), scope, max(map(unexplained_error, trials)))
 
 
 @cache
-def elsewhere() -> float:
-    """How many times as large errors are on a cluster that the model has not seen as about a table of a known one.
+def new_cluster_factor() -> float:
+    """Return how many times larger errors are on a cluster without points than on a new table of a known cluster;
+    at least 1.
 
-    Horovod alone has figures of two clusters; DDP's errors are taken to grow as much.
+    Only Horovod has figures of two clusters; DDP's errors are assumed to grow as much.
     """
-    points = published("horovod")
+    points = published_points("horovod")
     source = {series.name: series.source for series in SERIES}
     guesses = []
     for place in dict.fromkeys(source[point.series] for point in points):
         seen = [point for point in points if source[point.series] != place]
-        guesses += guesses_of([point for point in points if source[point.series] == place], seen, GPU)
-    return max(1.0, unexplained(guesses) / unexplained(_by_table("horovod")))
+        guesses += guess_points([point for point in points if source[point.series] == place], seen, GPU_PRIORS)
+    return max(1.0, unexplained_error(guesses) / unexplained_error(_by_table("horovod")))
 
 
 @cache
 def _by_table(engine: str) -> Sequence[Guess]:
-    """Each published table from all others."""
-    return by_series(published(engine), GPU)
+    """Guess each published table from all others."""
+    return guess_by_series(published_points(engine), GPU_PRIORS)
 
 
-def setups(job: Job, engine: str, asked: Setup) -> Iterator[Setup]:
-    """The same on 1, 2, 4, ... hosts and on as many as were asked for."""
+def double_hosts(job: Job, engine: str, asked: Setup) -> Iterator[Setup]:
+    """Yield the set-up on 1, 2, 4, ... hosts and on as many as were requested."""
     hosts = 1
     while hosts < asked.hosts:
         yield replace(asked, hosts=hosts, compute_s=job.pass_s[engine] * asked.passes)
@@ -124,46 +135,46 @@ def setups(job: Job, engine: str, asked: Setup) -> Iterator[Setup]:
     yield replace(asked, compute_s=job.pass_s[engine] * asked.passes)
 
 
-def setup_of(
+def build_setup(
     job: Job, *, hosts: int, ranks_per_host: int, link_gbit: float | None, compression: str, passes: int
 ) -> Setup:
-    """What was asked for."""
+    """Build the set-up that was requested."""
     return Setup(
         hosts,
         ranks_per_host,
         inf if link_gbit is None else link_gbit,
         max(job.pass_s.values()) * passes,
-        job.gradient_mb * 2**20 * SENT[compression],
-        pieces_of(job.gradient_mb),
+        job.gradient_mb * 2**20 * SENT_FRACTION[compression],
+        count_pieces(job.gradient_mb),
         passes,
         trees=job.device == "gpu",
     )
 
 
-def rows(job: Job, basis: Basis, asked: Setup, more_reasons: Sequence[str] = ()) -> list[Row]:
-    """One for each number of hosts.
+def project_rows(job: Job, basis: Basis, asked: Setup, more_reasons: Sequence[str] = ()) -> list[Row]:
+    """Return a row for each number of hosts.
 
     Args:
-        more_reasons: why nothing of it can be known, whatever the points cover.
+        more_reasons: reasons why nothing can be known, whatever the points cover.
     """
     found = []
-    for setup in setups(job, basis.engine, asked):
-        low, high = interval(setup, basis.fitted, basis.doubt(setup)) if setup.ranks > 1 else (1.0, 1.0)
-        by_formula = step(setup, basis.fitted.costs)
+    for setup in double_hosts(job, basis.engine, asked):
+        low, high = interval(setup, basis.fitted, basis.uncertainty(setup)) if setup.ranks > 1 else (1.0, 1.0)
+        by_formula = predict_step(setup, basis.fitted.costs)
         reasons = [*more_reasons, *basis.scope.reasons(setup)]
-        beside = near(basis.engine, setup) if job.device == "gpu" else []
+        beside = published_near(basis.engine, setup) if job.device == "gpu" else []
         found.append(Row(basis.engine, setup, by_formula, low, high, reasons, beside))
     return found
 
 
-def near(engine: str, setup: Setup) -> list[str]:
-    """Published efficiencies on as many GPUs, of jobs that exchange about as much."""
+def published_near(engine: str, setup: Setup) -> list[str]:
+    """Return published efficiencies on as many GPUs, of jobs that exchange about as much for their computing."""
     found = []
     for series in SERIES:
         for point in series.points:
             there = point.setup
             much = [its.sent_bytes / (its.compute_s / its.passes) for its in (there, setup)]
-            if (engine, there.ranks) == (series.engine, setup.ranks) and max(much) <= NEAR * min(much):
+            if (engine, there.ranks) == (series.engine, setup.ranks) and max(much) <= MAX_NEAR_RATIO * min(much):
                 differs = there.hosts > 1 and there.link_gbit != setup.link_gbit
                 link = f" at {there.link_gbit:g} Gbit/s" if differs else ""
                 found.append(

@@ -1,4 +1,4 @@
-"""How a projection is shown: tables and sentences for people, or one JSON document."""
+"""Print an estimate as tables and sentences for people, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import asdict
 from math import isfinite, log2
 from typing import Any, NamedTuple
 
-from hvd_trainer.tools.estimate.fit import LEVEL
+from hvd_trainer.tools.estimate.fit import INTERVAL_LEVEL
 from hvd_trainer.tools.estimate.held_out import Errors, Guess
-from hvd_trainer.tools.estimate.projection import Basis, Row, elsewhere
+from hvd_trainer.tools.estimate.projection import Basis, Row, new_cluster_factor
 from hvd_trainer.tools.estimate.workload import Job
 from hvd_trainer.tools.runner.formats import console, number
 from hvd_trainer.utils.text import plural
 
 CANNOT_KNOW = "cannot know"
-TEXTS = ("", "most is lost to", "beside it, published")
-"""Columns that are no numbers."""
+TEXT_COLUMNS = ("", "most is lost to", "beside it, published")
+"""Columns of texts, which are aligned at the left."""
 
 
 class Trial(NamedTuple):
-    """Guesses about points that the model was not fitted to, and what they were guessed from."""
+    """The guesses about points that the model was not fitted to."""
 
     title: str
     guesses: Sequence[Guess]
-    """whose errors are of one kind"""
+    """guesses whose errors are summarized together"""
     is_shown: bool = False
-    """one by one"""
+    """whether the guesses are printed one by one"""
 
 
 class Report(NamedTuple):
-    """All that is said."""
+    """The content of an estimate."""
 
     job: Job
     conditions: Sequence[str]
@@ -39,42 +39,42 @@ class Report(NamedTuple):
     rows: Sequence[Row]
     trials: Sequence[Trial]
     measured: str
-    """what the measured points are of"""
+    """description of the measured points"""
 
 
-def show(report: Report) -> None:
-    """Prints all of it."""
+def print_report(report: Report) -> None:
+    """Print the estimate for people."""
     out = console()
-    for text in (report.job.described(), *report.conditions):
+    for text in (report.job.describe(), *report.conditions):
         out.print(text, markup=False)
     _print_table(
-        f"Efficiency: the speed of a rank, as a part of that of one alone ({LEVEL:.0%} intervals)",
-        *_projection(report),
+        f"Efficiency: the speed of a rank, as a part of that of one alone ({INTERVAL_LEVEL:.0%} intervals)",
+        *_projection_table(report),
     )
     for text in sentences(report):
         out.print(text, markup=False)
     shown = [guess for trial in report.trials if trial.is_shown for guess in trial.guesses]
     if shown:
         _print_table(
-            "Held out: what the model says of published speeds that it was not fitted to", *_trials(shown)
+            "Held out: what the model says of published speeds that it was not fitted to", *_trial_table(shown)
         )
-    for text in (*map(_judged, report.trials), f"Measured: {report.measured}."):
+    for text in (*map(_judge_trial, report.trials), f"Measured: {report.measured}."):
         out.print(text, markup=False)
 
 
 def sentences(report: Report) -> list[str]:
-    """What was asked for, engine by engine, and what the interval is made of."""
+    """Return the verdict of each engine, and how its interval is made."""
     found = []
     for basis in report.bases:
         asked = [row for row in report.rows if row.engine == basis.engine][-1]
         found.append(verdict(asked))
         if asked.is_known:
-            found.append(_made_of(basis, asked))
+            found.append(_explain_interval(basis, asked))
     return found
 
 
 def verdict(row: Row) -> str:
-    """In a sentence or two."""
+    """Return the verdict about a row in one or two sentences."""
     where = f"{row.engine} on {plural(row.setup.ranks, 'rank')}"
     formula = f"{row.step.efficiency:.0%}"
     if not row.is_known:
@@ -86,16 +86,17 @@ def verdict(row: Row) -> str:
     return f"{where}: {formula}, {row.low:.0%} to {row.high:.0%}.{limit}"
 
 
-def _made_of(basis: Basis, row: Row) -> str:
+def _explain_interval(basis: Basis, row: Row) -> str:
     beyond = basis.scope.doublings(row.setup)
     further = f" (of which {beyond:.3g} are beyond {basis.scope.source}, and count twice)" if beyond else ""
+    off = f"{basis.unexplained_error:.1%} of a step"
     return (
-        f"  Its interval: how well the points tell the costs, and {basis.unexplained:.1%} of a step for each of "
+        f"  Its interval: how well the points tell the costs, and {off} for each of "
         f"{log2(row.setup.ranks):.3g} doublings{further}, by which the formula is off where it has seen nothing."
     )
 
 
-def _projection(report: Report) -> tuple[list[str], list[list[str]]]:
+def _projection_table(report: Report) -> tuple[list[str], list[list[str]]]:
     has_rate = report.job.batch_size is not None
     titles = ["", "hosts", "ranks", "efficiency", "interval", "linear", *(["samples/s"] if has_rate else [])]
     return [*titles, "most is lost to", "beside it, published"], [_cells(row, report.job) for row in report.rows]
@@ -112,12 +113,12 @@ def _cells(row: Row, job: Job) -> list[str]:
 
 
 def samples_per_s(row: Row, job: Job) -> float:
-    """Of all ranks, by the formula; the job's batch is known."""
+    """Return the samples per second of all ranks by the formula; the job's batch size must be known."""
     assert job.batch_size is not None
     return row.setup.ranks * row.setup.passes * job.batch_size / row.step.total_s
 
 
-def _trials(guesses: Sequence[Guess]) -> tuple[list[str], list[list[str]]]:
+def _trial_table(guesses: Sequence[Guess]) -> tuple[list[str], list[list[str]]]:
     titles = ["", "published", "model", "interval", "off by", "linear off by", "linear from 1 host"]
     rows = [
         [
@@ -134,8 +135,8 @@ def _trials(guesses: Sequence[Guess]) -> tuple[list[str], list[list[str]]]:
     return titles, rows
 
 
-def _judged(trial: Trial) -> str:
-    its = Errors.of(trial.guesses)
+def _judge_trial(trial: Trial) -> str:
+    its = Errors.summarize(trial.guesses)
     host = "" if its.from_host_median is None else f" (from one host on by {its.from_host_median:.1%})"
     worse = "" if its.is_better else " The model is WORSE than the linear guess there."
     return (
@@ -152,28 +153,28 @@ def _print_table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]
 
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for name in titles:
-        table.add_column(name, justify="left" if name in TEXTS else "right")
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for row in rows:
         table.add_row(*row)
     console().print(table)
 
 
 def as_json(report: Report) -> str:
-    """One document; its keys stay. A link without a limit is null."""
+    """Format the estimate as one JSON document, whose keys are a public format; a link without a limit is null."""
     return json.dumps(
         {
             "job": asdict(report.job),
             "conditions": list(report.conditions),
             "measured": report.measured,
-            "level": LEVEL,
+            "level": INTERVAL_LEVEL,
             "rows": [_row_as_json(row, report.job) for row in report.rows],
             "costs": {basis.engine: basis.fitted.costs._asdict() for basis in report.bases},
-            "unexplained": {basis.engine: basis.unexplained for basis in report.bases},
-            "elsewhere": elsewhere(),
+            "unexplained": {basis.engine: basis.unexplained_error for basis in report.bases},
+            "elsewhere": new_cluster_factor(),
             "held_out": [
                 {
                     "title": trial.title,
-                    **asdict(Errors.of(trial.guesses)),
+                    **asdict(Errors.summarize(trial.guesses)),
                     "points": [_guess_as_json(guess) for guess in trial.guesses],
                 }
                 for trial in report.trials

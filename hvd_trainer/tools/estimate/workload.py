@@ -1,4 +1,4 @@
-"""What is estimated: a published job, one's own by its figures, or one that `compare` has measured."""
+"""Describe the job to estimate: a published one, one given by its figures, or one that `compare` has measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.estimate.points import Measured, positive
+from hvd_trainer.tools.estimate.points import Measured, check_positive
 from hvd_trainer.tools.estimate.published import PYTORCH
 from hvd_trainer.tools.runner.formats import milliseconds, number
 from hvd_trainer.utils.text import COMMAND
@@ -19,7 +19,7 @@ ENGINES = ("horovod", "ddp")
 
 
 class CannotKnowError(Exception):
-    """What was asked for does not follow from what there is; its text says why, a line each."""
+    """An answer that does not follow from the points; the text has the reasons, a line each."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Job:
 
     name: str
     pass_s: Mapping[str, float]
-    """by engine, of a rank alone"""
+    """time of a pass of a rank alone, by engine"""
     batch_size: int | None
-    """None: nobody has said"""
+    """None: unknown"""
     gradient_mb: float
-    """of fp32"""
+    """size of fp32 gradients"""
     device: str
     """gpu or cpu"""
     spread: float | None = None
-    """standard deviation of a step, as a part of it, if it was measured"""
+    """standard deviation of a step, divided by its time; None: not measured"""
 
-    def described(self) -> str:
-        """In one line."""
+    def describe(self) -> str:
+        """Describe the job in one line."""
         times = sorted({milliseconds(seconds) for seconds in self.pass_s.values()})
         batch = "" if self.batch_size is None else f", batch {self.batch_size}"
         spread = "" if self.spread is None else f", which vary by {self.spread:.1%}"
@@ -49,8 +49,8 @@ class Job:
         )
 
 
-def reference(device: str, measured: Measured) -> Job:
-    """The job that the points are of: DLPerf's ResNet-50 by pytorch/examples on GPUs, else what was measured."""
+def reference_job(device: str, measured: Measured) -> Job:
+    """Return the job of the points: on GPUs DLPerf's ResNet-50 by pytorch/examples, else the measured one."""
     if device == "gpu":
         seconds = dict.fromkeys(ENGINES, PYTORCH.compute_s)
         name = f"ResNet-50 as published (DLPerf: {PYTORCH.alone:g} images/s on one V100)"
@@ -60,7 +60,7 @@ def reference(device: str, measured: Measured) -> Job:
     return Job(name, dict.fromkeys(ENGINES, pass_s), measured.batch_size, measured.gradient_mb, "cpu")
 
 
-def own(
+def job_from_figures(
     device: str,
     *,
     step_ms: float | None,
@@ -68,10 +68,10 @@ def own(
     batch_size: int | None,
     parameters_mb: float | None,
 ) -> Job:
-    """A job that is known by a few figures.
+    """Build a job from a few figures.
 
     Raises:
-        CannotKnowError: one is missing that the others do not replace.
+        CannotKnowError: a figure is missing that the others do not replace.
     """
     missing = []
     seconds = 0.0
@@ -90,8 +90,8 @@ def own(
     return Job("a job of your own", dict.fromkeys(ENGINES, seconds), batch_size, parameters_mb, device)
 
 
-def compared(file: Path) -> Job:
-    """The job that `compare` has measured, by its runs on one rank.
+def job_from_comparison(file: Path) -> Job:
+    """Read the job that `compare` has measured from its runs on one rank.
 
     Raises:
         OptionError: the file is something else, or has no run on one rank.
@@ -112,17 +112,17 @@ def compared(file: Path) -> Job:
                 f"--from {file} has no run on one rank, with which all others are compared: measure it with "
                 f"`{COMMAND} compare --np 1,2 -- ...`"
             )
-        return _of_runs(" ".join(content["job"]), alone)
+        return _job_from_runs(" ".join(content["job"]), alone)
     except OSError as error:
         raise OptionError(f"--from {file} cannot be read ({error.strerror}): {wanted}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(f"--from {file} is no comparison ({error!r}): {wanted}") from None
 
 
-def _of_runs(name: str, runs: Sequence[Mapping[str, Any]]) -> Job:
+def _job_from_runs(name: str, runs: Sequence[Mapping[str, Any]]) -> Job:
     work = runs[0]["figures"]["work"]
     quickest = min(run["figures"]["step_p50_s"] for run in runs)
-    positive(passes=work["passes"], parameters=work["parameters"], step_p50_s=quickest)
+    check_positive(passes=work["passes"], parameters=work["parameters"], step_p50_s=quickest)
     seconds, spreads = {}, []
     for engine in ENGINES:
         its = [run["figures"] for run in runs if run["identity"]["engine"] == engine]
