@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch.distributed as dist
 from launchers import run_ranks
 
@@ -28,12 +30,13 @@ def meet(worlds: int) -> tuple[int, list[str]]:
 
 
 def fail_in_rank_1() -> tuple[int, str]:
-    """Return the type of the error that each rank ends by, where a missing key is the consequence on rank 0."""
+    """Return the error that each rank ends by: rank 1 fails, and rank 0 once the monitor knows of that."""
     session = Session(EngineOptions())
     session.connect()
     session.begin_monitoring()
     error = ValueError("the cause") if session.world.rank == 1 else RuntimeError("the consequence")
-    session.activity.was_waiting = session.world.rank == 0
+    while session.world.is_first and session.monitor is not None and session.monitor.cause is None:
+        time.sleep(0.01)
     session.fail(error)
     session.close()
     try:
