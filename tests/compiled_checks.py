@@ -57,7 +57,7 @@ def train(name: str) -> tuple[int, dict[str, Any]]:
 
 def _note_sending(backend: Any, events: list[str]) -> None:
     """From now on each bucket that Horovod is given is an event; DDP sends from C++."""
-    if backend._exchange is not None:
-        collector = backend._exchange.buckets
+    if backend._reducer is not None:
+        collector = backend._reducer.buckets
         send = collector._send
         collector._send = lambda bucket: events.append("sent") or send(bucket)

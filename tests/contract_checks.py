@@ -106,11 +106,11 @@ def collectives_agree(backend: Backend) -> None:
 @check()
 def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
     """Of one shape, too, from one rank and from another."""
-    rank, column = backend.world.rank, backend.column
-    sources = [column[number % len(column)] for number in range(7)]
+    rank, group = backend.world.rank, backend.replica_group
+    sources = [group[number % len(group)] for number in range(7)]
     tensors = [torch.tensor([100.0 * rank + number], device=backend.device) for number in range(7)]
     for _ in range(2):
-        backend.column_broadcast(list(zip(tensors, sources, strict=True)))
+        backend.broadcast_to_replicas(list(zip(tensors, sources, strict=True)))
         assert [float(tensor) for tensor in tensors] == [
             100 * source + number for number, source in enumerate(sources)
         ]
@@ -122,7 +122,7 @@ class Foreign:
 
 @check()
 def forks_after_an_exchange_live(backend: Backend) -> None:
-    """As those of DataLoader are. On Python 3.11.7, seven of a thousand hung at birth: see `Backend._hold`.
+    """As those of DataLoader are. On Python 3.11.7, seven of a thousand hung at birth: see `Backend._keep_alive`.
 
     So many forks would miss that in one run of three; each engine runs it, and each run of the suite.
     """

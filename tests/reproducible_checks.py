@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_trainer import EngineOptions, backends
-from hvd_trainer.backends.base import pairwise_sum
+from hvd_trainer.utils.tensors import pairwise_sum
 
 VIRTUAL = 4
 SETUPS: dict[str, dict[str, Any]] = {

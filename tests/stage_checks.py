@@ -209,7 +209,7 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel))
     with Trainer(options) as trainer:
         backend = trainer.backend
-        torch.manual_seed(0 if backend.column[0] == backend.world.rank else 1)
+        torch.manual_seed(0 if backend.replica_group[0] == backend.world.rank else 1)
         whole = model()
         whole[1].register_buffer("noise", torch.randn(3))
         optimizer = two_groups(whole)

@@ -265,8 +265,8 @@ def test_hold_keeps_no_gpu_tensors() -> None:
     """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
     backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
-    backend._hold(on_host, on_device)
-    assert [tensor.device.type for tensor in backend._held[-1]] == ["cpu"]
+    backend._keep_alive(on_host, on_device)
+    assert [tensor.device.type for tensor in backend._kept_alive[-1]] == ["cpu"]
 
 
 # What PyTorch must have.

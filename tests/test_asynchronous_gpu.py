@@ -37,7 +37,7 @@ def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.
     """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
     backend = create(EngineOptions(backend="ddp"), {})
     backend.session.devices = [GPU]
-    backend._exchanges = exchange_monitor.ExchangeMonitor(GPU)
+    backend._exchange_monitor = exchange_monitor.ExchangeMonitor(GPU)
     activity = backend.activity
     model = nn.Linear(1, 1)
     monkeypatch.setattr(backend, "_finish_exchange", lambda _: None)

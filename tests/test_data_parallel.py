@@ -39,7 +39,7 @@ class InTurn(nn.Module):
 
 
 class OnTwoCopies(DataParallelBackend):
-    copies = 2  # type: ignore[assignment]
+    num_replicas = 2  # type: ignore[assignment]
 
     def _start(self) -> None:
         pass

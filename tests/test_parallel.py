@@ -46,13 +46,13 @@ from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, Shar
 )
 def test_grid_keeps_replicas_on_a_node(nodes: str, stages: int, rows: str) -> None:
     grid = make_grid(list(nodes), stages)
-    assert " ".join("".join(map(str, row)) for row in grid.rows) == rows
-    assert grid.rows[0][0] == 0
-    assert sorted(rank for column in grid.columns for rank in column) == list(range(len(nodes)))
+    assert " ".join("".join(map(str, row)) for row in grid.stage_groups) == rows
+    assert grid.stage_groups[0][0] == 0
+    assert sorted(rank for group in grid.replica_groups for rank in group) == list(range(len(nodes)))
     for rank in range(len(nodes)):
         replica, stage = grid.place(rank)
-        assert grid.rows[replica][stage] == rank
-        assert rank in grid.columns[stage]
+        assert grid.stage_groups[replica][stage] == rank
+        assert rank in grid.replica_groups[stage]
 
 
 def test_stages_must_divide_the_ranks() -> None:
@@ -164,13 +164,13 @@ def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest
 
     monkeypatch.setattr(dist, "broadcast", started)
     backend: Any = SimpleNamespace(
-        _hold=lambda tensor: None,
-        _column_group=None,
-        _set=None,
+        _keep_alive=lambda tensor: None,
+        _replica_process_group=None,
+        _process_set=None,
         _hvd=SimpleNamespace(broadcast_async_=started),
         _waiter=SimpleNamespace(result=lambda handle: handle.wait()),
     )
-    engine.column_broadcast(backend, [(torch.zeros(1), 0)] * 3)
+    engine.broadcast_to_replicas(backend, [(torch.zeros(1), 0)] * 3)
     assert calls == ["start"] * 3 + ["wait"] * 3
 
 
@@ -179,17 +179,17 @@ def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 8)
     sent: list[list[int]] = []
 
-    def column_broadcast(pairs: list[tuple[torch.Tensor, int]]) -> None:
+    def broadcast_to_replicas(pairs: list[tuple[torch.Tensor, int]]) -> None:
         sent.append([rank for _, rank in pairs])
         for tensor, rank in pairs:
             if rank == 1:
                 tensor.fill_(7)
 
     backend: Any = SimpleNamespace(
-        column=[0, 1],
+        replica_group=[0, 1],
         world=SimpleNamespace(rank=0),
         activity=SimpleNamespace(waiting=nullcontext),
-        column_broadcast=column_broadcast,
+        broadcast_to_replicas=broadcast_to_replicas,
     )
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * UNDER_WAY)]  # two fit into a bucket
     optimizer = torch.optim.SGD(parameters, lr=1.0)

@@ -10,10 +10,10 @@ import torch
 from accelerator_stand_in import StandIn
 from torch import nn
 
-from hvd_trainer.backends import horovod_reducer
+from hvd_trainer.backends import horovod_waiter
 from hvd_trainer.backends.base import LOST_RANK_ERRORS
 from hvd_trainer.backends.buckets import Bucket, GradientBuckets
-from hvd_trainer.backends.horovod_reducer import Waiter
+from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
 # Gradients in buckets.
@@ -58,7 +58,7 @@ def exchanged(
                 assert parameter.grad is view
                 assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
         sent += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        exchange.received()
+        exchange.reset()
     exchange.remove()
     return sent, sizes
 
@@ -107,7 +107,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(done_after_s: float, **options: Any) -> tuple[Clock, Waiter]:
         clock = Clock(done_after_s)
         times = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
-        monkeypatch.setattr(horovod_reducer, "time", times)
+        monkeypatch.setattr(horovod_waiter, "time", times)
         hvd: Any = SimpleNamespace(poll=clock.poll, synchronize=lambda handle: f"result {handle}")
         return clock, Waiter(hvd, 60, **options)
 
@@ -118,10 +118,10 @@ def test_waiter_spins_on_accelerators_only(clocked: Any) -> None:
     clock, waiter = clocked(40e-6)
     assert waiter.result(7) == "result 7"
     assert clock.slept == 1
-    clock, waiter = clocked(40e-6, spin_s=horovod_reducer.SPIN_S)
+    clock, waiter = clocked(40e-6, spin_s=horovod_waiter.SPIN_S)
     waiter.wait(7)
     assert clock.slept == 0
-    clock, waiter = clocked(1e-3, spin_s=horovod_reducer.SPIN_S)
+    clock, waiter = clocked(1e-3, spin_s=horovod_waiter.SPIN_S)
     waiter.wait(7)
     assert 0 < clock.slept < 20, "nor does it hold a core for long"
 

@@ -13,8 +13,8 @@ import reproducible_checks
 import torch
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
-from hvd_trainer.backends.base import pairwise_sum
 from hvd_trainer.optim.reproducible import TreeSum, deterministic_algorithms
+from hvd_trainer.utils.tensors import pairwise_sum
 
 pytestmark = requires("horovod")
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]

@@ -1,17 +1,17 @@
-"""The engines, by name. A module is imported when its engine is chosen, so that neither needs the other."""
+"""The engines, by name. Each one's module is imported only when it is chosen, so that neither needs the other."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import MutableMapping
 
-from hvd_trainer.backends.base import Backend, Columns, ReduceOp, StepResult
+from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, StepResult
 from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import OptionError
 
-__all__ = ["BACKENDS", "Backend", "Columns", "EngineOptions", "ReduceOp", "StepResult", "create"]
+__all__ = ["BACKENDS", "Backend", "ReplicaGrouping", "EngineOptions", "ReduceOp", "StepResult", "create"]
 
 BACKENDS = {
     "horovod": "hvd_trainer.backends.horovod:HorovodBackend",
@@ -24,7 +24,7 @@ BACKENDS = {
 def create(
     options: EngineOptions | None = None,
     environ: MutableMapping[str, str] | None = None,
-    columns: Columns | None = None,
+    grouping: ReplicaGrouping | None = None,
     devices: Devices = 1,
     *,
     timeline: bool = False,
@@ -33,7 +33,7 @@ def create(
 
     Args:
         environ: `os.environ` if None.
-        columns, timeline: as for `Backend`.
+        grouping, timeline: as for `Backend`.
         devices: as for `Session`.
 
     Raises:
@@ -46,4 +46,4 @@ def create(
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
     kind.check_options(options)
-    return kind(Session(options, environ, devices), columns=columns, timeline=timeline)
+    return kind(Session(options, environ, devices), grouping=grouping, timeline=timeline)

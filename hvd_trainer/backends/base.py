@@ -1,11 +1,10 @@
-"""The contract between the trainer and an engine, documented once.
+"""The contract between the trainer and an engine.
 
 Everything above this layer sees a plain module, a plain optimizer and the methods of `Backend`. Every
 difference between Horovod and DDP stays inside the subclasses: nothing above asks which one it has, and the
 numbers are the same on both.
 
-The module `backends/ddp.py` is the "parallel" backend in the sense of standing beside Horovod's; model
-parallelism is another thing and not in this folder.
+Data parallelism only: models in parts are the subject of `hvd_trainer.parallel`.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.objects import decode_object, encode_object
+from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
@@ -35,7 +35,7 @@ from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.tensors import parameters_of
+from hvd_trainer.utils.tensors import pairwise_sum, parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,40 +44,40 @@ LOST_RANK_ERRORS = (UserError, RuntimeError, OSError)
 """Raised where ranks meet or part and one is missing: by us, by the engines, at their time limits."""
 MAX_FAILED_WORLDS = 3
 """How many worlds in a row may fail to come about before a rank gives up."""
-GATHERED_WHOLE_BYTES = 2**20
-"""Up to so many bytes in all, one exchange of whole tensors is quicker than two of slices."""
+MAX_GATHER_BYTES = 2**20
+"""Up to this total size `tree_sum` gathers whole tensors: one exchange is quicker than two of slices."""
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
-Columns = Callable[[Sequence[str]], list[list[int]]]
-"""Makes the lists of ranks that have the same parameters, from the node of each rank."""
+ReplicaGrouping = Callable[[Sequence[str]], list[list[int]]]
+"""Returns the replica groups (lists of ranks that have the same parameters), given the node of each rank."""
 TotalNorm = Callable[[Sequence[Tensor]], Tensor]
-"""The norm of all gradients together."""
+"""Returns the norm of all gradients together."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The outcome of one optimizer step."""
 
     skipped: bool | Tensor = False
-    """True if the update was left out, on all ranks: the gradient was not finite. A 1 or 0 on the device where it
-    alone knows: with a scaler and a fused optimizer."""
+    """True if all ranks left the update out because the gradient was not finite. A tensor (1 or 0) on the device
+    with a scaler and a fused optimizer, where the host does not know."""
     grad_norm: Tensor | None = None
     """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
     losses: tuple[Tensor, ...] = ()
-    """This rank's mean loss in each pass of the step, on the device; with stages the last one alone has any."""
+    """This rank's mean loss in each pass of the step, on the device; with stages only the last one has losses."""
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """An interval in an engine's own record of its work."""
 
     row: str
-    """what it is shown with, such as the tensor that was exchanged"""
+    """the row of a trace that it is drawn in, such as the tensor that was exchanged"""
     name: str
     began_ns: int
     """since 1970, by this host's clock"""
     ended_ns: int
-    """the same, if it is a moment"""
+    """equal to `began_ns` for a moment"""
 
 
 class Backend(ABC):
@@ -85,27 +85,29 @@ class Backend(ABC):
 
     Args:
         session: this rank's membership in the job, not yet connected; its options are the engine's.
-        columns: where a model is cut into stages, which ranks have the same one; None: all have the whole model.
+        grouping: for a model in stages, which ranks have the same stage; None: every rank has the whole model.
         timeline: whether `timeline` will be asked for.
 
     Attributes:
         name: `horovod`, `ddp`, `single` or `data-parallel`.
-        version: the engine and its version, for the banner.
-        columns: the ranks that have the same parameters, for each part of the model; once started.
-        column: the one with this rank.
+        replica_groups: lists of ranks that have the same parameters; once started, one per stage.
     """
 
     name: ClassVar[str]
     only_for_others: ClassVar[Mapping[str, str]] = {}
     """Options that this engine cannot honour, each with the reason and what to do instead."""
 
-    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
+    def __init__(
+        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
+    ) -> None:
         self.session = session
-        self._records = timeline
-        self._held: deque[list[Tensor]] = deque(maxlen=4)
-        self._make_columns, self.columns = columns, [[*range(session.world.size)]]
-        self._names: dict[Tensor, str] = {}
-        self._exchanges: ExchangeMonitor | None = None
+        self.replica_groups = [[*range(session.world.size)]]
+        self._grouping = grouping
+        self._records_timeline = timeline
+        self._reducer: Reducer | None = None
+        self._kept_alive: deque[list[Tensor]] = deque(maxlen=4)
+        self._parameter_names: dict[Tensor, str] = {}
+        self._exchange_monitor: ExchangeMonitor | None = None
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
@@ -172,11 +174,11 @@ class Backend(ABC):
         session.connect()
         if self.uses_nccl:
             session.prepare_nccl()
-        watches = session.world.size > 1 and not accelerator.is_host(session.device)
-        self._exchanges = ExchangeMonitor(session.device) if watches else None
-        self.columns = [[*range(session.world.size)]]
-        if self._make_columns is not None:
-            self.columns = self._make_columns([peer.node for peer in session.peers])
+        runs_ahead = session.world.size > 1 and not accelerator.is_host(session.device)
+        self._exchange_monitor = ExchangeMonitor(session.device) if runs_ahead else None
+        self.replica_groups = [[*range(session.world.size)]]
+        if self._grouping is not None:
+            self.replica_groups = self._grouping([peer.node for peer in session.peers])
         session.begin_monitoring(self.abort_exchanges)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
@@ -267,12 +269,14 @@ class Backend(ABC):
         return False
 
     @property
-    def column(self) -> list[int]:
-        return next(ranks for ranks in self.columns if self.world.rank in ranks)
+    def replica_group(self) -> list[int]:
+        """The ranks that have the same parameters as this one, itself among them."""
+        return next(ranks for ranks in self.replica_groups if self.world.rank in ranks)
 
     @property
     @abstractmethod
-    def version(self) -> str: ...
+    def version(self) -> str:
+        """The engine and its version, for the start-up summary."""
 
     @property
     def exchanges_in_graph(self) -> bool:
@@ -280,8 +284,8 @@ class Backend(ABC):
         return True
 
     @property
-    def copies(self) -> int:
-        """Of the model that this process trains at once, each on its own share of the batch."""
+    def num_replicas(self) -> int:
+        """How many copies of the model this process trains at once, each on its own share of the batch."""
         return 1
 
     # Training.
@@ -299,7 +303,7 @@ class Backend(ABC):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
     ) -> tuple[nn.Module, Optimizer]:
-        """Makes all ranks start equal and connects the engine's gradient exchange.
+        """Make all ranks start equal and connect the engine's gradient exchange.
 
         Moves the model to `device`; then parameters, buffers and the optimizer's state and settings are rank
         0's everywhere. State that the optimizer has is kept.
@@ -317,52 +321,56 @@ class Backend(ABC):
         """
 
     def prepare_stage(self, stage: nn.Module, *, passes: int, exchange: bool = True) -> None:
-        """The same for one stage of a model, among the ranks that have it: `column`.
+        """Make one stage start equal on the ranks of its replica group, and connect its gradient exchange.
 
-        Makes its parameters and buffers those of the column's first rank, and has `step` average its gradients
-        over the column. What differs between models and optimizers has been seen to before
-        (`same_model.start_equal`), and all tensors are where they are to be.
+        Its parameters and buffers become those of the group's first rank, and `step` averages its gradients over
+        the group. Models and optimizers are compared before, by `model_sync.synchronize`, and all tensors must be
+        on their devices.
 
         Args:
             passes: backward passes of a step, after the last of which a gradient is complete.
             exchange: whether the engine averages the gradients.
         """
-        if len(self.column) > 1:
+        if len(self.replica_group) > 1:
             with self.activity.waiting():
                 tensors = list(stage.state_dict().values())
                 packed = [tensor.contiguous() for tensor in tensors]
-                self.column_broadcast([(tensor, self.column[0]) for tensor in packed])
+                self.broadcast_to_replicas([(tensor, self.replica_group[0]) for tensor in packed])
                 for tensor, received in zip(tensors, packed, strict=True):
                     if received is not tensor:
                         tensor.copy_(received)
             if exchange:
                 self._connect_stage(stage, passes)
 
-    def learn_names(self, model: nn.Module) -> None:
-        """By which the engine speaks of parameters; after those that `prepare` has seen were replaced."""
-        self._names = {p: name for name, p in model.named_parameters()}
+    def set_parameter_names(self, model: nn.Module) -> None:
+        """Learn the names of parameters for error messages; again after a model's parameters are replaced."""
+        self._parameter_names = {p: name for name, p in model.named_parameters()}
 
     @abstractmethod
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
-        """Starts to average the gradients of a stage over its column, in place of what was connected before."""
+        """Average a stage's gradients over its replica group from now on, in place of an earlier stage's."""
 
     def group_of(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The torch.distributed group of this rank, such as that of the stages of a replica.
+        """Return the torch.distributed group with this rank, such as that of a replica's stages. A collective.
 
-        Horovod cannot send from one rank to another, so that torch.distributed runs beside it for that.
+        Horovod cannot send from one rank to another, so torch.distributed runs beside it for that.
 
         Args:
-            groups: the ranks of each; all ranks must give the same.
+            groups: the ranks of each group; the same on all ranks.
         """
-        return process_group.make(
-            self.session, groups, accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
-        )
+        transport = accelerator.process_group_backend(self.device) if self.uses_nccl else "gloo"
+        return process_group.new_group(self.session, groups, transport)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Forward and backward inside: gradients are averaged over ranks only if `enabled`, else kept local.
+        """Average the gradients of a forward and backward inside the block over ranks, or keep them local.
 
-        All ranks must pass the same. Local gradients of earlier passes are part of the next average.
+        Args:
+            model: as returned by `prepare`.
+            enabled: whether to average; the same on all ranks. Local gradients of earlier passes are part of the
+                next average.
         """
+        if self._reducer is not None:
+            self._reducer.set_enabled(enabled)
         return nullcontext()
 
     def step(
@@ -375,15 +383,15 @@ class Backend(ABC):
         skip_non_finite: bool = False,
         total_norm: TotalNorm = nn.utils.get_total_norm,
     ) -> StepResult:
-        """Waits for the averaged gradients, unscales, clips, and updates the parameters.
+        """Wait for the averaged gradients, unscale and clip them, and update the parameters.
 
         Args:
             optimizer: as returned by `prepare`.
             max_norm: clip the norm of the averaged gradient to this.
-            scaler: the loss scaler of fp16 training, which leaves a step out whose gradients overflowed.
-            norm: give the gradient's norm also where nothing is clipped.
-            skip_non_finite: leave the update out if the gradient is not finite; waits for the device to know.
-            total_norm: the norm of the whole model's gradient, from those that are here.
+            scaler: the loss scaler of fp16 training, which skips the update if gradients overflowed.
+            norm: return the gradient's norm even if nothing is clipped.
+            skip_non_finite: skip the update if the gradient is not finite; this waits for the device.
+            total_norm: returns the norm of the whole model's gradient, given the gradients on this rank.
 
         Raises:
             BackendError: a parameter got no gradient and `find_unused_parameters` is off.
@@ -394,78 +402,91 @@ class Backend(ABC):
         self.activity.enter("step")
         if scaler is not None:
             scaler.unscale_(optimizer)
-        size = None
+        grad_norm = None
         if max_norm is not None or norm or skip_non_finite:
-            size = total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
-        if max_norm is not None and size is not None:
-            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, size)
+            grad_norm = total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+        if max_norm is not None and grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, grad_norm)
+        skipped: bool | Tensor
         if scaler is None:
-            skipped = skip_non_finite and size is not None and not math.isfinite(self.read(size))
+            skipped = skip_non_finite and grad_norm is not None and not math.isfinite(self.read(grad_norm))
             if not skipped:
                 self._update(optimizer)
-            return StepResult(skipped=skipped, grad_norm=size)
-        left_out = _scaled_update(scaler, optimizer)
+            return StepResult(skipped=skipped, grad_norm=grad_norm)
+        skipped = _scaled_update(scaler, optimizer)
         if skip_non_finite:
-            left_out = size is not None and not math.isfinite(self.read(size))
+            skipped = grad_norm is not None and not math.isfinite(self.read(grad_norm))
             if scaler.get_scale() < 1:
-                # Bad data halves the scale each time, as if the scale were to blame, down to nothing.
+                # Non-finite data halves the scale each time, as an overflow does: without a bound, down to 0.
                 scaler.update(1.0)
-        return StepResult(skipped=left_out, grad_norm=size)
+        return StepResult(skipped=skipped, grad_norm=grad_norm)
 
     @abstractmethod
     def _finish_exchange(self, optimizer: Optimizer) -> None:
-        """Waits until `.grad` of all parameters is the average over ranks."""
+        """Wait until `.grad` of all parameters is the average over ranks."""
 
     def mark_exchange(self) -> None:
-        """Let the monitor of the ranks see whether the device has come to the end of this step's exchange."""
-        if self._exchanges is not None:
-            self._exchanges.mark()
-            self.activity.is_exchanging = self._exchanges.is_exchanging
+        """Let the health monitor see whether the device has finished this step's exchange."""
+        if self._exchange_monitor is not None:
+            self._exchange_monitor.mark()
+            self.activity.is_exchanging = self._exchange_monitor.is_exchanging
 
     @contextmanager
     def pause_observers(self) -> Iterator[None]:
-        """Time no phases and watch no exchanges, inside: the device only records what it will do later."""
+        """Inside the block, time no phases and watch no exchanges: the device only captures them for later."""
         listeners, self.activity.listeners = self.activity.listeners, []
         try:
-            with nullcontext() if self._exchanges is None else self._exchanges.pause():
+            with nullcontext() if self._exchange_monitor is None else self._exchange_monitor.pause():
                 yield
         finally:
             self.activity.listeners = listeners
 
     def confirm_exchanges(self) -> None:
-        """Raise if what was read from the device may have come of an exchange that was given up. A collective.
+        """Raise if values read from the device may come from an aborted exchange. A collective.
 
-        An aborted kernel leaves in its tensors whatever is there. Horovod aborts also by itself, when it misses a
+        An aborted kernel leaves its tensors as they happen to be. Horovod also aborts by itself, when it misses a
         rank; then no exchange succeeds any more, and the one made here fails as well.
+
+        Raises:
+            ExchangeAbortedError: the monitor has aborted this rank's exchanges.
+            Exception: as the engine's, if it has.
         """
         self.activity.check()
         if not accelerator.is_host(self.device):
             self.barrier()
 
     def abort_exchanges(self) -> None:
-        """Have the device give up what it exchanges with a rank that is gone; called by another thread.
+        """Abort the device's exchanges with a rank that is gone; called by another thread.
 
-        On CPUs nothing: there the connection that breaks ends the exchange.
+        On CPUs nothing is to be done: the broken connection ends the exchange.
         """
         if self.uses_nccl:
             self.activity.abort()
             process_group.abort()
 
     def _update(self, optimizer: Optimizer) -> None:
-        optimizer.step()
+        if self._reducer is None:
+            optimizer.step()
+        else:
+            self._reducer.update(optimizer)
+
+    def _close_reducer(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
 
     def timeline(self) -> AbstractContextManager[list[Span]]:
-        """Inside, the engine records what it does by itself, such as each exchange: the list, once it has ended.
+        """Have the engine record its own work, such as each exchange, inside the block; yield the list to fill.
 
-        Only if it was made with `timeline=True`; and the list stays empty on engines that record nothing, and on
-        ranks that leave that to another one.
+        The list is filled when the block ends. It stays empty without `timeline=True`, on engines that record
+        nothing, and on ranks whose work another one records.
         """
         return nullcontext([])
 
     # Collectives. All ranks must call them, in the same order.
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Combines a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
+        """Combine a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
         with self.activity.waiting():
             return self._all_reduce(tensor, op)
 
@@ -476,33 +497,33 @@ class Backend(ABC):
             return numbers
 
     def read(self, tensor: Tensor) -> Any:
-        """Return a tensor as Python's numbers: waits for the device, and so for the exchanges in its queue."""
+        """Return a tensor as Python numbers; this waits for the device, and so for the exchanges in its queue."""
         with self.activity.waiting():
             return tensor.tolist()
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """The engine's own; the result is on the tensor's device."""
+        """Return the tensor combined over ranks, on the tensor's device."""
 
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The ranks' tensors (any shape, same on all ranks) in rank order."""
+        """Return the ranks' tensors (any shape, same on all ranks) in rank order."""
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fills a tensor with that of one rank."""
+        """Fill a tensor with that of one rank."""
 
-    def _hold(self, *tensors: Tensor) -> None:
-        """Keeps the CPU tensors of an exchange that is about to start through the next ones, which are soon.
+    def _keep_alive(self, *tensors: Tensor) -> None:
+        """Keep references to the CPU tensors of an exchange about to start until four more have started.
 
-        An engine's thread lets go of a tensor a moment after its exchange. If only Python has it then, that thread
-        enters the interpreter to say so, and a fork at that moment, such as that of a DataLoader's worker, makes a
-        child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view has its base
-        outside Python, and so spares the engine's thread that way.
+        An engine's thread drops its reference to a tensor shortly after the exchange. If only Python's is left,
+        that thread must take the GIL, and a fork at that moment, such as that of a DataLoader's worker, makes a
+        child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view holds its base
+        from C++, so that no thread of the engine needs the GIL.
         """
-        held = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
-        if held:
-            self._held.append(held)
+        views = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
+        if views:
+            self._kept_alive.append(views)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Collect one value from each rank: a list in rank order, on all ranks; tensors on the host.
@@ -518,7 +539,7 @@ class Backend(ABC):
         mine = encode_object(value)
         with self.activity.waiting():
             lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
-            # Tensors of one shape: the shorter ones are filled up.
+            # The shorter ones are padded, because all ranks must send tensors of one shape.
             payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
             parts = self._all_gather(payload)
         return [decode_object(part[:length]) for part, length in zip(parts, lengths, strict=True)]
@@ -537,22 +558,22 @@ class Backend(ABC):
 
     @abstractmethod
     def _all_to_all(self, rows: Tensor) -> Tensor:
-        """Row i goes to rank i; the result's row i is from rank i. Shape (ranks, n) both."""
+        """Send row i to rank i; return what rank i sent as row i. Both have shape (ranks, n)."""
 
     def tree_sum(self, tensor: Tensor) -> Tensor:
-        """The ranks' sum of a flat tensor in one fixed order, whatever the engine: pairs, then pairs of pairs.
+        """Return the ranks' sum of a flat tensor, added in the same order on every engine: a binary tree.
 
             ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
 
-        A power of two of ranks is needed. Each rank sums one slice of all ranks' tensors, and then all gather the
-        slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole, which sends
-        more and waits once only.
+        The number of ranks must be a power of two. Each rank sums one slice of all ranks' tensors, and then all
+        gather the slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole,
+        which sends more and waits only once.
         """
         size = self.world.size
         if size == 1:
             return tensor
         with self.activity.waiting():
-            if size == 2 or size * tensor.numel() * tensor.element_size() <= GATHERED_WHOLE_BYTES:
+            if size == 2 or size * tensor.numel() * tensor.element_size() <= MAX_GATHER_BYTES:
                 return pairwise_sum(self._all_gather(tensor))
             length = -(-len(tensor) // size)
             rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
@@ -560,24 +581,27 @@ class Backend(ABC):
             return torch.cat(self._all_gather(mine))[: len(tensor)]
 
     @abstractmethod
-    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        """Fill contiguous tensors, on the ranks of this column, each with the given rank's.
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        """Fill contiguous tensors with those of a given rank each, within this rank's replica group.
 
         All are under way before the first is waited for.
+
+        Args:
+            pairs: each tensor with the rank that sends it.
         """
 
-    def _column_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that have the same parameters, as a new tensor."""
+    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Return the sum over this rank's replica group, as a new tensor."""
         return self._all_reduce(tensor, "sum")
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Wait until all ranks have called it and their devices have done what was queued before."""
         with self.activity.waiting():
-            accelerator.synchronize(self.device)  # which is behind the host
+            accelerator.synchronize(self.device)
             self._all_reduce(torch.zeros(1), "sum")
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Makes batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
+        """Make batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
 
         Neither engine's own rule serves (Horovod never synchronises buffers, DDP sends rank 0's in each
         forward): here each rank keeps its own while training, and before they are used (evaluation, saving)
@@ -589,30 +613,32 @@ class Backend(ABC):
                 buffer.detach().copy_(means[name])
 
     def mean_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """What `average_buffers` would make of the floating-point buffers, by name; the model stays as it is."""
-        size = len(self.column)
+        """Return the mean over ranks of each floating-point buffer, by name; the model stays as it is."""
+        size = len(self.replica_group)
         if size == 1:
             return {}
         buffers = {
             name: b
             for name, b in model.named_buffers()
-            if b.is_floating_point() and b.numel() and not b.is_meta  # which other stages have
+            if b.is_floating_point() and b.numel() and not b.is_meta  # of other stages
         }
         means: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
             same = {name: b for name, b in buffers.items() if b.dtype == dtype}
             with self.activity.waiting():
-                flat = self._column_sum(torch.cat([b.detach().reshape(-1) for b in same.values()])).div_(size)
+                flat = self._sum_over_replicas(torch.cat([b.detach().reshape(-1) for b in same.values()])).div_(
+                    size
+                )
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
 
 
 def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | Tensor:
-    """Update the parameters unless the gradients overflowed; return whether the update was left out.
+    """Update the parameters unless the gradients overflowed; return whether the update was skipped.
 
-    Most optimizers are not called then: the scaler has waited for the device to know. A fused one is always
-    called, and given the device's own flag.
+    The scaler waits for the device, and does not call most optimizers after an overflow. A fused one is always
+    called, and reads a flag on the device, which is returned here.
     """
     flags: list[Tensor | None] = []
     hook = optimizer.register_step_pre_hook(lambda its, *_: flags.append(getattr(its, "found_inf", None)))
@@ -624,11 +650,3 @@ def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool |
     if not flags:
         return True
     return False if flags[0] is None else flags[0]
-
-
-def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors: of neighbours first, then of their sums, and so on."""
-    parts = list(parts)
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]

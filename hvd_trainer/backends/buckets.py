@@ -24,45 +24,52 @@ from hvd_trainer.utils import accelerator
 
 @dataclass
 class Bucket:
-    """Some parameters, whose gradients live side by side in `flat`: shape (elements,)."""
+    """Some parameters and their gradients, which are views of one flat buffer."""
 
     parameters: list[nn.Parameter]
     flat: Tensor
+    """shape (elements,)"""
     views: list[Tensor]
+    """of `flat`, one per parameter, in its shape"""
     waiting: set[nn.Parameter] = field(default_factory=set)
     sent: bool = False
 
 
 class GradientBuckets:
-    """Collects gradients during backward and hands each full bucket to `send`.
+    """Collect gradients during backward and pass each full bucket to `send`.
 
     Args:
         parameters: the model's parameters that need gradients, in its order.
         limit_bytes: a bucket is closed when it has reached this size.
-        size: the number of ranks; gradients are multiplied by 1/size, so that their sum is the mean.
+        num_ranks: gradients are multiplied by 1/num_ranks, so that their sum over ranks is the mean.
         send: starts the exchange of one bucket; called as soon as it is full.
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
+
+    Attributes:
+        enabled: whether gradients are collected; if not, they add up in `.grad`.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         limit_bytes: int,
-        size: int,
+        num_ranks: int,
         send: Callable[[Bucket], None],
         *,
         reorder: bool,
         passes: int = 1,
     ) -> None:
-        self._limit, self._factor, self._send, self._passes = limit_bytes, 1.0 / size, send, passes
+        self._limit_bytes, self._factor, self._send, self._passes = limit_bytes, 1.0 / num_ranks, send, passes
         self._parameters = list(parameters)
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
-        self._seen: list[nn.Parameter] | None = [] if reorder else None
-        self.collecting = True
+        self._backward_order: list[nn.Parameter] | None = [] if reorder else None
+        self.enabled = True
+        self.buckets: list[Bucket] = []
+        self._place: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
         first_limit = sys.maxsize if reorder else limit_bytes
         assignment = _assign(self._parameters, first_limit)
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
@@ -70,8 +77,7 @@ class GradientBuckets:
         self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._parameters]
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
-        self.buckets = []
-        self._place: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        self.buckets, self._place = [], {}
         for group in groups:
             flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
             parts = flat.split([p.numel() for p in group])
@@ -81,15 +87,15 @@ class GradientBuckets:
             self._place |= {p: (bucket, view) for p, view in zip(group, views, strict=True)}
 
     def _collect(self, parameter: Tensor) -> None:
-        """Runs when backward has finished a parameter's gradient."""
-        if not self.collecting:
+        """Take a parameter's gradient, which backward has just finished."""
+        if not self.enabled:
             return
         assert isinstance(parameter, nn.Parameter)
         left = self._left[parameter] = self._left[parameter] - 1
         if left > 0:
             return
-        if self._seen is not None:
-            self._seen.append(parameter)
+        if self._backward_order is not None:
+            self._backward_order.append(parameter)
         bucket, view = self._place[parameter]
         bucket.waiting.discard(parameter)
         if self._writes_at_once:
@@ -98,7 +104,7 @@ class GradientBuckets:
             self._dispatch(bucket)
 
     def _write(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Write one gradient into its place; None goes as zero."""
+        """Write one gradient into its place in the bucket; None counts as zero."""
         if parameter.grad is None:
             view.zero_()
         else:
@@ -123,41 +129,41 @@ class GradientBuckets:
         self._send(bucket)
 
     def send_rest(self) -> None:
-        """Sends the buckets of which backward left some parameter out; a gradient that is None goes as zero."""
+        """Send the buckets of which backward left some parameter out; a gradient that is None counts as zero."""
         for bucket in self.buckets:
             if not bucket.sent:
                 self._dispatch(bucket)
 
-    def received(self) -> bool:
-        """Makes the buckets ready for the next step, once all have come back. True if they were laid out anew."""
+    def reset(self) -> bool:
+        """Prepare for the next step, once all buckets have come back; return whether they were laid out anew."""
         for bucket in self.buckets:
             bucket.waiting, bucket.sent = set(bucket.parameters), False
         self._left = dict.fromkeys(self._parameters, self._passes)
-        if self._seen is None:
+        if self._backward_order is None:
             return False
-        order, self._seen = list(dict.fromkeys(self._seen)), None
+        order, self._backward_order = list(dict.fromkeys(self._backward_order)), None
         if len(order) != len(self._parameters):
             return False
         numbers = {p: i for i, p in enumerate(self._parameters)}
         indices = [numbers[p] for p in order]
-        assignment = _assign(order, self._limit, indices)
+        assignment = _assign(order, self._limit_bytes, indices)
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
         return True
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
 
-def _assign(parameters: Sequence[Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
-    """PyTorch's own assignment of parameters to buckets: their positions, or their `indices`, per bucket."""
-    assignment, _ = dist._compute_bucket_assignment_by_size(list(parameters), [limit], [], list(indices))
+def _assign(parameters: Sequence[Tensor], limit_bytes: int, indices: Sequence[int] = ()) -> list[list[int]]:
+    """Assign parameters to buckets as DDP does; return the positions, or the `indices`, in each bucket."""
+    assignment, _ = dist._compute_bucket_assignment_by_size(list(parameters), [limit_bytes], [], list(indices))
     return assignment
 
 
 def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A flat part seen in the parameter's shape and, where it is dense, its memory order (channels last)."""
+    """Return a view of a flat part in the parameter's shape and, if dense, memory order (channels last)."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.permute(order).is_contiguous():
         return part.as_strided(parameter.shape, parameter.stride())

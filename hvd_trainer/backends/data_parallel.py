@@ -1,4 +1,4 @@
-"""`torch.nn.DataParallel`: one process with all GPUs that it sees. What DDP replaced, to compare with."""
+"""`torch.nn.DataParallel`, the predecessor of DDP: one process with all GPUs that it sees; to compare with."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from hvd_trainer.backends.single import SingleBackend
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
-ITSELF = "DataParallel does it in its own way; leave it out, or use --backend ddp"
+NOT_CONFIGURABLE = "DataParallel does it in its own way; leave it out, or use --backend ddp"
 
 
 class DataParallelBackend(SingleBackend):
-    """Gives each GPU a copy of the model in every step, and a share of the batch."""
+    """Give each GPU a copy of the model and a share of the batch, in every step."""
 
     name = "data-parallel"
     only_for_others = {
         **SingleBackend.only_for_others,
-        **dict.fromkeys(("sync_batch_norm", "find_unused_parameters"), ITSELF),
+        **dict.fromkeys(("sync_batch_norm", "find_unused_parameters"), NOT_CONFIGURABLE),
     }
 
     @property
     def version(self) -> str:
-        return f"PyTorch {torch.__version__} DataParallel on {self.copies} GPUs"
+        return f"PyTorch {torch.__version__} DataParallel on {self.num_replicas} GPUs"
 
     @property
-    def copies(self) -> int:
+    def num_replicas(self) -> int:
         return accelerator.count(accelerator.kind())
 
     def _start(self) -> None:
-        if accelerator.is_host(self.device) or self.copies < 2:
+        if accelerator.is_host(self.device) or self.num_replicas < 2:
             raise BackendError(
                 f"--backend data-parallel needs two GPUs or more in one process, and this one has "
-                f"{'none' if accelerator.is_host(self.device) else self.copies}. Type: --backend single"
+                f"{'none' if accelerator.is_host(self.device) else self.num_replicas}. Type: --backend single"
             )
 
     def prepare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, Columns, ReduceOp
-from hvd_trainer.backends.ddp_reducer import GroupReducer
-from hvd_trainer.backends.model_sync import check_unused, synchronize
+from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping
+from hvd_trainer.backends.ddp_reducer import DDPStageReducer
+from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
@@ -39,19 +40,20 @@ BUFFERS_IN_FORWARD = (
 
 
 class DDPBackend(Backend):
-    """Averages gradients in DDP's buckets while backward runs."""
+    """Average gradients in DDP's buckets while backward runs."""
 
     name = "ddp"
     only_for_others = dict.fromkeys(
         ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
     )
 
-    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
-        super().__init__(session, columns=columns, timeline=timeline)
+    def __init__(
+        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
+    ) -> None:
+        super().__init__(session, grouping=grouping, timeline=timeline)
         self._ddp: DistributedDataParallel | None = None
         self._hook: RemovableHandle | None = None
-        self._exchange: GroupReducer | None = None
-        self._column_group: dist.ProcessGroup | None = None
+        self._replica_process_group: dist.ProcessGroup | None = None
 
     @property
     def version(self) -> str:
@@ -59,6 +61,7 @@ class DDPBackend(Backend):
 
     @property
     def transport(self) -> str:
+        """The library that moves the bytes: gloo, nccl or xccl."""
         if self.options.transport != "auto":
             return self.options.transport
         return accelerator.collectives(self.device)
@@ -70,10 +73,11 @@ class DDPBackend(Backend):
     def _start(self) -> None:
         self._check_transport()
         process_group.start(self.session, self.transport)
-        if len(self.columns) > 1:
-            self._column_group = process_group.make(self.session, self.columns)
+        if len(self.replica_groups) > 1:
+            self._replica_process_group = process_group.new_group(self.session, self.replica_groups)
 
     def _check_transport(self) -> None:
+        """Raise BackendError if this rank's device or this PyTorch cannot use the transport."""
         fits = accelerator.collectives(self.device)
         if self.transport not in ("gloo", fits):
             found = "this rank has none" if fits == "gloo" else f"that of this rank takes {fits}"
@@ -86,16 +90,15 @@ class DDPBackend(Backend):
 
     def _stop(self, failed: bool) -> None:
         if not failed and dist.is_initialized():
-            # A rank that tears its connections down while another still reduces would fail it.
+            # A rank that closed its connections while another still reduces would make that one fail.
             self.barrier()
         self._unhook()
-        # The group's threads end when it is freed, so DDP, which the caller may still have, must let it go.
+        # The group's threads end when it is freed, and the caller may still hold the DDP module, which holds it.
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
             self._ddp = None
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = self._column_group = None
+        self._close_reducer()
+        self._replica_process_group = None
         process_group.stop()
 
     def prepare(
@@ -105,7 +108,7 @@ class DDPBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         synchronize(self, model, optimizer)
-        self.learn_names(model)
+        self.set_parameter_names(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._unhook()
@@ -115,23 +118,22 @@ class DDPBackend(Backend):
             return (self._wrap(model) if exchange else model), optimizer
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = GroupReducer(
-            self._column_group,
-            len(self.column),
-            [p for p in stage.parameters() if p.requires_grad],
+        self._close_reducer()
+        self._reducer = DDPStageReducer(
+            stage,
+            self._replica_process_group,
+            num_ranks=len(self.replica_group),
             limit_bytes=int(self.options.bucket_mb * 2**20),
             compression=self.options.compression,
             passes=passes,
         )
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """DDP around the model, which makes its parameters rank 0's."""
+        """Wrap the model in DDP, which makes its parameters rank 0's."""
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
-            # The batches are on the device already: with `device_ids` each forward would look whether they are.
+            # Batches are on the device already; with `device_ids` each forward would check that.
             device_ids=None,
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -141,7 +143,7 @@ class DDPBackend(Backend):
         )
         self._compress(ddp)
         self._ddp = ddp
-        # DDP waits for the others at the end of backward: when the first layer has its gradient, that is reached.
+        # DDP waits for the other ranks at the end of backward, which is when the first layer has its gradient.
         first = next(p for p in model.parameters() if p.requires_grad)
         self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter("reduce"))
         return ddp
@@ -166,56 +168,53 @@ class DDPBackend(Backend):
         ddp.register_comm_hook(None, hooks[self.options.compression])
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if self._exchange is not None:
-            self._exchange.sync(enabled)
-        # FSDP2's modules, known by what they can, because importing their class takes a second.
-        if callable(wait := getattr(model, "set_requires_gradient_sync", None)):
-            wait(enabled)
-        if enabled or not isinstance(model, DistributedDataParallel):
-            return nullcontext()
-        return model.no_sync()
+        context = super().gradient_sync(model, enabled)
+        # FSDP2's modules are recognised by their method, because importing their class takes a second.
+        if callable(set_sync := getattr(model, "set_requires_gradient_sync", None)):
+            set_sync(enabled)
+        return context if enabled or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if not self.options.find_unused_parameters:
-            check_unused(self._names, optimizer)
-        if self._exchange is not None:
-            self._exchange.finish()
+            check_unused(self._parameter_names, optimizer)
+        if self._reducer is not None:
+            self._reducer.finish()
 
-    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         started: list[Any] = []
         for tensor, rank in pairs:
-            self._hold(tensor)
-            started.append(dist.broadcast(tensor, src=rank, group=self._column_group, async_op=True))
+            self._keep_alive(tensor)
+            started.append(dist.broadcast(tensor, src=rank, group=self._replica_process_group, async_op=True))
         for work in started:
             work.wait()
 
-    def _column_sum(self, tensor: Tensor) -> Tensor:
-        if self._column_group is None:
-            return super()._column_sum(tensor)
+    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        if self._replica_process_group is None:
+            return super()._sum_over_replicas(tensor)
         result = tensor.detach().clone()
-        self._hold(result)
-        dist.all_reduce(result, group=self._column_group)
+        self._keep_alive(result)
+        dist.all_reduce(result, group=self._replica_process_group)
         return result
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         result = tensor.detach().clone()
-        self._hold(result)
+        self._keep_alive(result)
         dist.all_reduce(result, OPS[op])
         return result.div_(self.world.size) if op == "mean" else result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
-        self._hold(tensor, *gathered)
+        self._keep_alive(tensor, *gathered)
         dist.all_gather(gathered, tensor)
         return gathered
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
         sent = rows.contiguous()
         received = torch.empty_like(sent)
-        self._hold(sent, received)
+        self._keep_alive(sent, received)
         dist.all_to_all_single(received, sent)
         return received
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._hold(tensor)
+        self._keep_alive(tensor)
         dist.broadcast(tensor, src=source)

@@ -22,20 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, Columns, ReduceOp, Span, StepResult, TotalNorm
+from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, Span, StepResult, TotalNorm
 from hvd_trainer.backends.compiled import compile_in_buckets
-from hvd_trainer.backends.horovod_reducer import (
-    SPIN_S,
-    BucketReducer,
-    Reducer,
-    Waiter,
-    WrappedReducer,
-    used_somewhere,
-)
+from hvd_trainer.backends.horovod_reducer import HorovodBucketReducer, HorovodTensorReducer
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
-from hvd_trainer.backends.model_sync import check_unused, synchronize
+from hvd_trainer.backends.horovod_waiter import SPIN_S, Waiter
+from hvd_trainer.backends.model_sync import synchronize
+from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
+from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous import store_client
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
@@ -67,11 +63,12 @@ class HorovodBackend(Backend):
         "compression=powersgd": DDP_ONLY,
     }
 
-    def __init__(self, session: Session, *, columns: Columns | None = None, timeline: bool = False) -> None:
-        super().__init__(session, columns=columns, timeline=timeline)
-        self._exchange: Reducer | None = None
-        self._set: Any = None
-        self._ending = threading.Lock()
+    def __init__(
+        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
+    ) -> None:
+        super().__init__(session, grouping=grouping, timeline=timeline)
+        self._process_set: Any = None
+        self._shutdown_lock = threading.Lock()
 
     @functools.cached_property
     def _hvd(self) -> ModuleType:
@@ -124,10 +121,10 @@ class HorovodBackend(Backend):
         if self.options.adasum:
             self._start_on_mpi()
         else:
-            sets = [hvd.ProcessSet(ranks) for ranks in self.columns] if len(self.columns) > 1 else []
+            sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
             with set_variables(self._variables()):
                 hvd.init(process_sets=sets)
-            self._set = next((its for its in sets if self.world.rank in its.ranks), hvd.global_process_set)
+            self._process_set = next((its for its in sets if self.world.rank in its.ranks), hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
 
     def _start_on_mpi(self) -> None:
@@ -196,8 +193,8 @@ class HorovodBackend(Backend):
             # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            # What wakes the thread is the queue of all ranks, and those of a column have their own.
-            wakes = _patch_set() >= WAKES and len(self.columns) == 1
+            # What wakes the thread is the queue of all ranks, and a replica group has its own.
+            wakes = _patch_set() >= WAKES and len(self.replica_groups) == 1
             if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.session.environ:
                 wanted |= WAKING
         if self.uses_nccl:
@@ -208,7 +205,7 @@ class HorovodBackend(Backend):
                 # Else it would wait on the GPU for a rank that is gone. With it, it asks NCCL for errors all the
                 # while, which takes a core: only where there is another world to go on in.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
-        if self._records:
+        if self._records_timeline:
             wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
@@ -235,7 +232,7 @@ class HorovodBackend(Backend):
 
     def _shut_down(self) -> None:
         """End Horovod's thread, at most once: joining it from two threads is not defined."""
-        with self._ending:
+        with self._shutdown_lock:
             if self._hvd.is_initialized():
                 self._hvd.shutdown()
 
@@ -243,9 +240,7 @@ class HorovodBackend(Backend):
         if not failed and self._hvd.is_initialized():
             self.barrier()
         self._shut_down()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self._close_reducer()
         process_group.stop()
 
     # Training.
@@ -266,11 +261,10 @@ class HorovodBackend(Backend):
         synchronize(self, model, optimizer)
         with self.activity.waiting():
             self._broadcast_model(model)
-        self.learn_names(model)
-        if self._exchange is not None:
-            self._exchange.close()
-        connected = exchange and self.world.size > 1
-        self._exchange = self._make_exchange(model, optimizer) if connected else None
+        self.set_parameter_names(model)
+        self._close_reducer()
+        if exchange and self.world.size > 1:
+            self._reducer = self._make_reducer(model, optimizer)
         return model, optimizer
 
     def _check_formats(self, model: nn.Module) -> None:
@@ -304,18 +298,18 @@ class HorovodBackend(Backend):
             if not tensor.is_contiguous():
                 tensor.copy_(packed[name])
 
-    def _make_exchange(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
+    def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd, options = self._hvd, self.options
         compression = self._compression()
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
         if options.adasum:
-            return WrappedReducer(
+            return HorovodTensorReducer(
                 hvd, self._waiter, model, optimizer, {"op": hvd.Adasum, "compression": compression}
             )
         if options.num_groups is not None or sparse:
             settings = {"compression": compression, "groups": None if sparse else options.num_groups}
-            return WrappedReducer(hvd, self._waiter, model, optimizer, settings)
-        return BucketReducer(
+            return HorovodTensorReducer(hvd, self._waiter, model, optimizer, settings)
+        return HorovodBucketReducer(
             hvd,
             self._waiter,
             model,
@@ -327,25 +321,18 @@ class HorovodBackend(Backend):
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._check_formats(stage)
-        if self._exchange is not None:
-            self._exchange.close()
+        self._close_reducer()
         hvd = self._hvd
-        self._exchange = BucketReducer(
+        self._reducer = HorovodBucketReducer(
             hvd,
             self._waiter,
             stage,
             limit_bytes=int(self.options.bucket_mb * 2**20),
             compression=self._compression(),
             reorder=True,
-            process_set=self._set,
+            process_set=self._process_set,
             passes=passes,
         )
-
-    @contextmanager
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        if self._exchange is not None:
-            self._exchange.sync(enabled)
-        yield
 
     def step(
         self,
@@ -371,30 +358,23 @@ class HorovodBackend(Backend):
             total_norm=total_norm,
         )
 
-    def _update(self, optimizer: Optimizer) -> None:
-        if self._exchange is None:
-            optimizer.step()
-        else:
-            self._exchange.update(optimizer)
-
     def _finish_exchange(self, optimizer: Optimizer) -> None:
-        if self._exchange is None:
+        if self._reducer is None:
             return
         if not self.options.find_unused_parameters:
-            check_unused(self._names, optimizer)
-            self._exchange.finish()
+            check_unused(self._parameter_names, optimizer)
+            self._reducer.finish()
             return
-        usage = used_somewhere(lambda flags: self.all_reduce(flags, "max"), optimizer)
-        self._exchange.finish()
-        for parameter, used in usage:
-            if not used:
-                parameter.grad = None
+        unused = unused_everywhere(optimizer, lambda flags: self.all_reduce(flags, "max"))
+        self._reducer.finish()
+        for parameter in unused:
+            parameter.grad = None
 
     @contextmanager
     def timeline(self) -> Iterator[list[Span]]:
         spans: list[Span] = []
         # It may be at work already, for a user who has asked Horovod for it.
-        ours = self._records and self.session.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
+        ours = self._records_timeline and self.session.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
         if not ours or not self.world.is_first:  # rank 0 writes it for all
             yield spans
             return
@@ -414,46 +394,46 @@ class HorovodBackend(Backend):
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._hold(result)
+        self._keep_alive(result)
         # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
         name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
 
-    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         handles = []
         for number, (tensor, rank) in enumerate(pairs):
-            self._hold(tensor)
+            self._keep_alive(tensor)
             # Two that are under way at once may not have one name.
-            name = f"hvd_trainer.column.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
-            handles.append(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._set))
+            name = f"hvd_trainer.replicas.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
+            handles.append(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._process_set))
         for handle in handles:
             self._waiter.result(handle)
 
-    def _column_sum(self, tensor: Tensor) -> Tensor:
-        if len(self.columns) == 1:
-            return super()._column_sum(tensor)
+    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        if len(self.replica_groups) == 1:
+            return super()._sum_over_replicas(tensor)
         result = tensor.detach().clone()
-        self._hold(result)
-        name = f"hvd_trainer.column.{result.dtype}.{tuple(result.shape)}"
-        handle = self._hvd.allreduce_async_(result, name=name, op=self._hvd.Sum, process_set=self._set)
+        self._keep_alive(result)
+        name = f"hvd_trainer.replicas.{result.dtype}.{tuple(result.shape)}"
+        handle = self._hvd.allreduce_async_(result, name=name, op=self._hvd.Sum, process_set=self._process_set)
         self._waiter.result(handle)
         return result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._hold(tensor)
+        self._keep_alive(tensor)
         gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name="hvd_trainer.gather"))
         return list(gathered.split(len(tensor)))
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
         sent = rows.contiguous()
-        self._hold(sent)
+        self._keep_alive(sent)
         handle = self._hvd.alltoall_async(sent, name=f"hvd_trainer.all_to_all.{sent.dtype}.{tuple(sent.shape)}")
         received: Tensor = self._waiter.result(handle)[0]
         return received
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._hold(tensor)
+        self._keep_alive(tensor)
         # Horovod keeps what it knows of a name, the source too.
         name = f"hvd_trainer.broadcast.{source}"
         self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=source, name=name))

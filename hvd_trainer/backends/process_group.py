@@ -52,7 +52,9 @@ def start(session: Session, transport: str) -> None:
     check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
-def make(session: Session, groups: Sequence[Sequence[int]], transport: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    session: Session, groups: Sequence[Sequence[int]], transport: str | None = None
+) -> dist.ProcessGroup:
     """Makes one group of each list of ranks, and returns the one with this rank. All ranks must call it.
 
     Beside Horovod, the default group of all ranks is started first.

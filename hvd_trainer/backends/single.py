@@ -1,4 +1,4 @@
-"""One process: nothing to exchange. The reference that both engines must equal."""
+"""One process, with nothing to exchange: the reference that both engines must equal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from hvd_trainer.backends.base import Backend, ReduceOp
 from hvd_trainer.errors import LaunchError
 
-NOTHING = "one process has nothing to exchange; leave it out"
+NOTHING_TO_EXCHANGE = "one process has nothing to exchange; leave it out"
 
 
 class SingleBackend(Backend):
-    """Trains alone, on one device."""
+    """Train in one process, on one device."""
 
     name = "single"
     only_for_others = dict.fromkeys(
@@ -23,7 +23,7 @@ class SingleBackend(Backend):
             *("init_method", "compression", "transport", "static_graph", "bucket_views", "powersgd_rank"),
             *("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"),
         ),
-        NOTHING,
+        NOTHING_TO_EXCHANGE,
     )
 
     @property
@@ -63,7 +63,7 @@ class SingleBackend(Backend):
     def _all_to_all(self, rows: Tensor) -> Tensor:
         return rows
 
-    def column_broadcast(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         pass
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:

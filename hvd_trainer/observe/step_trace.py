@@ -117,14 +117,14 @@ class StepTrace(Observer):
     def _describe(self, run: RunView) -> dict[str, Any]:
         """Return what `parity` must know of this rank and of the model to find causes."""
         model = run.model
-        column = run.backend.column
+        group = run.backend.replica_group
         modules = dict(model.named_modules())
         state = [*model.named_parameters(), *model.named_buffers()]
         return {
             "rank": run.world.rank,
             "size": run.world.size,
-            "copy": column.index(run.world.rank),  # of the model
-            "copies": len(column),
+            "copy": group.index(run.world.rank),  # of the model
+            "copies": len(group),
             "stride": self._stride,
             "shapes": {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in state},
             "sliced": [name for name, tensor in state if hasattr(tensor, "to_local")],

@@ -32,14 +32,13 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.backends import StepResult
-from hvd_trainer.backends.base import pairwise_sum
-from hvd_trainer.backends.model_sync import check_unused
+from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, seed_all
-from hvd_trainer.utils.tensors import parameters_of
+from hvd_trainer.utils.tensors import pairwise_sum, parameters_of
 
 
 class ReproducibleStep(TrainStep):

@@ -42,9 +42,9 @@ class FSDPShards:
 
     def __init__(self, backend: Backend, precision: str) -> None:
         self._backend = backend
-        self._mesh = DeviceMesh.from_group(backend.group_of(backend.columns), backend.device.type)
+        self._mesh = DeviceMesh.from_group(backend.group_of(backend.replica_groups), backend.device.type)
         self._policy = gathering_policy(backend.device, precision)
-        self.is_first = backend.column[0] == backend.world.rank
+        self.is_first = backend.replica_group[0] == backend.world.rank
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that is in slices already, or that has nothing to train.
@@ -96,7 +96,7 @@ class FSDPShards:
         """Move tensors to the device and give them the values of the column's first rank."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._backend.device).contiguous()
-        self._backend.column_broadcast([(tensor.data, self._backend.column[0]) for tensor in tensors])
+        self._backend.broadcast_to_replicas([(tensor.data, self._backend.replica_group[0]) for tensor in tensors])
 
     def completed(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
         """Return whole tensors in host memory, on the column's first rank; None on the others. A collective.

@@ -1,11 +1,11 @@
-"""The grid of stages and replicas: which ranks share one copy of the model, and which have the same part of it.
+"""The grid of stages and replicas: which ranks share one copy of the model, and which have the same stage.
 
     6 ranks, 2 stages           stage 0   stage 1
-                   replica 0    rank 0    rank 1     a row passes activations on, and gradients back
+                   replica 0    rank 0    rank 1     a row is a stage group: activations go on, gradients back
                    replica 1    rank 2    rank 3
-                   replica 2    rank 4    rank 5     a column averages its gradients
+                   replica 2    rank 4    rank 5     a column is a replica group: it averages its gradients
 
-Pure arithmetic: nothing here has started yet.
+Pure arithmetic, before any engine has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvd_trainer.errors import OptionError
 
 
 class Place(NamedTuple):
-    """Where a rank stands in the grid."""
+    """A rank's position in the grid."""
 
     replica: int
     stage: int
@@ -26,30 +26,34 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks by replica and stage: `rows[replica][stage]`."""
+    """The ranks by replica and stage."""
 
-    rows: tuple[tuple[int, ...], ...]
-
-    @property
-    def stages(self) -> int:
-        return len(self.rows[0])
+    stage_groups: tuple[tuple[int, ...], ...]
+    """per replica the ranks of its stages: `stage_groups[replica][stage]`"""
 
     @property
-    def replicas(self) -> int:
-        return len(self.rows)
+    def num_stages(self) -> int:
+        """How many ranks share one copy of the model."""
+        return len(self.stage_groups[0])
 
     @property
-    def columns(self) -> list[list[int]]:
-        """Per stage, the ranks that have it."""
-        return [list(column) for column in zip(*self.rows, strict=True)]
+    def num_replicas(self) -> int:
+        """How many copies of the model there are."""
+        return len(self.stage_groups)
+
+    @property
+    def replica_groups(self) -> list[list[int]]:
+        """Per stage the ranks that have it, one of each replica."""
+        return [list(group) for group in zip(*self.stage_groups, strict=True)]
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
-        return next(Place(replica, row.index(rank)) for replica, row in enumerate(self.rows) if rank in row)
+        """Return a rank's replica and stage."""
+        groups = enumerate(self.stage_groups)
+        return next(Place(replica, group.index(rank)) for replica, group in groups if rank in group)
 
 
 def check_stages(stages: int, size: int) -> None:
-    """Refuses stages that do not divide the ranks.
+    """Check that the stages divide the ranks.
 
     Raises:
         OptionError: they do not.
@@ -64,10 +68,10 @@ def check_stages(stages: int, size: int) -> None:
 
 
 def make_grid(nodes: Sequence[str], stages: int) -> Grid:
-    """Lays the grid out so that the stages of a replica are on one node, wherever they fit.
+    """Lay the grid out so that the stages of a replica are on one node, wherever they fit.
 
-    Stages send each other activations in every micro-batch, replicas exchange gradients once per step; so rows
-    take the ranks of one node first, and only what is left of the nodes is put together across them.
+    Stages send each other activations in every micro-batch, replicas exchange gradients once per step. So stage
+    groups take the ranks of one node first, and only the remaining ranks form groups across nodes.
 
     Args:
         nodes: the node of each rank, in rank order.
@@ -80,12 +84,12 @@ def make_grid(nodes: Sequence[str], stages: int) -> Grid:
         OptionError: the stages do not divide the ranks.
     """
     check_stages(stages, len(nodes))
-    rows: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     left: list[int] = []
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, its in enumerate(nodes) if its == node]
         whole = len(ranks) // stages * stages
-        rows += [tuple(ranks[start : start + stages]) for start in range(0, whole, stages)]
+        groups += [tuple(ranks[start : start + stages]) for start in range(0, whole, stages)]
         left += ranks[whole:]
-    rows += [tuple(left[start : start + stages]) for start in range(0, len(left), stages)]
-    return Grid(tuple(sorted(rows)))
+    groups += [tuple(left[start : start + stages]) for start in range(0, len(left), stages)]
+    return Grid(tuple(sorted(groups)))

@@ -71,7 +71,7 @@ class Layout(ABC):
             )
         if options.shard == "optimizer" and backend.world.size > 1:
             self._everyone = backend.group_of([range(backend.world.size)])
-        if options.shard == "full" and len(backend.column) > 1:
+        if options.shard == "full" and len(backend.replica_group) > 1:
             # Tensors in slices are half a second of imports that only this needs.
             from hvd_trainer.parallel.fsdp import FSDPShards
 
@@ -206,7 +206,7 @@ class WholeModelLayout(Layout):
                 block_names(model, "--shard full")  # a parameter of two blocks would become two
                 blocks = list(model.children())
             self._slices.cut([to_train], blocks, optimizer)
-            self._backend.learn_names(model)
+            self._backend.set_parameter_names(model)
             return to_train, optimizer
         if self._everyone is not None:
             # Of an optimizer that was shared out before, each rank knows the state of its own share.

@@ -43,7 +43,7 @@ class PipelineLayout(Layout):
         super().__init__(backend, options, train, exchange=exchange)
         self.grid = make_grid([peer.node for peer in backend.session.peers], options.stages)
         self.place = self.grid.place(backend.world.rank)
-        self.share = DataShard(self.place.replica, self.grid.replicas)
+        self.share = DataShard(self.place.replica, self.grid.num_replicas)
         self._chunk_size = 0
         check_chunks(options.schedule, options.stages, options.num_chunks)
         self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
@@ -51,7 +51,7 @@ class PipelineLayout(Layout):
         self._pipeline: Runner | None = None
         if options.stages > 1:
             refuse_stages_on_gloo(backend, options.stages)
-            self._group = backend.group_of(self.grid.rows)
+            self._group = backend.group_of(self.grid.stage_groups)
 
     def check_batch(self, batch_size: int) -> None:
         chunks = self._options.num_chunks
@@ -96,7 +96,7 @@ class PipelineLayout(Layout):
         else:
             blocks = [block for part in self._mine.values() for block in part.blocks]
             self._slices.cut(list(stage), blocks, optimizer)
-        backend.learn_names(model)
+        backend.set_parameter_names(model)
         self._share_updates(optimizer)
         return model, optimizer
 
@@ -187,7 +187,7 @@ class PipelineLayout(Layout):
         waits = bubble(options.schedule, stages, chunks, options.parts_of_each)
         if stages == 1:
             waits = bubble("gpipe", options.num_devices, chunks)
-        copies = f"{grid.replicas} {'copy' if grid.replicas == 1 else 'copies'}"
+        copies = f"{grid.num_replicas} {'copy' if grid.num_replicas == 1 else 'copies'}"
         cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
         lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
         if len(self.parts) == 1:

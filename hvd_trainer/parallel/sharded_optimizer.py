@@ -66,11 +66,11 @@ class ShardedOptimizer:
     def __init__(self, backend: Backend, optimizer: Optimizer) -> None:
         self._backend = backend
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
-        owners = share_out([p.numel() for p in parameters], len(backend.column))
-        self._by_owner: list[list[Tensor]] = [[] for _ in backend.column]
+        owners = share_out([p.numel() for p in parameters], len(backend.replica_group))
+        self._by_owner: list[list[Tensor]] = [[] for _ in backend.replica_group]
         for parameter, owner in zip(parameters, owners, strict=True):
             self._by_owner[owner].append(parameter)
-        self._mine = {id(p) for p in self._by_owner[backend.column.index(backend.world.rank)]}
+        self._mine = {id(p) for p in self._by_owner[backend.replica_group.index(backend.world.rank)]}
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -87,7 +87,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        owned = zip(self._backend.column, self._by_owner, strict=True)
+        owned = zip(self._backend.replica_group, self._by_owner, strict=True)
         waiting = [(bucket, rank) for rank, parameters in owned for bucket in buckets(parameters)]
         with self._backend.activity.waiting():
             for first in range(0, len(waiting), UNDER_WAY):
@@ -96,7 +96,7 @@ class ShardedOptimizer:
     def _send(self, sent: Sequence[tuple[Sequence[Tensor], int]]) -> None:
         """Send buckets, each in one piece from the rank that has updated it."""
         pieces = [(_in_one_piece(parameters), rank) for parameters, rank in sent]
-        self._backend.column_broadcast(pieces)
+        self._backend.broadcast_to_replicas(pieces)
         for (parameters, rank), (piece, _) in zip(sent, pieces, strict=True):
             if rank != self._backend.world.rank and piece.data_ptr() != parameters[0].data_ptr():
                 for parameter, part in zip(parameters, piece.split([p.numel() for p in parameters]), strict=True):

@@ -81,7 +81,7 @@ def build_run(
         exchange = "exchange" not in options.measure.leave_out
         layout = make_layout(backend, options.parallel, train, exchange=exchange)
         resources.callback(layout.close)
-        plan = BatchPlan.of(train, layout.share.size * backend.copies)
+        plan = BatchPlan.of(train, layout.share.size * backend.num_replicas)
         layout.check_batch(plan.batch_size)
         progress = Progress()
         peak_memory = PeakMemory(backend)
@@ -163,7 +163,7 @@ def _build_loader(
 ) -> Loader:
     train = options.train
     loader_plan = LoaderPlan(
-        batch_size=plan.batch_size * backend.copies,
+        batch_size=plan.batch_size * backend.num_replicas,
         seed=train.seed,
         shuffle=shuffle,
         virtual_ranks=train.reproducible,

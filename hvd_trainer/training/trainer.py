@@ -74,7 +74,7 @@ class Trainer:
         parallel = self.options.parallel
         self.backend = backends.create(
             self.options.engine,
-            columns=self._columns(),
+            grouping=self._replica_grouping(),
             devices=parallel.devices or parallel.devices_per_rank,
             timeline=self.options.measure.profile is not None,
         )
@@ -82,10 +82,10 @@ class Trainer:
         self._stop_condition = StopCondition.parse(self.options.train.until)
         self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)
 
-    def _columns(self) -> backends.Columns | None:
+    def _replica_grouping(self) -> backends.ReplicaGrouping | None:
         """Return a function that lists the ranks of each stage; None where every rank has the whole model."""
         stages = self.options.parallel.stages
-        return None if stages == 1 else lambda nodes: make_grid(nodes, stages).columns
+        return None if stages == 1 else lambda nodes: make_grid(nodes, stages).replica_groups
 
     @property
     def world(self) -> World:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,3 +12,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters that the optimizer updates, in its order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of a power of two of tensors: neighbours are added first, then their sums, and so on."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
