@@ -48,7 +48,7 @@ def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.
     activity.since -= 2
     assert activity.is_waiting
     gpu.events[0].done.set()
-    monkeypatch.setattr(exchange_monitor, "ANSWER_S", 60)
+    monkeypatch.setattr(exchange_monitor, "MAX_ANSWER_S", 60)
     assert not activity.is_waiting
 
 

@@ -19,7 +19,7 @@ def check(model: nn.Module, **options: Any) -> None:
     backend._check_formats(model)
 
 
-@pytest.mark.parametrize("patch_set", [0, horovod.BFLOAT16 - 1, horovod.BFLOAT16])
+@pytest.mark.parametrize("patch_set", [0, horovod.MIN_PATCH_SET_BFLOAT16 - 1, horovod.MIN_PATCH_SET_BFLOAT16])
 def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: patch_set)
@@ -27,7 +27,7 @@ def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.Mo
     check(model)
     half = nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16))
     for its, options in ((half, {}), (model, {"compression": "bf16"})):
-        if patch_set == horovod.BFLOAT16:
+        if patch_set == horovod.MIN_PATCH_SET_BFLOAT16:
             check(its, **options)
         else:
             with pytest.raises(BackendError, match="no bfloat16. Type: python -m hvd_trainer install-horovod"):
@@ -35,6 +35,6 @@ def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.Mo
 
 
 def test_adasum_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "_patch_set", lambda: horovod.BFLOAT16)
+    monkeypatch.setattr(horovod, "_patch_set", lambda: horovod.MIN_PATCH_SET_BFLOAT16)
     with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
         check(nn.Linear(2, 2).bfloat16(), adasum=True)

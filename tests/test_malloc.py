@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_trainer.backends.malloc import OWN_WAY
+from hvd_trainer.backends.malloc import USER_SETTINGS
 
 BY_ITSELF = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
@@ -36,7 +36,7 @@ def test_freed_memory_is_reused(wish: dict[str, str], faults: range) -> None:
     """A user who tells glibc something else has the last word."""
     if wish and "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this kernel gives large pages, of which there are too few to count: echo madvise > that file")
-    clean = {name: value for name, value in os.environ.items() if name not in OWN_WAY}
+    clean = {name: value for name, value in os.environ.items() if name not in USER_SETTINGS}
     result = subprocess.run(
         [sys.executable, "-c", CODE], env={**clean, **wish}, capture_output=True, text=True, check=True
     )

@@ -12,40 +12,40 @@ from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import COMMAND
 
 Devices = int | Sequence[str]
-"""How many, or which by name."""
+"""How many devices, or their names."""
 
 
-def choose_devices(world: World, wish: str = "auto", devices: Devices = 1) -> list[torch.device]:
+def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> list[torch.device]:
     """Pin this process to its devices, and make the first of them the current one.
 
     Args:
         world: this process among all.
-        wish: `auto`, `cpu`, or a type of accelerator.
-        devices: how many, or which by name.
+        kind: `auto`, `cpu`, or a type of accelerator.
+        devices: how many devices, or their names.
 
     Raises:
         BackendError: devices were asked for that PyTorch does not see.
     """
-    kind = None if wish == "cpu" else accelerator.kind()
-    if wish not in ("auto", "cpu", kind):
+    found = None if kind == "cpu" else accelerator.kind()
+    if kind not in ("auto", "cpu", found):
         raise BackendError(
-            f"--device {wish} was asked for, but PyTorch {torch.__version__} sees no such GPU"
-            f"{f' (it sees {kind})' if kind else ''}. Type: {COMMAND} doctor, to see why; or train "
-            f"{f'with --device {kind}' if kind else 'on CPUs with --device cpu'}"
+            f"--device {kind} was asked for, but PyTorch {torch.__version__} sees no such GPU"
+            f"{f' (it sees {found})' if found else ''}. Type: {COMMAND} doctor, to see why; or train "
+            f"{f'with --device {found}' if found else 'on CPUs with --device cpu'}"
         )
-    visible = accelerator.count(kind)
+    visible = accelerator.count(found)
     if not isinstance(devices, int):
-        chosen = [_named(name, kind, visible) for name in devices]
-    elif kind is None:
+        chosen = [_device_named(name, found, visible) for name in devices]
+    elif found is None:
         chosen = [torch.device("cpu")] * devices
     else:
         numbers = gpu_numbers(world.local_rank, world.local_size, visible, devices)
-        chosen = [torch.device(kind, number) for number in numbers]
+        chosen = [torch.device(found, number) for number in numbers]
     accelerator.set_current(chosen[0])
     return chosen
 
 
-def _named(name: str, kind: str | None, visible: int) -> torch.device:
+def _device_named(name: str, kind: str | None, visible: int) -> torch.device:
     there = ["cpu", *(f"{kind}:{number}" for number in range(visible))]
     if name not in there:
         raise BackendError(f"--devices {name}: there is no such device here. There are: {', '.join(there)}")
@@ -53,13 +53,13 @@ def _named(name: str, kind: str | None, visible: int) -> torch.device:
 
 
 def gpu_numbers(local_rank: int, local_size: int, visible: int, count: int = 1) -> list[int]:
-    """The GPUs of one rank, by their numbers among the visible ones: the first rank's come first.
+    """Return the indices of one rank's GPUs among the visible ones.
 
-    One each is the local rank modulo the visible ones, so that a task that sees one works. For several, either all
-    ranks of the node see the GPUs of all, or each its own alone.
+    With one GPU per rank it is the local rank modulo the visible ones, so that a rank that sees only its own takes
+    that. With several, either all ranks of the node see all GPUs, or each rank sees only its own.
 
     Raises:
-        BackendError: there are too few.
+        BackendError: too few GPUs are visible.
     """
     if count > 1 and visible != count and local_size * count > visible:
         raise BackendError(

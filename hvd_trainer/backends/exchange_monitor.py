@@ -1,7 +1,7 @@
-"""Whether an accelerator has come to the end of the exchanges that it was given.
+"""Whether an accelerator has finished the exchanges in its queue.
 
-The host only puts exchanges into the device's queue and runs ahead; where it stops in the end, for want of room
-there, says nothing about whom it waits for.
+The host only queues exchanges and runs ahead. Where it stops when the queue is full tells nothing of what the
+device waits for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from hvd_trainer.utils import accelerator
 
-ANSWER_S = 0.2
-"""How long the device is given to say that it is done."""
+MAX_ANSWER_S = 0.2
+"""How long to wait for the device before it counts as busy."""
 
 
 class ExchangeMonitor:
-    """Follows one event through the device's queue, which is recorded anew after each step's exchange.
+    """Follow one event through the device's queue; it is recorded anew after each step's exchange.
 
     Args:
         device: an accelerator.
@@ -27,7 +27,7 @@ class ExchangeMonitor:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, accelerator.event(device)
-        self._marks, self._asked = 0, 0
+        self._marks, self._awaited_mark = 0, 0
         self._is_paused = False
         self._reached = threading.Event()
 
@@ -39,7 +39,7 @@ class ExchangeMonitor:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Ignore what is put into a graph, inside, which the device does later."""
+        """Ignore marks inside the block: they go into a graph, which the device runs later."""
         self._is_paused = True
         try:
             yield
@@ -47,19 +47,19 @@ class ExchangeMonitor:
             self._is_paused = False
 
     def is_exchanging(self) -> bool:
-        """Return True while the device has not reached the last mark; may take `ANSWER_S`.
+        """Return whether the device has not reached the last mark yet; may take `MAX_ANSWER_S`.
 
-        A thread of its own waits for the event, once for each mark that is asked about: PyTorch's `query` keeps
-        Python's lock, and can block while another thread waits for room in the device's queue.
+        A thread waits for the event, one per mark that is asked about: PyTorch's `query` holds the GIL, and can
+        block while another thread waits for room in the device's queue.
         """
         if self._marks == 0:
             return False
-        if self._asked != self._marks:
-            self._asked, self._reached = self._marks, threading.Event()
+        if self._awaited_mark != self._marks:
+            self._awaited_mark, self._reached = self._marks, threading.Event()
             threading.Thread(target=self._wait, args=(self._reached,), name="exchange", daemon=True).start()
-        return not self._reached.wait(ANSWER_S)
+        return not self._reached.wait(MAX_ANSWER_S)
 
     def _wait(self, reached: threading.Event) -> None:
-        with suppress(RuntimeError):  # the training thread will be told of the device's error
+        with suppress(RuntimeError):  # the training thread gets the device's error, too
             self._event.synchronize()
         reached.set()

@@ -42,17 +42,19 @@ from hvd_trainer.utils.network import interface_name
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
-WAKING = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
-"""For our builds of Horovod, whose background thread then sleeps until there is work. Others do not know the first
-and must not have the second: theirs looks for work once in a cycle, and meets all other ranks' to do so. With a
-cycle of 1 ms that costs more than the exchange, most of all where there are more ranks than cores."""
-WAKES, LEAVES, BFLOAT16 = 3, 15, 16
-"""The first PATCH_SET of `horovod_build` that wakes on enqueue, lets ranks leave others that are gone, and has
-bfloat16."""
+WAKE_ON_ENQUEUE = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
+"""For Horovod as `install-horovod` builds it, whose background thread then sleeps until there is work. Other
+builds ignore the first variable and must not get the second: their thread looks for work once per cycle, together
+with those of all other ranks. With a cycle of 1 ms that costs more than the exchange, most of all with more ranks
+than cores."""
+MIN_PATCH_SET_WAKE = 3
+MIN_PATCH_SET_ELASTIC = 15
+MIN_PATCH_SET_BFLOAT16 = 16
+"""The first PATCH_SET of `horovod_build` that wakes on enqueue, lets ranks leave dead ones, and has bfloat16."""
 
 
 class HorovodBackend(Backend):
-    """Averages gradients by Horovod's background thread while backward runs."""
+    """Average gradients by Horovod's background thread while backward runs."""
 
     name = "horovod"
     only_for_others = {
@@ -113,7 +115,7 @@ class HorovodBackend(Backend):
                 "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
                 "out."
             )
-        if self.session.driver is not None and _patch_set() < LEAVES:
+        if self.session.driver is not None and _patch_set() < MIN_PATCH_SET_ELASTIC:
             raise BackendError(
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
                 f"all hosts: {INSTALL_HOROVOD}"
@@ -153,22 +155,22 @@ class HorovodBackend(Backend):
             )
 
     def _variables(self) -> dict[str, str]:
-        """What Horovod reads at its start, for this world, whichever launcher made it."""
+        """Return the variables from which Horovod learns this world, whichever launcher made it."""
         world, peers = self.world, self.session.peers
         variables = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s))),
-            # In its elastic mode it would ask for its place by itself, and ask our server, which does not know it.
+            # In its elastic mode Horovod would ask for its rank by itself, and ask our server, which knows none.
             "HOROVOD_ELASTIC": "0",
         }
         variables |= self._tuning()
         if world.size == 1 and self.session.driver is None:
-            return variables  # but a rank that is the last of many has their numbers in its environment
+            return variables  # in elastic mode the last rank of many still has their numbers in its environment
         across = [peer for peer in peers if peer.local_rank == world.local_rank]
         me = peers[world.rank]
         address, port = self._rendezvous()
         interface = interface_name(self.session.address)
         if "HOROVOD_GLOO_IFACE" in self.session.environ and self.options.network_interface is None:
-            interface = None  # it has been chosen
+            interface = None  # the user has chosen one
         return variables | {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -185,25 +187,25 @@ class HorovodBackend(Backend):
         }
 
     def _tuning(self) -> dict[str, str]:
-        """Horovod's settings by our options and this machine; what the user has set in the environment stays."""
+        """Return Horovod's settings by options and device, except those that the user's environment has."""
         options = self.options
         if options.autotune:
-            wanted = {"HOROVOD_AUTOTUNE": "1"}  # what is set is not tuned
+            wanted = {"HOROVOD_AUTOTUNE": "1"}  # which leaves alone what is set
         else:
-            # Buckets are laid out already: fused in pairs they would be copied, and summed in another order.
+            # Fusing our buckets, which are large already, would copy them and sum them in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            # What wakes the thread is the queue of all ranks, and a replica group has its own.
-            wakes = _patch_set() >= WAKES and len(self.replica_groups) == 1
+            # Only the global process set's queue wakes the thread, and replica groups have queues of their own.
+            wakes = _patch_set() >= MIN_PATCH_SET_WAKE and len(self.replica_groups) == 1
             if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.session.environ:
-                wanted |= WAKING
+                wanted |= WAKE_ON_ENQUEUE
         if self.uses_nccl:
-            # A handle is done when NCCL has been asked for it, and the default stream waits for the rest: without
-            # it the host waits, and asks the GPU for the update and the next step only when it has run dry.
+            # A handle is done once its operation is in NCCL's queue, and the default stream waits for the result.
+            # Without this the host waits, and queues the update and the next step only when the GPU is idle.
             wanted["HOROVOD_ENABLE_ASYNC_COMPLETION"] = "1"
             if self.session.driver is not None:
-                # Else it would wait on the GPU for a rank that is gone. With it, it asks NCCL for errors all the
-                # while, which takes a core: only where there is another world to go on in.
+                # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
+                # time, which takes a core: so only where this rank can go on in another world.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
         if self._records_timeline:
             wanted["HOROVOD_TIMELINE"] = DYNAMIC
@@ -214,15 +216,15 @@ class HorovodBackend(Backend):
         return {name: value for name, value in wanted.items() if name not in self.session.environ}
 
     def _rendezvous(self) -> tuple[str, int]:
-        """Return the address and port of Horovod's rendezvous, a server of rank 0, by an endpoint of the store.
+        """Return address and port of a server for Horovod's own rendezvous, which rank 0 starts. A collective.
 
-        Also under horovodrun, which has one: a second start in one process would meet there what is left of the
-        first, and hang if a rank is quick.
+        Also under horovodrun, which has such a server: a second start in one process would find the first one's
+        entries there, and hang if a rank is quick.
         """
         if self.world.is_first:
             self.session.store.set("horovod", str(store_client.serve(self.session.address)))
         endpoint = parse_endpoint(self.session.store.get("horovod").decode())
-        # Horovod makes http://ADDRESS:PORT/SCOPE/KEY of it, which so becomes a path that begins with the token.
+        # Horovod asks for http://ADDRESS:PORT/SCOPE/KEY, whose path begins with the token by this.
         return f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod", endpoint.port
 
     def abort_exchanges(self) -> None:
@@ -231,7 +233,7 @@ class HorovodBackend(Backend):
             self._shut_down()
 
     def _shut_down(self) -> None:
-        """End Horovod's thread, at most once: joining it from two threads is not defined."""
+        """End Horovod's background thread once: joining it from two threads is undefined behaviour."""
         with self._shutdown_lock:
             if self._hvd.is_initialized():
                 self._hvd.shutdown()
@@ -268,18 +270,18 @@ class HorovodBackend(Backend):
         return model, optimizer
 
     def _check_formats(self, model: nn.Module) -> None:
-        """Refuse bfloat16, of the model or on the wire, where this Horovod cannot exchange it.
+        """Check that this Horovod can exchange bfloat16, if the model or the wire format is.
 
         Raises:
-            OptionError: Adasum is asked for.
-            BackendError: this Horovod was built without.
+            OptionError: Adasum cannot.
+            BackendError: this Horovod was built without bfloat16.
         """
         formats = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
         if torch.bfloat16 not in formats and self.options.compression != "bf16":
             return
         if self.options.adasum:
             raise OptionError("--adasum combines fp16, fp32 and fp64 only, not bfloat16. Leave one of them out.")
-        if _patch_set() < BFLOAT16:
+        if _patch_set() < MIN_PATCH_SET_BFLOAT16:
             raise BackendError(
                 f"This Horovod has no bfloat16. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
             )
@@ -288,11 +290,11 @@ class HorovodBackend(Backend):
         return getattr(self._hvd.Compression, self.options.compression)
 
     def _broadcast_model(self, model: nn.Module) -> None:
-        """Gives rank 0's parameters and buffers to all. Horovod takes contiguous tensors only."""
+        """Give rank 0's parameters and buffers to all ranks; Horovod takes contiguous tensors only."""
         state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         packed = {name: tensor.contiguous() for name, tensor in state.items()}
         self._hvd.broadcast_parameters(packed, root_rank=0)
-        # What has arrived is known on the default stream only, and this may be another one.
+        # Horovod makes only the default stream wait for the result, and the current one may be another.
         accelerator.synchronize(self.device)
         for name, tensor in state.items():
             if not tensor.is_contiguous():
@@ -373,7 +375,7 @@ class HorovodBackend(Backend):
     @contextmanager
     def timeline(self) -> Iterator[list[Span]]:
         spans: list[Span] = []
-        # It may be at work already, for a user who has asked Horovod for it.
+        # A user may have started Horovod's timeline by its own variable.
         ours = self._records_timeline and self.session.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
         if not ours or not self.world.is_first:  # rank 0 writes it for all
             yield spans
@@ -385,7 +387,7 @@ class HorovodBackend(Backend):
                 yield spans
             finally:
                 self._hvd.stop_timeline()
-            with suppress(OSError, ValueError):  # where the disk is full, it is cut off
+            with suppress(OSError, ValueError):  # a full disk cuts the file off
                 spans += read_timeline(file)
 
     # Collectives.
@@ -395,7 +397,7 @@ class HorovodBackend(Backend):
         ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._keep_alive(result)
-        # A name that comes back lets Horovod answer from its cache instead of negotiating anew.
+        # With a name that it has seen, Horovod answers from its cache instead of negotiating anew.
         name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
         self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
         return result.div_(self.world.size) if op == "mean" else result
@@ -404,7 +406,7 @@ class HorovodBackend(Backend):
         handles = []
         for number, (tensor, rank) in enumerate(pairs):
             self._keep_alive(tensor)
-            # Two that are under way at once may not have one name.
+            # Two operations under way at once must have different names.
             name = f"hvd_trainer.replicas.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
             handles.append(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._process_set))
         for handle in handles:
@@ -434,7 +436,7 @@ class HorovodBackend(Backend):
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         self._keep_alive(tensor)
-        # Horovod keeps what it knows of a name, the source too.
+        # Horovod caches the source rank with the name.
         name = f"hvd_trainer.broadcast.{source}"
         self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=source, name=name))
 
@@ -450,7 +452,7 @@ def _patch_set() -> int:
 
 def _import_horovod() -> ModuleType:
     try:
-        # A Horovod without its extension prints that on every rank, and does not raise.
+        # A Horovod without its extension prints a message on every rank instead of raising.
         with redirect_stdout(io.StringIO()):
             hvd = importlib.import_module("horovod.torch")
     except ImportError as error:

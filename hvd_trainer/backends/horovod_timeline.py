@@ -1,4 +1,4 @@
-"""Horovod's own record of its exchanges, brought to the time of the day.
+"""Horovod's own timeline of its exchanges, converted to the time of day.
 
 Horovod writes a JSON list in which each tensor is a "process", and times are microseconds since its start; when
 that was, by the clock of the host, stands in the first line:
@@ -22,17 +22,17 @@ DYNAMIC = "DYNAMIC"
 
 
 def read_timeline(file: Path) -> list[Span]:
-    """What Horovod has written: for each tensor what was done with it, and which rank came when.
+    """Return the spans of a timeline: the phases of each tensor's exchange, and when each rank was ready for it.
 
-    Of what began before the file, or had not ended with it, there is nothing.
+    Spans that began before the file or had not ended with it are left out.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is none of Horovod's.
+        ValueError: it is not a timeline of Horovod's.
     """
     text = file.read_text()
     if not text:
-        return []  # Horovod begins it with the first exchange
+        return []  # Horovod writes nothing before the first exchange
     try:
         return _spans(_events(text))
     except (KeyError, TypeError) as error:
@@ -43,7 +43,7 @@ def _events(text: str) -> list[dict[str, Any]]:
     try:
         events: list[dict[str, Any]] = json.loads(text)
     except ValueError:
-        events = json.loads(text.rstrip().rstrip(",") + "]")  # as a Horovod leaves it that was ended meanwhile
+        events = json.loads(text.rstrip().rstrip(",") + "]")  # left open by a Horovod that was shut down
     return events
 
 

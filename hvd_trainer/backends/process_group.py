@@ -1,4 +1,4 @@
-"""torch.distributed, started at the store where the ranks met: below DDP, and beside Horovod for stages."""
+"""torch.distributed's process groups, on the session's store: for DDP, and beside Horovod for models in stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hvd_trainer.utils import accelerator
 
 
 def start(session: Session, transport: str) -> None:
-    """Start the default group of all ranks. In all groups CPU tensors are exchanged by Gloo.
+    """Start the default group of all ranks. In every group Gloo exchanges CPU tensors.
 
     Args:
         session: connected; its store is used.
         transport: the library for tensors on an accelerator: gloo, nccl or xccl.
 
     Raises:
-        BackendError: it is already initialised in this process.
+        BackendError: torch.distributed is already initialised in this process.
         LaunchError: its world is not the launcher's.
     """
     if dist.is_initialized():
@@ -35,19 +35,19 @@ def start(session: Session, transport: str) -> None:
             "torch.distributed is already initialised in this process. Leave init_process_group to hvd_trainer: "
             "take that call out."
         )
-    # Imported before the group exists: this module keeps the default group of the moment in its functions' default
-    # arguments, and DDP imports it. A group that is never freed leaves Gloo's threads running at exit, where they
-    # abort 3 to 13 % of runs ("terminate called without an active exception").
+    # DDP imports this module, whose functions keep the default group of that moment in their default arguments. So
+    # it is imported before there is a group: one that is never freed leaves Gloo's threads running at exit, which
+    # aborted 3 to 13 % of runs ("terminate called without an active exception").
     import torch.distributed.nn.functional  # noqa: F401
 
-    by_gloo = transport == "gloo"
+    uses_gloo = transport == "gloo"
     dist.init_process_group(
-        "gloo" if by_gloo else accelerator.process_group_backend(session.device),
+        "gloo" if uses_gloo else accelerator.process_group_backend(session.device),
         store=dist.PrefixStore("ddp", session.store),
         rank=session.world.rank,
         world_size=session.world.size,
         timeout=timedelta(seconds=session.options.startup_timeout_s),
-        device_id=None if by_gloo else session.device,
+        device_id=None if uses_gloo else session.device,
     )
     check_world(session.world, "torch.distributed", dist.get_rank(), dist.get_world_size())
 
@@ -55,7 +55,7 @@ def start(session: Session, transport: str) -> None:
 def new_group(
     session: Session, groups: Sequence[Sequence[int]], transport: str | None = None
 ) -> dist.ProcessGroup:
-    """Makes one group of each list of ranks, and returns the one with this rank. All ranks must call it.
+    """Make one group of each list of ranks, and return the one with this rank. A collective.
 
     Beside Horovod, the default group of all ranks is started first.
 
@@ -73,22 +73,22 @@ def new_group(
     return mine
 
 
-_ENDING = threading.Lock()
+_END_LOCK = threading.Lock()
 
 
 def abort() -> None:
-    """End all groups at once, whatever is under way in them: a GPU that waits for a rank that is gone goes on.
+    """End all groups at once, with whatever is under way in them, so that a GPU stops waiting for a dead rank.
 
     To be called by another thread than the one that waits.
     """
-    with _ENDING:
+    with _END_LOCK:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
 
 def stop() -> None:
-    """Ends all groups; whatever held one must have let it go."""
-    with _ENDING:
+    """End all groups; nothing else may still hold one."""
+    with _END_LOCK:
         if dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()

@@ -1,33 +1,31 @@
 """Batch norm over the global batch, the same for both engines.
 
 PyTorch's and Horovod's own SyncBatchNorm refuse CPU tensors and differ from each other in rounding. Here one
-collective carries each rank's mean, variance and count, which are combined by the formula of Chan, Golub and
+collective gathers each rank's mean, variance and count, which are combined by the formula of Chan, Golub and
 LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 
-On accelerators PyTorch has five kernels for that, each of which takes the place of several operations here; the
-CPU has none of them. The collectives are the same.
+On accelerators five of PyTorch's kernels do that, each in place of several operations here; the CPU has none of
+them. The collectives are the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hvd_trainer.backends.base import Backend
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
-if TYPE_CHECKING:
-    from hvd_trainer.backends.base import Backend
-
-# The base class of BatchNorm1d, 2d and 3d: the only way to recognise all of them.
+# The base class of BatchNorm1d, 2d and 3d, by which all of them are recognised.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class _SumOverRanks(Function):
-    """Sum over ranks; since each rank's output depends on all inputs, so does the gradient."""
+    """Sum over ranks, forward and backward: each rank's output depends on all ranks' inputs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, backend: Backend) -> Tensor:
@@ -40,7 +38,7 @@ class _SumOverRanks(Function):
 
 
 class _FusedBatchNorm(Function):
-    """Batch norm over all ranks by PyTorch's kernels for accelerators; it also updates the running statistics."""
+    """Batch norm over all ranks by PyTorch's kernels for accelerators; also updates the running statistics."""
 
     @staticmethod
     def forward(
@@ -50,7 +48,8 @@ class _FusedBatchNorm(Function):
         mean, invstd = torch.batch_norm_stats(input, layer.eps)
         rows = layer.gather(torch.cat([mean, invstd, mean.new_full((1,), _samples(input))]))
         means, invstds, counts = rows.split([len(mean), len(mean), 1], dim=1)
-        # The counts have the type of the running statistics, or of the first argument: fp16 ends at 65,504.
+        # The kernel wants counts in the type of the running statistics, or of its first argument. fp16 ends at
+        # 65,504, so without running statistics the first argument is the fp32 mean.
         typed = mean if layer.running_mean is None else layer.running_mean
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             input if layer.running_mean is not None else mean,
@@ -83,18 +82,18 @@ class _FusedBatchNorm(Function):
             grad_input = torch.batch_norm_backward_elemt(
                 grad, input, mean, invstd, scale, sum_dy, sum_dy_xmu, counts
             )
-        # The gradients of weight and bias are this rank's: the engine averages them with all others.
+        # The gradients of weight and bias are this rank's: the engine averages them like all others.
         return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None
 
 
 def _memory_order(tensor: Tensor) -> torch.memory_format:
-    """Channels last if the tensor is laid out so, else the usual order: the kernels know no others."""
+    """Return channels last if the tensor is laid out so, else contiguous: the kernels take no other order."""
     orders = (torch.channels_last, torch.channels_last_3d)
     return next((order for order in orders if tensor.is_contiguous(memory_format=order)), torch.contiguous_format)
 
 
 def _samples(input: Tensor) -> int:
-    """How many values each channel has."""
+    """Return the number of values per channel."""
     return input.numel() // input.shape[1]
 
 
@@ -117,7 +116,9 @@ class SyncBatchNorm(BatchNorm):
             return output
         mean, var, count = self._global_statistics(input)
         if self.track_running_stats:
-            self._track(mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)), momentum)
+            self._update_running_statistics(
+                mean.detach(), var.detach() * (count / (count - 1).clamp(min=1)), momentum
+            )
         shape = (1, -1) + (1,) * (input.dim() - 2)
         out = (input - mean.to(input.dtype).view(shape)) * ((var + self.eps).rsqrt().to(input.dtype).view(shape))
         if self.affine:
@@ -137,13 +138,13 @@ class SyncBatchNorm(BatchNorm):
     def gather(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks: (n) becomes (ranks, n). A collective, also in backward."""
         world = self.backend.world
-        # Zeros in place of the others' rows: their sum is a gather that autograd can follow.
+        # A gather that autograd can follow: each rank adds its row to zeros in place of the others'.
         padded = nn.functional.pad(row[None], (0, 0, world.rank, world.size - world.rank - 1))
         rows: Tensor = _SumOverRanks.apply(padded, self.backend)
         return rows
 
     def _count_batch(self) -> float:
-        """Count one more batch, and return by how much it moves the running statistics."""
+        """Count one more batch, and return its weight in the running statistics."""
         if not self.track_running_stats:
             return 0.0
         assert self.num_batches_tracked is not None
@@ -151,7 +152,7 @@ class SyncBatchNorm(BatchNorm):
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_var: Tensor, momentum: float) -> None:
+    def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor, momentum: float) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -159,10 +160,10 @@ class SyncBatchNorm(BatchNorm):
 
 
 def convert_sync_batch_norm(model: nn.Module, backend: Backend) -> None:
-    """Replaces every batch norm inside `model`, in place; parameters and buffers stay the same objects.
+    """Replace every batch norm inside `model`, in place; parameters and buffers stay the same objects.
 
     Raises:
-        BackendError: the model itself is a batch norm, so that there is nothing to put the new one into.
+        BackendError: the model itself is a batch norm, which cannot be replaced in place.
     """
     if isinstance(model, BatchNorm):
         raise BackendError("--sync-batch-norm: the model is itself a batch norm; put it into nn.Sequential.")
@@ -175,7 +176,7 @@ def convert_sync_batch_norm(model: nn.Module, backend: Backend) -> None:
                     child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
                 )
                 new.backend = backend
-                # Parameters, buffers and the training flag: the optimizer goes on with the same tensors.
+                # The same tensors, because the optimizer holds them.
                 new._parameters, new._buffers = child._parameters, child._buffers
                 new.train(child.training)
                 setattr(parent, name, new)
