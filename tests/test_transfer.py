@@ -51,7 +51,7 @@ def backend(device: torch.device = DEVICE) -> Any:
 
 def test_batch_is_copied_during_the_computation_before(gpu: StandIn) -> None:
     """On the compute stream its copy would stand between two steps."""
-    taken = Transfer(DEVICE).moved(torch.tensor([number]) for number in (1, 2))
+    taken = Transfer(DEVICE).move(torch.tensor([number]) for number in (1, 2))
     assert next(taken).tolist() == [1]
     assert gpu.calls == [
         *("copy [[1]] on side", "event 1 on side"),
@@ -65,7 +65,7 @@ def test_batch_is_copied_during_the_computation_before(gpu: StandIn) -> None:
 
 def test_batch_tensors_stay_until_computed(gpu: StandIn) -> None:
     batch = ({"a": torch.tensor([1]), "b": (torch.tensor([2]), "text")}, torch.tensor([3]))
-    assert list(Transfer(DEVICE).moved([batch])) == [batch]
+    assert list(Transfer(DEVICE).move([batch])) == [batch]
     assert gpu.calls[-3:] == [f"[{number}] stays for compute" for number in (1, 2, 3)]
 
 
@@ -77,7 +77,7 @@ def test_cpu_prefetches_nothing() -> None:
             fetched.append(number)
             yield torch.tensor([number])
 
-    assert next(Transfer(torch.device("cpu")).moved(batches())).tolist() == [0]
+    assert next(Transfer(torch.device("cpu")).move(batches())).tolist() == [0]
     assert fetched == [0]
 
 

@@ -1,4 +1,4 @@
-"""What a batch is: a pair of inputs and targets, each a tensor or tuples and dictionaries of tensors."""
+"""Batches: pairs of inputs and targets, each a tensor or nested tuples and dictionaries of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch = tuple[Any, Any]
 
 
 def as_pair(batch: Any) -> Batch:
-    """The batch, if it is inputs and targets.
+    """Return a batch as a tuple of inputs and targets.
 
     Raises:
         DataError: it is anything else, such as a dictionary of both.
@@ -33,7 +33,7 @@ def as_pair(batch: Any) -> Batch:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves every tensor in nested tuples, lists and dictionaries; lists become tuples."""
+    """Move every tensor in nested tuples, lists and dictionaries to a device; lists become tuples."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -45,7 +45,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first tensor.
+    """Return the number of samples in a batch: the length of its first tensor.
 
     Raises:
         DataError: there is no tensor in it.
@@ -56,7 +56,7 @@ def samples_in(batch: Any) -> int:
 
 
 def first_samples(batch: Any, count: int) -> Any:
-    """The batch without its last samples, so that `count` are left."""
+    """Return the first `count` samples of a batch."""
     if isinstance(batch, dict):
         return {key: first_samples(value, count) for key, value in batch.items()}
     if isinstance(batch, tuple) and any(isinstance(value, Tensor | dict | tuple) for value in batch):

@@ -1,4 +1,4 @@
-"""The loader for a data set, chosen by its kind."""
+"""The choice of a loader for a data set."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def make_loader(
     *,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Loader:
-    """Chooses the loader for a data set.
+    """Return the loader for a data set.
 
     Args:
         data: `TensorData` or `TensorDataset` of two tensors (in memory, unless workers or a `collate` are asked
             for), a `Dataset`, a list of samples, or an `IterableDataset`. A sample is a pair of inputs and
             targets.
-        plan: how it is shared out, and loaded.
+        plan: how data is sharded and loaded.
+        collate: makes a batch from a list of samples, as in `DataLoader`.
 
     Raises:
         DataError: `data` is none of these, or empty.
-        OptionError: virtual ranks are to share a stream, or batches to be prefetched without workers.
+        OptionError: virtual ranks for a stream, or prefetching without workers.
     """
     loader = _make_loader(data, backend, plan, collate)
     if plan.prefetch is not None and not loader.num_workers:

@@ -1,6 +1,6 @@
-"""Batches for one rank: from tensors in memory, or from any `Dataset`. Streams are in `stream.py`.
+"""Batches for one rank, from tensors in memory or from any `Dataset`; streams are in `stream.py`.
 
-All loaders give the same view: `epoch(epoch, consumed)` yields this rank's batches of training, on the training
+All loaders have the same interface: `epoch(epoch, consumed)` yields this rank's training batches on the training
 device; `evaluation()` yields its share of all samples, each exactly once.
 """
 
@@ -35,32 +35,32 @@ from hvd_trainer.utils.rng import derive_seed, isolated_rng, seed_all
 
 MAX_WORKERS = 8
 EVALUATION = -1
-"""Stands for the epoch in the seeds of random transforms."""
+"""The epoch in the seeds of random transforms during evaluation."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """How data is shared out, and loaded."""
+    """How data is sharded and loaded."""
 
     batch_size: int
     """samples per batch of a rank, or of a virtual rank"""
     seed: int = 0
     shuffle: bool = True
     virtual_ranks: int | None = None
-    """how many virtual ranks share a global batch; None: the ranks themselves do"""
+    """how many virtual ranks a global batch is divided among; None: the ranks themselves"""
     accumulate: int = 1
-    """batches of a virtual rank in a step: they come one after the other"""
-    share: DataShard | None = None
-    """which share of the data this rank takes; None: that of its number among all ranks"""
+    """successive batches of a virtual rank in a step"""
+    shard: DataShard | None = None
+    """this rank's shard of the data; None: one per rank"""
     num_workers: int | None = None
-    """processes that load for this rank; None: one less than its CPUs, at most 8"""
+    """worker processes of this rank; None: one less than its CPUs, at most 8"""
     prefetch: int | None = None
-    """batches that each of them has ready; None: as PyTorch does"""
+    """batches that each worker loads ahead; None: PyTorch's default"""
 
 
 class DataShard(NamedTuple):
-    """One of `size` equal shares of the data, from 0 on. Ranks that share a copy of the model take the same."""
+    """One of `size` equal shards of the data, counted from 0. Ranks that share a replica have the same one."""
 
     number: int
     size: int
@@ -70,12 +70,12 @@ class Loader(ABC):
     """This rank's view of a data set.
 
     Attributes:
-        name: what the banner calls the data set.
-        num_samples: samples in it, or None if it does not tell.
-        batches_per_epoch: this rank's training batches in a whole epoch, or None.
-        in_memory: whether a batch is an operation on tensors.
-        is_sent: whether each batch has to be copied to the training device.
-        num_workers: processes that load for this rank.
+        name: of the data set in the start-up summary.
+        num_samples: samples in it; None if unknown.
+        batches_per_epoch: this rank's training batches in a whole epoch; None if unknown.
+        in_memory: whether loading a batch is one operation on tensors.
+        is_sent: whether each batch is copied to the training device.
+        num_workers: worker processes of this rank.
     """
 
     in_memory = False
@@ -87,10 +87,10 @@ class Loader(ABC):
         self.num_samples, self.backend, self.plan = num_samples, backend, plan
         self._transfer = Transfer(backend.device)
         self.is_sent = not accelerator.is_host(backend.device)
-        self._share = share = plan.share or DataShard(backend.world.rank, backend.world.size)
-        self._size = plan.virtual_ranks or share.size
-        each = self._size // share.size
-        self._parts = range(share.number * each, (share.number + 1) * each)
+        self._shard = shard = plan.shard or DataShard(backend.world.rank, backend.world.size)
+        self._size = plan.virtual_ranks or shard.size
+        parts_per_shard = self._size // shard.size
+        self._parts = range(shard.number * parts_per_shard, (shard.number + 1) * parts_per_shard)
         self.batches_per_epoch = (
             None
             if num_samples is None
@@ -99,20 +99,24 @@ class Loader(ABC):
 
     @abstractmethod
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        """This rank's training batches of an epoch, from the sample `consumed` (of all ranks) on."""
+        """Yield this rank's training batches of an epoch.
+
+        Args:
+            consumed: samples of the epoch, of all ranks, to skip.
+        """
 
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
-        """This rank's share of all samples, in batches; over all ranks each sample comes exactly once."""
+        """Yield this rank's share of all samples; over all ranks each sample comes exactly once."""
 
     def _training(self, epoch: int, consumed: int, device: torch.device = CPU) -> TrainingBatches:
-        """Where this rank's batches stand and which samples they take, by indices on a device."""
+        """Return key and sample indices (on a device) of each of this rank's training batches."""
         assert self.num_samples is not None
         plan, size = self.plan, self._size
         order = epoch_order(self.num_samples, seed=plan.seed, epoch=epoch, shuffle=plan.shuffle)
         shares = [(part, training_share(order, part, size, consumed=consumed)) for part in self._parts]
         return TrainingBatches(
-            # In one piece: for each batch it would be waited for.
+            # Copied at once: a copy per batch would be waited for each time.
             [(part, share.contiguous().to(device)) for part, share in shares],
             size,
             plan.batch_size,
@@ -121,23 +125,23 @@ class Loader(ABC):
         )
 
     def _evaluation(self, device: torch.device = CPU) -> list[tuple[BatchKey, Tensor]]:
-        """The same for evaluation."""
+        """Return key and sample indices (on a device) of each of this rank's evaluation batches."""
         assert self.num_samples is not None
-        number, size = self._share
+        number, size = self._shard
         share = evaluation_share(self.num_samples, number, size).to(device)
-        # `split` gives one empty part of an empty tensor, and no batch may be empty.
+        # `split` returns one empty part for an empty tensor, and no batch may be empty.
         batches = share.split(self.plan.batch_size) if len(share) else ()
         return [(BatchKey(position, number), chosen) for position, chosen in enumerate(batches)]
 
-    def _moved(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        return map(as_pair, self._transfer.moved(batches))
+    def _to_device(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        return map(as_pair, self._transfer.move(batches))
 
 
 class TensorLoader(Loader):
-    """Takes each batch from memory in one indexing operation; on the GPU itself where the data set is small."""
+    """Take each batch from memory by one indexing operation, on the GPU itself if the data set is small."""
 
-    FRACTION_OF_FREE_GPU = 0.1
-    """The part of the free GPU memory, before the model is there, that one data set may take: two take a fifth."""
+    MAX_FRACTION_OF_FREE_GPU = 0.1
+    """How much of the GPU memory that is free before the model is built one data set may take."""
     in_memory = True
 
     def __init__(self, data: TensorData, backend: Backend, plan: LoaderPlan) -> None:
@@ -147,7 +151,7 @@ class TensorLoader(Loader):
         device = backend.device
         if not accelerator.is_host(device):
             size = data.inputs.nbytes + data.targets.nbytes
-            if size < self.FRACTION_OF_FREE_GPU * accelerator.free_bytes(device):
+            if size < self.MAX_FRACTION_OF_FREE_GPU * accelerator.free_bytes(device):
                 self._inputs, self._targets = data.inputs.to(device), data.targets.to(device)
         self.is_sent = self._inputs.device != device
 
@@ -161,7 +165,7 @@ class TensorLoader(Loader):
         device = self.backend.device
         draws = self._data.transform is not None and not getattr(self._data.transform, "deterministic", False)
         taken = self._raw(batches)
-        for place, inputs, targets in self._transfer.moved(taken) if self.is_sent else taken:
+        for place, inputs, targets in self._transfer.move(taken) if self.is_sent else taken:
             with isolated_rng(device) if draws else nullcontext():
                 if draws:
                     seed_all(derive_seed(self.plan.seed, epoch, *place), device)
@@ -169,7 +173,7 @@ class TensorLoader(Loader):
             yield batch
 
     def _raw(self, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[tuple[BatchKey, Tensor, Tensor]]:
-        """Yield batches before their transform, where the data set is: in its compact form they are sent."""
+        """Yield batches before their transform, on the data set's device: they are copied in this compact form."""
         for place, chosen in batches:
             yield place, self._rows(self._inputs, chosen), self._rows(self._targets, chosen)
 
@@ -180,8 +184,11 @@ class TensorLoader(Loader):
         return torch.index_select(tensor, 0, chosen, out=rows)
 
 
-class _Batches(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) pairs of each batch of one pass, set before it: a `DataLoader` keeps its workers."""
+class _BatchSampler(Sampler[list[tuple[int, int]]]):
+    """The (epoch, index) pairs of each batch of one pass.
+
+    They are set before each pass, so that the `DataLoader` and its workers stay.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -191,10 +198,10 @@ class _Batches(Sampler[list[tuple[int, int]]]):
         return ([(self.epoch, index) for index in batch.tolist()] for _, batch in self.batches)
 
 
-class _Seeded(Dataset[Any]):
-    """A data set whose random transforms draw by the seed, the epoch and the sample.
+class _SeededDataset(Dataset[Any]):
+    """A data set whose random transforms are seeded by seed, epoch and sample.
 
-    So a sample looks the same whichever rank and worker loads it, and after a resume too.
+    So a sample is the same whichever rank and worker loads it, and after a resume.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -216,7 +223,7 @@ class _Seeded(Dataset[Any]):
 
 
 class DatasetLoader(Loader):
-    """Any map-style data set, through `DataLoader`."""
+    """Load any map-style data set by a `DataLoader`."""
 
     def __init__(
         self,
@@ -226,8 +233,10 @@ class DatasetLoader(Loader):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(data, len(data), backend, plan)
-        self._sampler = _Batches()
-        self._loader = torch_loader(_Seeded(data, plan.seed), backend, plan, collate, batch_sampler=self._sampler)
+        self._sampler = _BatchSampler()
+        self._loader = torch_loader(
+            _SeededDataset(data, plan.seed), backend, plan, collate, batch_sampler=self._sampler
+        )
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
@@ -238,7 +247,7 @@ class DatasetLoader(Loader):
 
     def _pass(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
         self._sampler.epoch, self._sampler.batches = epoch, batches
-        return self._moved(self._loader)
+        return self._to_device(self._loader)
 
 
 def torch_loader(
@@ -248,9 +257,9 @@ def torch_loader(
     collate: Callable[[list[Any]], Any] | None,
     *,
     batch_size: int = 1,
-    batch_sampler: _Batches | None = None,
+    batch_sampler: _BatchSampler | None = None,
 ) -> DataLoader[Any]:
-    """A `DataLoader` with defaults from this rank's share of the CPUs; with a sampler its workers stay."""
+    """Return a `DataLoader` whose number of workers follows this rank's CPUs; with a sampler its workers stay."""
     num_workers = plan.num_workers
     if num_workers is None:
         num_workers = min(MAX_WORKERS, cpu_share(backend.world, backend.session.peers) - 1)
@@ -264,6 +273,6 @@ def torch_loader(
         pin_memory=not accelerator.is_host(backend.device),
         persistent_workers=num_workers > 0 and batch_sampler is not None,
         worker_init_fn=preemption.init_loader_worker,
-        # Without its own generator, each pass would draw the workers' seeds from the random state of dropout.
+        # Without its own generator, each pass would draw the workers' seeds from the global one, as dropout does.
         generator=torch.Generator(),
     )

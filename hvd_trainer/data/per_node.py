@@ -1,4 +1,4 @@
-"""Work that one rank per node does for all ranks of that node: downloads, caches."""
+"""Work that one rank per node does for all ranks of that node, such as downloads and caches."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ _CALLS = itertools.count()
 
 
 class SharedDataError(DataError, OptionError):
-    """Trouble with the data that all ranks know of, so that rank 0 alone says it."""
+    """An error in the data that all ranks raise alike, so that only rank 0 prints it."""
 
 
 def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
-    """Runs `prepare` on the first rank of each node while the others wait. All ranks must call it.
+    """Run `prepare` on the first rank of each node while the others wait. A collective.
 
-    They wait at the store where the ranks met, not in the engine, whose own time limit may be shorter than a
-    download and which may be busy polling meanwhile.
+    They wait at the session's store, not in the engine, whose time limit may be shorter than a download and which
+    may poll meanwhile.
 
     Args:
-        prepare: returns None when done, or what is wrong. An exception counts as trouble, too.
+        prepare: returns None, or what is wrong. An exception counts as that, too.
         timeout_s: how long the others wait, in seconds.
 
     Returns:
-        On all ranks: what went wrong, one entry per node that had trouble; empty if all is well.
+        What went wrong, one entry per node that failed, the same on all ranks; empty if all is well.
 
     Raises:
         DataError: a node was not done in time.
     """
-    calling = _calling(backend)
+    calling = _participants(backend)
     first = {node: rank for rank, node in reversed(calling.items())}
-    return _done_by(backend, list(first.values()), prepare, timeout_s)
+    return _run_on(backend, list(first.values()), prepare, timeout_s)
 
 
-def everywhere(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
-    """The same on every rank: all know what went wrong on any. All ranks must call it."""
-    return _done_by(backend, list(_calling(backend)), prepare, timeout_s)
+def on_every_rank(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
+    """Run `prepare` on every rank and wait for all; otherwise as `once_per_node`. A collective."""
+    return _run_on(backend, list(_participants(backend)), prepare, timeout_s)
 
 
-def _calling(backend: Backend) -> dict[int, str]:
-    """The ranks that come by here, and their nodes: where ranks come and go, others have been through this."""
+def _participants(backend: Backend) -> dict[int, str]:
+    """Return the node of each rank that takes part; in elastic mode, ranks of earlier worlds did so before."""
     return {rank: peer.node for rank, peer in enumerate(backend.session.peers) if not peer.past_worlds}
 
 
-def _done_by(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:
-    """Runs `prepare` on these ranks, and waits for all of them."""
+def _run_on(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:
+    """Run `prepare` on these ranks, and wait for all of them."""
     rank, store, call = backend.world.rank, backend.session.store, f"once.{next(_CALLS)}"
     if rank in ranks:
         store.set(f"{call}.{rank}", json.dumps(_attempt(prepare)))
@@ -73,5 +73,5 @@ def _attempt(prepare: Callable[[], str | None]) -> str | None:
     except DataError as error:
         return str(error)
     except Exception as error:
-        # Whatever it was, the other ranks wait for an answer.
+        # Whatever it is, the other ranks wait for an answer.
         return f"{type(error).__name__}: {error}"

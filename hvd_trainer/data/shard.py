@@ -1,14 +1,14 @@
-"""Which samples a rank takes: pure index arithmetic, with the semantics of `DistributedSampler`.
+"""Sharding: which samples a rank takes. Pure index arithmetic, with the semantics of `DistributedSampler`.
 
-One permutation per (seed, epoch), the same everywhere. Rank r of n takes every n-th entry from r on, so that
-one step of all ranks together is a contiguous slice of the permutation:
+There is one permutation per (seed, epoch), the same on all ranks. Rank r of n takes every n-th entry from r on, so
+that one step of all ranks together is a contiguous slice of the permutation:
 
     order     7 2 9 4 | 0 5 1 8 | 3 6           2 ranks, batch 2: a step is a slice of 4
     rank 0    7   9   | 0   1   | 3
     rank 1      2   4 |   5   8 |   6
 
-For one global batch size, the samples of step t therefore do not depend on the number of ranks, and the
-position in an epoch is one number: samples consumed.
+For one global batch size the samples of step t therefore do not depend on the number of ranks, and the position in
+an epoch is one number: samples consumed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
-    """The order of all samples in one epoch: int64, shape (num_samples,), as `DistributedSampler` makes it."""
+    """Return the order of all samples in one epoch, as `DistributedSampler` makes it: int64, (num_samples,)."""
     if not shuffle:
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
 
 
 def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) -> Tensor:
-    """The samples that one rank still trains on, in order.
+    """Return the samples that one rank still trains on, in order.
 
     Args:
         order: the epoch's order, from `epoch_order`.
@@ -49,7 +49,7 @@ def training_share(order: Tensor, rank: int, size: int, *, consumed: int = 0) ->
 
 
 class BatchKey(NamedTuple):
-    """Where a batch stands: by it random transforms draw their numbers."""
+    """The position of a batch, which seeds its random transforms."""
 
     position: int
     """samples of the epoch that all ranks have taken before this step"""
@@ -61,14 +61,14 @@ class BatchKey(NamedTuple):
 class TrainingBatches:
     """One rank's batches of an epoch: those of each step together, part by part.
 
-    They are cut as they come: an epoch may have millions.
+    Computed while iterating, because an epoch may have millions.
     """
 
     shares: Sequence[tuple[int, Tensor]]
-    """the rank's parts of each global batch (its own number, or those of its virtual ranks), with what
-    `training_share` gives for each"""
+    """the rank's parts of each global batch (its own number, or those of its virtual ranks), each with its result
+    of `training_share`"""
     size: int
-    """all parts of a global batch"""
+    """number of parts of a global batch"""
     batch_size: int
     """samples of one part and pass"""
     accumulate: int = 1
@@ -85,14 +85,14 @@ class TrainingBatches:
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:
-    """The samples that one rank evaluates: never padded, so that each counts exactly once.
+    """Return the samples that one rank evaluates: never padded, so that each counts exactly once.
 
-    Ranks may get unequal numbers, and none at all where there are more ranks than samples.
+    Ranks may get unequal numbers, and none at all with more ranks than samples.
     """
     return torch.arange(min(rank, num_samples), num_samples, size)
 
 
 def num_batches(num_samples: int, size: int, batch_size: int) -> int:
-    """Batches per rank in one epoch; the last may be smaller."""
+    """Return the batches per rank in one epoch; the last may be smaller."""
     per_rank = -(-num_samples // size)
     return -(-per_rank // batch_size)

@@ -1,4 +1,4 @@
-"""Batches in windows of one optimizer step each."""
+"""The batches of each optimizer step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from hvd_trainer.data.batch import Batch
 
 
 def repeat_first(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:
-    """The first batch `count` times (None: without end), so that nothing is fetched but once."""
+    """Yield the first batch `count` times (None: without end), so that only one is ever loaded."""
     first = next(batches)
     return repeat(first) if count is None else repeat(first, count)
 
 
 class StepBatches:
-    """Groups batches into windows, the last one shorter, and can fetch the next before it is asked for."""
+    """Group batches by optimizer step, the last group possibly shorter, and load the next group ahead.
+
+    Args:
+        batches: this rank's.
+        accumulate: batches per step.
+    """
 
     def __init__(self, batches: Iterator[Batch], accumulate: int) -> None:
         self._batches, self._accumulate = batches, accumulate
@@ -24,17 +29,17 @@ class StepBatches:
     def __iter__(self) -> Iterator[list[Batch]]:
         self.prefetch()
         while self._next:
-            window, self._next = self._next, None
-            yield window
+            group, self._next = self._next, None
+            yield group
             self.prefetch()
 
     @property
-    def ended(self) -> bool:
-        """Whether no window is left."""
+    def is_exhausted(self) -> bool:
+        """Whether no batches are left."""
         self.prefetch()
         return not self._next
 
     def prefetch(self) -> None:
-        """Loads the next window, unless that was done."""
+        """Load the next group, unless that was done."""
         if self._next is None:
             self._next = list(islice(self._batches, self._accumulate))

@@ -1,6 +1,6 @@
-"""Streams: data sets that can only be read from the front, shared out while they are read.
+"""Streams: data sets that can only be read from the front, sharded while they are read.
 
-One step's global batch is the next slice of the stream, whatever the number of ranks and of their workers:
+The global batch of a step is the next slice of the stream, whatever the number of ranks and workers:
 
     stream    0 1 2 3 | 4 5 6 7 | 8 9          2 ranks, batch 2: a step is a slice of 4
     rank 0    0   2   | 4   6   | 8            with 2 workers, one reads steps 0, 2, ...
@@ -23,7 +23,7 @@ from hvd_trainer.utils.rng import derive_seed, iterate_isolated, seed_all
 
 
 class _Stream(IterableDataset[Any]):
-    """Of a stream, the samples of one rank, or of one of its workers."""
+    """The samples of a stream that belong to one rank, or to one of its workers."""
 
     def __init__(self, data: IterableDataset[Any], rank: int, size: int, batch_size: int) -> None:
         self.data, self.rank, self.size, self.batch_size = data, rank, size, batch_size
@@ -33,7 +33,7 @@ class _Stream(IterableDataset[Any]):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         if worker:
-            # The same in all workers, each of which reads all samples: who yields one does not matter.
+            # The same seed in all workers, because each reads all samples, whichever one yields a sample.
             seed_all(self.seed, CPU)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
@@ -44,14 +44,14 @@ class _Stream(IterableDataset[Any]):
 
 
 class StreamLoader(Loader):
-    """An `IterableDataset`, of which every rank and worker reads all samples and takes its share.
+    """Load an `IterableDataset`, of which every rank and worker reads all samples and takes its share.
 
     At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
-    them, take that many, and end together when one has none: fewer samples than there are ranks are left out
-    of an epoch's training, and none of evaluation. They agree on the host, while accelerators still compute the
-    step before: the loop asks for a batch one step ahead.
+    them, take that many samples, and end together when a rank has none: training leaves out fewer samples per
+    epoch than there are ranks, evaluation none. They agree on the host while accelerators still compute the step
+    before, because the loop asks for a batch one step ahead.
 
-    A data set with `set_epoch` is told the epoch before each pass.
+    `set_epoch` of a data set that has it is called before each pass.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class StreamLoader(Loader):
             raise OptionError(
                 f"--reproducible needs a data set with a length and an order, and {self.name} is a stream."
             )
-        self._stream = _Stream(data, *self._share, plan.batch_size)
-        # Workers hold a copy of the data set, so they are started anew each epoch to learn its number.
+        self._stream = _Stream(data, *self._shard, plan.batch_size)
+        # Workers have copies of the data set, so they are started anew in each epoch to know its number.
         self._loader = torch_loader(self._stream, backend, plan, collate, batch_size=plan.batch_size)
         self.num_workers = self._loader.num_workers
 
@@ -87,14 +87,14 @@ class StreamLoader(Loader):
         return self._pass(EVALUATION, 0)
 
     def _pass(self, epoch: int, consumed: int) -> Iterator[Batch]:
-        """One reading of the stream. Its random transforms draw by seed, epoch and share, also of what is skipped.
+        """Read the stream once, with random transforms seeded by seed, epoch and shard.
 
-        So a pass that is taken up in the middle goes on with the numbers that it would have drawn; but what a
-        `collate` draws is not drawn again.
+        They also run on skipped samples, so that a resumed pass goes on with the same random numbers; those that a
+        `collate` draws are not drawn again.
         """
         self._stream.consumed = consumed
         if epoch != EVALUATION:
             self._stream.epoch = epoch
-        self._stream.seed = seed = derive_seed(self.plan.seed, epoch, self._share.number)
-        batches = self._moved(self._loader)
+        self._stream.seed = seed = derive_seed(self.plan.seed, epoch, self._shard.number)
+        batches = self._to_device(self._loader)
         return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)

@@ -1,4 +1,4 @@
-"""Copies of batches to an accelerator, beside its computations; on the CPU nothing is copied.
+"""Copies of batches to an accelerator, overlapped with its computations; on the CPU nothing is copied.
 
 copy stream      | batch 1 | batch 2 |         | batch 3 |
 compute stream             | step 1            | step 2            | step 3
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """Moves batches to a device, one batch ahead of whoever takes them, on a stream of its own.
+    """Move batches to a device, one batch ahead of the consumer, on a stream of its own.
 
     Args:
-        device: where batches are to be; on the CPU each is handed on when it comes.
+        device: the destination; on the CPU batches are passed on as they come.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if accelerator.is_host(device) else accelerator.new_stream(device)
 
-    def moved(self, batches: Iterable[T]) -> Iterator[T]:
+    def move(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches with all their tensors on the device.
 
         Args:
-            batches: of tensors in tuples, lists and dictionaries; in page-locked memory the copy holds nobody up.
-                Their memory may be freed or written to as PyTorch's allocators allow, which know of the copy.
+            batches: of tensors in tuples, lists and dictionaries; from page-locked memory they are copied
+                asynchronously. PyTorch's allocators know of the copy and do not reuse the memory before its end.
         """
         if self._stream is None:
             for batch in batches:
@@ -49,7 +49,7 @@ class Transfer:
             yield self._finish(*started)
 
     def _start(self, batch: T) -> tuple[T, Any]:
-        """Begin to copy a batch; return it as it will be, and the event of its arrival."""
+        """Start to copy a batch; return the copy and the event of its arrival."""
         with accelerator.on_stream(self._stream):
             moved = to_device(batch, self._device)
         arrival = accelerator.event(self._device)
@@ -57,7 +57,7 @@ class Transfer:
         return moved, arrival
 
     def _finish(self, moved: T, arrival: Any) -> T:
-        """Let the computations that follow wait for a batch, and its memory stay until they are done with it."""
+        """Make the computations that follow wait for a batch, and keep its memory until they are done with it."""
         current = accelerator.current_stream(self._device)
         current.wait_event(arrival)
         for tensor in tensors_in(moved):

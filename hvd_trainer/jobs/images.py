@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
-from hvd_trainer.data.per_node import SharedDataError, everywhere, once_per_node
+from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_node
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.download import RemoteFile, download
 from hvd_trainer.jobs.options import ImageOptions
@@ -71,7 +71,7 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
     limit_s = DOWNLOAD_S if must else OPTIONAL_DOWNLOAD_S
     trouble = once_per_node(backend, lambda: fetch_mnist(folder, limit_s), timeout_s=limit_s + 60)
     if not trouble:
-        return _load_everywhere(folder, backend)
+        return _load_on_every_rank(folder, backend)
     if must:
         raise SharedDataError(f"{trouble[0]}. {HOW}. Or train on the embedded digits: --dataset digits")
     digits = load_digits()
@@ -79,10 +79,10 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
     return Images(digits.train, digits.test, note)
 
 
-def _load_everywhere(folder: Path, backend: Backend) -> Images:
+def _load_on_every_rank(folder: Path, backend: Backend) -> Images:
     """Read MNIST on each rank; where one of them cannot, all raise, and none waits for it."""
     read: list[Images] = []
-    trouble = everywhere(backend, lambda: read.append(load_mnist(folder)))
+    trouble = on_every_rank(backend, lambda: read.append(load_mnist(folder)))
     if trouble:
         raise SharedDataError(trouble[0])
     return read[0]

@@ -52,7 +52,7 @@ class Layout(ABC):
         is_whole: whether the model is in one place, as it was given.
     """
 
-    share: DataShard
+    shard: DataShard
     is_whole: bool
     seeds_itself: bool
 
@@ -188,7 +188,7 @@ class WholeModelLayout(Layout):
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
     ) -> None:
         super().__init__(backend, options, train, exchange=exchange)
-        self.share = DataShard(backend.world.rank, backend.world.size)
+        self.shard = DataShard(backend.world.rank, backend.world.size)
         self.seeds_itself = train.reproducible is not None
 
     def check_batch(self, batch_size: int) -> None:

@@ -43,7 +43,7 @@ class PipelineLayout(Layout):
         super().__init__(backend, options, train, exchange=exchange)
         self.grid = make_grid([peer.node for peer in backend.session.peers], options.stages)
         self.place = self.grid.place(backend.world.rank)
-        self.share = DataShard(self.place.replica, self.grid.num_replicas)
+        self.shard = DataShard(self.place.replica, self.grid.num_replicas)
         self._chunk_size = 0
         check_chunks(options.schedule, options.stages, options.num_chunks)
         self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each

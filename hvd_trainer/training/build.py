@@ -81,7 +81,7 @@ def build_run(
         exchange = "exchange" not in options.measure.leave_out
         layout = make_layout(backend, options.parallel, train, exchange=exchange)
         resources.callback(layout.close)
-        plan = BatchPlan.of(train, layout.share.size * backend.num_replicas)
+        plan = BatchPlan.of(train, layout.shard.size * backend.num_replicas)
         layout.check_batch(plan.batch_size)
         progress = Progress()
         peak_memory = PeakMemory(backend)
@@ -168,7 +168,7 @@ def _build_loader(
         shuffle=shuffle,
         virtual_ranks=train.reproducible,
         accumulate=train.accumulate,
-        share=layout.share,
+        shard=layout.shard,
         num_workers=train.workers,
         prefetch=train.prefetch,
     )

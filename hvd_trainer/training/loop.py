@@ -85,7 +85,7 @@ class TrainingLoop:
                 bar.advance(progress.consumed, meter)
                 if run.is_over:
                     break
-        is_complete = batches_of_steps.ended
+        is_complete = batches_of_steps.is_exhausted
         if not is_complete:
             run.manager.at_end_of_run(meter)
         run.guard.check()
@@ -123,7 +123,7 @@ class TrainingLoop:
 
     def _finish_step(self, batches: list[Batch], result: StepResult, meter: Meter) -> None:
         run, progress = self._run, self._run.progress
-        samples = sum(map(samples_in, batches)) * run.layout.share.size
+        samples = sum(map(samples_in, batches)) * run.layout.shard.size
         progress.step += 1
         progress.consumed += samples
         progress.samples += samples
