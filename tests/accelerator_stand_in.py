@@ -1,4 +1,4 @@
-"""A stand-in for the accelerator: what is asked of it is noted, and tensors stay those of the CPU."""
+"""A stand-in for the accelerator that records what it is asked for; tensors stay on the CPU."""
 
 from __future__ import annotations
 

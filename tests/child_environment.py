@@ -1,4 +1,4 @@
-"""The environment that the tests' child processes start with."""
+"""Build the environment that the tests' child processes start with."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _RANK_VARIABLES = {
 
 
 def is_rank_variable(name: str) -> bool:
-    """True for what any launcher or scheduler sets, and for Horovod's options."""
+    """Return whether a launcher, a scheduler or a user of Horovod sets this variable."""
     return name in _RANK_VARIABLES or name.startswith(_RANK_VARIABLE_PREFIXES)
 
 
 def child_environment(
     environ: Mapping[str, str], changes: Mapping[str, str | None], *, mark: str, folder: Path
 ) -> dict[str, str]:
-    """``environ`` as if no launcher had started this process, and ``changes`` on top.
+    """Return ``environ`` without any launcher's variables, and with ``changes`` on top.
 
     Args:
         changes: None removes a variable.

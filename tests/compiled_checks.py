@@ -17,7 +17,7 @@ BUCKET_MB = 1.0  # one layer's weight
 
 
 def compiled_functions(result: Tensor) -> Iterator[Any]:
-    """The nodes of the backward graph that are compiled functions."""
+    """Return the nodes of the backward graph that are compiled functions."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:
         node = waiting.pop(0)
@@ -30,7 +30,7 @@ def compiled_functions(result: Tensor) -> Iterator[Any]:
 
 
 def train(name: str) -> tuple[int, dict[str, Any]]:
-    """The weights after some steps, and the last step's events: a compiled backward begins, a bucket is sent."""
+    """Train some steps; return the weights and the last step's events: compiled backwards and sent buckets."""
     events: list[str] = []
     with backends.create(EngineOptions(backend=name, bucket_mb=BUCKET_MB)) as backend:
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ def train(name: str) -> tuple[int, dict[str, Any]]:
 
 
 def _note_sending(backend: Any, events: list[str]) -> None:
-    """From now on each bucket that Horovod is given is an event; DDP sends from C++."""
+    """Record an event for each bucket that Horovod is given from now on; DDP sends from C++."""
     if backend._reducer is not None:
         collector = backend._reducer.buckets
         send = collector._send

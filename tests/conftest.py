@@ -58,7 +58,7 @@ _GPUS = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Forget the launcher or the make that started pytest itself, and mark what the session will start."""
+    """Remove the variables of the launcher or make that started pytest, and mark what the session starts."""
     for name in [name for name in os.environ if child_environment.is_rank_variable(name)]:
         del os.environ[name]
     # A make inside `make test` would take over its options, and say that it enters and leaves a folder.
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that none is left alone at the end."""
+    """Put the files that take longest first, so that none is left alone at the end."""
     long = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: long.get(item.path.stem, len(long)))
 
@@ -114,7 +114,7 @@ def _environment_is_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpus_are_seen_by_tests_of_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by nobody else; what such a test starts sees them, while this process may have looked before."""
+    """Show GPUs to tests marked `gpu` and their children; PyTorch in this process may have counted none before."""
     if request.node.get_closest_marker("gpu") is not None:
         for name in NO_GPUS:
             monkeypatch.delenv(name)
@@ -134,7 +134,7 @@ def _process_groups_are_destroyed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm() -> slurm_cluster.SlurmCluster:
-    """The session's private Slurm, three nodes of 8 CPUs; the session's end stops it."""
+    """Return the session's private Slurm of three nodes with 8 CPUs; the session's end stops it."""
     reason = slurm_cluster.missing()
     if reason is not None:
         pytest.skip(reason)
@@ -143,7 +143,7 @@ def slurm() -> slurm_cluster.SlurmCluster:
 
 @pytest.fixture(scope="session")
 def mnist_dir(pytestconfig: pytest.Config) -> Path:
-    """MNIST's files as torchvision lays them out, in a folder beside the repository."""
+    """Return the folder beside the repository with MNIST's files as torchvision lays them out."""
     folder = pytestconfig.rootpath / "../shared/data/mnist"
     if not (folder / "MNIST/raw").is_dir():
         pytest.skip("no MNIST in ../shared/data/mnist (torchvision's layout, MNIST/raw/...)")
@@ -152,7 +152,7 @@ def mnist_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Horovod's published source, fetched and checked as the installer does it."""
+    """Return Horovod's published source, fetched and checked as the installer does it."""
     # Not imported above: a test that does not build Horovod shall not wait for it.
     from hvd_trainer.horovod_build.build_steps import BuildSteps
     from hvd_trainer.horovod_build.errors import InstallError
@@ -170,7 +170,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with our changes."""
+    """Return Horovod's published source with our patches applied."""
     from hvd_trainer.horovod_build.patch_set import apply_patches
 
     source = tmp_path_factory.mktemp("patched") / published.name
@@ -182,7 +182,7 @@ def patched(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
+    """Mount a file system of 4 MB; return its folder."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small file system")
     folder = tmp_path / "small"
@@ -196,7 +196,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def _is_pythons_own_helper(process: psutil.Process) -> bool:
-    """multiprocessing's helpers live as long as the process that first needed them."""
+    """Return whether this is multiprocessing's helper, which lives as long as the process that first needed it."""
     try:
         command = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -223,7 +223,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name what was left behind."""
+    """Name the processes that the tests left behind."""
     if _LEFT_BEHIND in config.stash:
         terminalreporter.section("FAILED: processes left behind by the tests (killed now)", red=True)
         terminalreporter.write_line(config.stash[_LEFT_BEHIND])

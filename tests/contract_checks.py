@@ -23,7 +23,7 @@ CHECKS: dict[str, tuple[Callable[[Backend], None], EngineOptions]] = {}
 
 
 def check(**options: object) -> Callable[[Callable[[Backend], None]], Callable[[Backend], None]]:
-    """Adds a check, which runs on an engine with these options."""
+    """Add a check that runs on an engine with these options."""
 
     def add(function: Callable[[Backend], None]) -> Callable[[Backend], None]:
         CHECKS[function.__name__] = (function, EngineOptions(**options))  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def check(**options: object) -> Callable[[Callable[[Backend], None]], Callable[[
 
 
 def run_checks(name: str) -> tuple[int, dict[str, str | None]]:
-    """Runs all checks on the engine `name`: each one's traceback, or None where it held."""
+    """Run all checks on the engine `name`; return each one's traceback, or None where it held."""
     outcomes: dict[str, str | None] = {}
     rank = 0
     groups: dict[EngineOptions, list[str]] = {}
@@ -62,7 +62,7 @@ def ranks_of(backend: Backend) -> range:
 
 
 def linear(backend: Backend, weight: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """y = w x with one weight, so that gradients can be written down: d(w x)/dw = x."""
+    """Prepare y = w x with one weight, whose gradient is known: d(w x)/dw = x."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, weight)
     return backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -105,7 +105,7 @@ def collectives_agree(backend: Backend) -> None:
 
 @check()
 def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
-    """Of one shape, too, from one rank and from another."""
+    """Broadcasts may overlap also if their shapes are equal, from one rank or from several."""
     rank, group = backend.world.rank, backend.replica_group
     sources = [group[number % len(group)] for number in range(7)]
     tensors = [torch.tensor([100.0 * rank + number], device=backend.device) for number in range(7)]
@@ -117,12 +117,12 @@ def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
 
 
 class Foreign:
-    """A class of which nothing may be made that comes from the network."""
+    """A class whose objects must not be created by data from the network."""
 
 
 @check()
 def forks_after_an_exchange_live(backend: Backend) -> None:
-    """As those of DataLoader are. On Python 3.11.7, seven of a thousand hung at birth: see `Backend._keep_alive`.
+    """On Python 3.11.7, seven of a thousand forked children hung at their start: see `Backend._keep_alive`.
 
     So many forks would miss that in one run of three; each engine runs it, and each run of the suite.
     """
@@ -166,7 +166,7 @@ def learning_rate_is_rank_0s(backend: Backend) -> None:
 
 @check()
 def first_adam_update_is_whole(backend: Backend) -> None:
-    """Horovod's broadcast_optimizer_state makes it 0.744 of what it should be, and decay moves the weights."""
+    """Horovod's broadcast_optimizer_state made the update 0.744 of the right one, and decay moved the weights."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     reference = nn.Parameter(torch.ones(1, 1))
@@ -206,7 +206,7 @@ def gradients_are_averaged(backend: Backend) -> None:
 
 @check()
 def gradients_wait_for_the_last_pass(backend: Backend) -> None:
-    """Windows of 3, 1 and 2 passes: the tail of an epoch is shorter, and one switch serves all."""
+    """Windows have 3, 1 and 2 passes: the last one of an epoch may be shorter than the others."""
     prepared, optimizer = linear(backend, weight=0.0)
     expected = 0.0
     for passes in (3, 1, 2):
@@ -231,7 +231,7 @@ def norm_is_clipped_after_averaging(backend: Backend) -> None:
 
 @check()
 def overflow_on_one_rank_skips_all(backend: Backend) -> None:
-    """After a skipped step the next must work: Horovod's issue 3160."""
+    """The step after a skipped one must work: it did not in Horovod's issue 3160."""
     prepared, optimizer = linear(backend, weight=1.0)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=4.0, growth_interval=1000)
     for slope, skipped in ((float("inf"), True), (2.0, False)):
@@ -259,7 +259,7 @@ def gradients_can_be_set_to_none(backend: Backend) -> None:
 
 
 class TwoBranches(nn.Module):
-    """One of two weights is used, as told."""
+    """A model that uses one of its two weights: the one named by `use`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def unused_parameter_is_named(backend: Backend) -> None:
 
 @check(find_unused_parameters=True)
 def unused_everywhere_stays(backend: Backend) -> None:
-    """Horovod makes its gradient zero, and weight decay moves it: here it stays, as in one process."""
+    """Horovod set an unused parameter's gradient to zero, so that decay moved it; in one process it stays."""
     model = TwoBranches()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
     prepared, optimizer = backend.prepare(model, optimizer)
@@ -405,7 +405,7 @@ def bf16_on_the_wire(backend: Backend) -> None:
 
 @check()
 def sums_of_halves_are_rounded_once(backend: Backend) -> None:
-    """Horovod's Gloo gave one summand for the sum of some: it took bits for a number when it compared."""
+    """Horovod's Gloo returned one summand for some sums: it compared the bits of half-precision numbers."""
     rank, size = backend.world.rank, backend.world.size
     for dtype in (torch.float16, torch.bfloat16):
         pairs = torch.randn(2, 200_003, generator=torch.Generator().manual_seed(3)).mul(1e4).to(dtype)
@@ -417,7 +417,7 @@ def sums_of_halves_are_rounded_once(backend: Backend) -> None:
 
 @check()
 def bfloat16_is_a_number_like_others(backend: Backend) -> None:
-    """On Horovod, a model of that type could not even be broadcast."""
+    """Horovod could not even broadcast a model in bfloat16."""
     rank, ranks = backend.world.rank, ranks_of(backend)
     everyone = torch.tensor([[float(r), -float(r), float("inf"), float("nan")] for r in ranks])
     mine = everyone[rank].bfloat16().to(backend.device)
@@ -452,7 +452,7 @@ def many_buckets_give_the_same(backend: Backend) -> None:
 
 
 def refuses(name: str, **options: object) -> str:
-    """The message with which an engine refuses options, before it starts; empty if it takes them."""
+    """Return the message with which an engine refuses options before it starts; empty if it accepts them."""
     try:
         backends.create(EngineOptions(**{"backend": name, **options}))  # type: ignore[arg-type]
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""What `test_data.py` runs in every rank: it reports which samples came, and the test compares the ranks."""
+"""Report from every rank which samples it received; `test_data.py` compares the ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STREAMS = ((4, 0), (5, 0), (16, 0), (23, 0), (24, 0), (23, 2))
 
 
 def numbers(count: int) -> TensorData:
-    """Sample i is (i, i), so that a batch tells which samples it holds."""
+    """Return data whose sample i is (i, i), so that a batch shows which samples it holds."""
     return TensorData(torch.arange(count).float().unsqueeze(1), torch.arange(count))
 
 
 class Seeds(Dataset[Any]):
-    """Targets are the random seeds that they were loaded with."""
+    """Data whose targets are the random seeds that they were loaded with."""
 
     def __len__(self) -> int:
         return 8
@@ -38,7 +38,7 @@ class Seeds(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """0, 1, 2, ... plus 100 per epoch, as (x, {"id": x}) pairs: nested batches are cut at the end, too."""
+    """A stream of 0, 1, 2, ... plus 100 per epoch, as (x, {"id": x}) pairs: nested batches are sliced, too."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -60,7 +60,7 @@ def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targe
 
 
 def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
-    """Everything about data on one engine in one launch."""
+    """Return all that is recorded about data on one engine in one launch."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         facts = {
             "training": {kind: training(backend, kind) for kind in ("memory", "loader", "workers")},
@@ -78,7 +78,7 @@ def loader(backend: Backend, data: Any, num_workers: int = 0) -> Loader:
 
 
 def training(backend: Backend, kind: str) -> list[list[list[int]]]:
-    """Two epochs and the rest of one, whose first 9 samples have been trained on; no random state is used."""
+    """Load two epochs, and the rest of one of which 9 samples have been consumed; no random state is used."""
     whole = numbers(NUM)
     data: Any = whole if kind == "memory" else [whole[i] for i in range(NUM)]
     before = torch.random.get_rng_state()
@@ -111,7 +111,7 @@ def too_short(backend: Backend) -> str:
 
 
 def once(backend: Backend, folder: Path) -> dict[str, Any]:
-    """Who prepared; what all ranks hear of an exception on one; who gave up waiting for a slow one."""
+    """Return who prepared, what each rank gets of another's exception, and who gave up waiting for a slow rank."""
     rank = backend.world.rank
     done = once_per_node(backend, lambda: (folder / f"by-{rank}").touch())
 

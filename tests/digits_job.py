@@ -12,7 +12,7 @@ OPTIONS = ["--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 
 
 def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] = ()) -> list[str]:
-    """What follows `python`; without a backend the job takes its default."""
+    """Return what follows `python`; without a backend the job takes its default."""
     return [
         *("-m", "hvd_trainer.mnist", *OPTIONS),
         *(() if backend is None else ("--backend", backend)),
@@ -22,7 +22,7 @@ def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] 
 
 
 def end_record(log_dir: Path) -> dict[str, Any]:
-    """The `end` line of metrics.jsonl: the job came to its end once, and one rank wrote."""
+    """Return the `end` line of metrics.jsonl; fail unless the job ended once and one rank wrote."""
     lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     ends = [line for line in lines if line["event"] == "end"]
     assert len(ends) == 1, lines
@@ -36,20 +36,20 @@ def weights(log_dir: Path) -> bytes:
 def by_hand(
     rank: int, size: int, *, local: tuple[int, int] | None = None, **more: str | None
 ) -> dict[str, str | None]:
-    """The variables of a rank that no launcher starts."""
+    """Return the variables of a rank that no launcher starts."""
     local_rank, local_size = local or (rank, size)
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {**{name: str(number) for name, number in numbers.items()}, **more}
 
 
 def free_port() -> str:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return str(listener.getsockname()[1])
 
 
 def world_of(backend: str) -> tuple[int, tuple[int, int, int, int, int, int, str, int]]:
-    """For `run_ranks`: starts the engine, lets the ranks add up their numbers, and tells the whole world."""
+    """Start the engine, sum the ranks' numbers and return the whole world; for `run_ranks`."""
     import torch
 
     from hvd_trainer import backends

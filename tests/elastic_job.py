@@ -1,4 +1,4 @@
-"""A training of numbered samples for horovodrun's elastic mode; each process writes down what it trained on.
+"""A training of numbered samples for horovodrun's elastic mode; each process records what it trained on.
 
 <log-dir>/audit/PROCESS     one line per step: step, epoch, ranks, when, and the numbers of this rank's samples
 """
@@ -44,7 +44,7 @@ class Audit(Callback):
 
 
 def trained_on(folder: Path) -> dict[int, Counter[int]]:
-    """How often each sample was trained on, by epoch, in the history that led to the end.
+    """Return how often each sample was trained on, by epoch, in the history that led to the end.
 
     A step that was lost with a rank is made again, and its last time counts.
     """

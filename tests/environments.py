@@ -1,4 +1,4 @@
-"""What each launcher really puts into the ranks' environment: recorded, not imagined.
+"""Environments that launchers give to ranks, as recorded from real launches.
 
 ``CASES[name]`` has one dict per process, in rank order. Recorded with Horovod 0.28.1, torch 2.15.0,
 Open MPI 4.1.4 and Slurm 22.05.8 (nodes of 8 CPUs on one machine, some with 8 GPUs that are none). Host names are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def _ranks(common: dict[str, str], *each: dict[str, str]) -> tuple[dict[str, str], ...]:
-    """One environment per rank: what all have, and what each has of its own."""
+    """Return one environment per rank, of what all have and what each has of its own."""
     return tuple({**common, **own} for own in each)
 
 

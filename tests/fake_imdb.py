@@ -13,7 +13,7 @@ WORDS = {"pos": ("wonderful", "moving", "brilliant"), "neg": ("dreadful", "borin
 
 
 def reviews(each: int = EACH) -> dict[str, bytes]:
-    """Make so many reviews of each split and label, by their names in the archive."""
+    """Return so many made-up reviews of each split and label, by their names in the archive."""
     files = {}
     for split in ("train", "test"):
         for label, words in WORDS.items():

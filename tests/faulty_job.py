@@ -1,4 +1,4 @@
-"""A small job in which one rank comes to grief: `FAULT="what rank step"`, and what can happen is in `FAULTS`."""
+"""A small job in which one rank fails: `FAULT="what rank step"`, and the possible faults are in `FAULTS`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def loop_for_ever() -> None:
 
 
 def hold_the_interpreter() -> None:
-    """No other thread has a turn: a regular expression that takes for ever."""
+    """Hold the GIL without end, by a regular expression."""
     re.match("(a+)+$", 40 * "a" + "b")
 
 
 def use_a_label_out_of_range() -> None:
-    """A GPU finds it while it computes, long after the call, and is lost to the process; a CPU raises at once."""
+    """Use an invalid label: a GPU fails long after the call and is lost to the process, a CPU raises at once."""
     nn.functional.cross_entropy(torch.zeros(1, 2), torch.tensor([2]))
 
 
 def take_too_much_memory() -> None:
-    """More than any address space has."""
+    """Allocate more than any address space has."""
     torch.empty(2**50)
 
 

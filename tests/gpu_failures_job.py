@@ -1,4 +1,4 @@
-"""Exchanges of Horovod's on a GPU and an NCCL that are stand-ins (gpu_stand_in/), and fail: prints their answers.
+"""Let Horovod's exchanges fail on stand-ins for a GPU and NCCL (gpu_stand_in/), and print the answers.
 
 python gpu_failures_job.py KERNELS EXCHANGE_LIBRARY: what kernels do, as in device.cc, which is preloaded.
 """

@@ -1,4 +1,4 @@
-"""A small training that says where each of its ranks was: <log-dir>/world-RANK.json."""
+"""A small training that records where each of its ranks was, in <log-dir>/world-RANK.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running launch: its ranks, its output, its end, and the proof that nothing is left of it."""
+"""A running launch: its ranks, its output, its end, and the check that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LaunchError(RuntimeError):
 
 
 class LaunchTimeoutError(LaunchError):
-    """It did not end in time; the message also has its processes and its Python ranks' stacks."""
+    """A launch did not end in time; the message also has its processes and its Python ranks' stacks."""
 
 
 class OrphanError(LaunchError):
-    """The launcher ended and something that it started did not."""
+    """The launcher ended and something that it had started did not."""
 
 
 def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -85,20 +85,20 @@ class Job:
 
     @property
     def stdout(self) -> str:
-        """What was printed so far, all ranks together."""
+        """Return what was printed so far, by all ranks together."""
         return self._stdout.read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """The errors printed so far, all ranks and the launcher together."""
+        """Return the errors printed so far, by all ranks and the launcher together."""
         return self._stderr.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Everything alive that this launch started, the launcher included."""
+        """Return everything alive that this launch started, the launcher included."""
         return process_tree.with_descendants(process_tree.marked(self._mark))
 
     def ranks(self, count: int, *, limit_s: float = 30.0) -> list[psutil.Process]:
-        """The ranks' Python processes, ordered by pid (not by rank), once there are ``count``.
+        """Wait for ``count`` ranks; return their Python processes, ordered by pid (not by rank).
 
         psutil's waiting takes the exit code of plain ``python`` away from :meth:`wait`.
 
@@ -119,7 +119,7 @@ class Job:
         return sorted(top, key=lambda process: process.pid)
 
     def _is_rank(self, process: psutil.Process) -> bool:
-        """Python with exactly our arguments (torchrun adds -u); a launcher has more before them."""
+        """Return whether this is Python with exactly the ranks' arguments; torchrun adds -u to them."""
         try:
             program, *arguments = process.cmdline()
         except (psutil.NoSuchProcess, ValueError):
@@ -129,7 +129,7 @@ class Job:
         return Path(program).name.startswith("python") and arguments == self._argv
 
     def wait_for_output(self, text: str, *, count: int = 1, limit_s: float = 60.0) -> None:
-        """Return once ``text`` was printed ``count`` times: how a test knows where the ranks are.
+        """Wait until ``text`` was printed ``count`` times, so that a test knows where the ranks are.
 
         Raises:
             LaunchTimeoutError: not printed in time.
@@ -147,7 +147,7 @@ class Job:
             time.sleep(0.05)
 
     def press_ctrl_c(self, *, times: int = 1) -> None:
-        """SIGINT to the launcher's process group, which is what a terminal sends.
+        """Send SIGINT to the launcher's process group, as a terminal does.
 
         srun only says that it heard the first one and ends at a second within a second.
         """
@@ -172,7 +172,7 @@ class Job:
         return Result(returncode, self.stdout, self.stderr, time.monotonic() - self._started)
 
     def _ask_for_stacks(self) -> None:
-        """SIGABRT makes a Python rank print the stacks of all its threads, then end.
+        """Send SIGABRT to each rank, which prints the stacks of all its threads and ends.
 
         One rank after the other, with the launcher stopped meanwhile: ranks that share an output would
         write into each other's lines, and a launcher that sees one rank end kills the others.
@@ -189,7 +189,7 @@ class Job:
             self.popen.wait(2)
 
     def report(self, what: str, *details: str) -> str:
-        """``what`` happened, the command, the details, and the end of the output."""
+        """Return ``what`` happened, the command, the details, and the end of the output."""
         out, err = (text[-8000:] or "(nothing)" for text in (self.stdout, self.stderr))
         head = f"{what}: {' '.join(self._command)}"
         return "\n".join([head, *details, f"stdout:\n{out}", f"stderr:\n{err}"])

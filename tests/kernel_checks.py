@@ -40,7 +40,7 @@ class Kept:
 
 
 class Where(nn.Module):
-    """Remembers where its inputs lay."""
+    """A model that records at which addresses its inputs were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def optimizer_of(kind: str, its: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **options: Any) -> dict[str, Any]:
-    """Two epochs of 17 steps, the last one smaller; rates are powers of two, which are float32, too."""
+    """Train two epochs of 17 steps, the last one smaller; the rates are exact in fp32, too."""
     launches: list[Callable[[], None]] = []
 
     def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
@@ -118,7 +118,7 @@ def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **opt
 
 
 def both(backend: str) -> tuple[int, list[dict[str, Any]]]:
-    """Captured and not; and with the weights channels last."""
+    """Train captured and not, each with contiguous and with channels-last weights."""
     found = [
         train(backend),
         train(backend, capture_step=True),

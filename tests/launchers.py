@@ -60,7 +60,7 @@ class RankError(LaunchError):
 
 
 def command_line(launcher: str, num_processes: int, argv: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The command as a user would type it; ``options`` go to the launcher.
+    """Return the command as a user would type it; ``options`` go to the launcher.
 
     Raises:
         ValueError: no such launcher, or more than one process with plain ``python``.
@@ -98,7 +98,7 @@ def start(
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] = REPOSITORY,
 ) -> Iterator[Job]:
-    """A running launch; at the end of the block whatever still lives of it is killed.
+    """Start a launch; at the end of the block whatever still lives of it is killed.
 
     Args:
         launcher: one of :data:`LAUNCHERS`.
@@ -202,7 +202,7 @@ def run_ranks(
 
 
 def _outcomes(folder: Path) -> list[tuple[bool, Any]]:
-    """(failed, value or traceback) of each rank, the earliest first."""
+    """Return (failed, value or traceback) of each rank, the earliest first."""
     records = [pickle.loads(file.read_bytes()) for file in folder.glob("*.outcome")]
     ordered = sorted(records, key=lambda record: record[0])
     return [(failed, pickle.loads(outcome)) for _, failed, outcome in ordered]

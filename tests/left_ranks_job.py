@@ -1,4 +1,4 @@
-"""Horovod without what hvd_trainer puts around it: one of four ranks is killed, again and again.
+"""Use Horovod without hvd_trainer, and kill one of four ranks, again and again.
 
 Prints how each of the others ended: 0 if Horovod told it that the exchange had failed, and it could leave; else
 the signal that ended it, SIGALRM if it was left waiting. They are forked once Horovod is imported, which takes
@@ -26,7 +26,7 @@ LIMIT_S, GLOO_LIMIT_S = 10, 300
 
 
 def exchange(slot: SlotInfo, port: int, begun: int) -> None:
-    """Hands in tensors until that fails."""
+    """Exchange tensors until that fails."""
     os.environ |= create_slot_env_vars(slot)
     os.environ |= {name: str(value) for name, value in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
     # As our backend has it, and each tensor by itself.

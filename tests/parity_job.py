@@ -18,7 +18,7 @@ SAMPLES = 304  # of a step 64: four steps and one of 48 in an epoch
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """What is wrong, and where."""
+    """The planted mistake and where it is."""
 
     fault: str = "none"
     """which mistake; none by itself"""
@@ -36,7 +36,7 @@ class Options(TrainerOptions):
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Points in four clusters. With `counts` it gives them one after the other, whatever it is asked for."""
+    """Points in four clusters. With `counts` it returns them in turn, whatever index it is asked for."""
 
     def __init__(self, counts: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 def train(options: Options) -> None:
-    """With the mistake on the engine that has it."""
+    """Train with the mistake on the engine that shall have it."""
     fault = options.wrong.fault if options.engine.backend == options.wrong.on else "none"
     with Trainer(options) as trainer:
         if fault == "other start":
@@ -76,7 +76,7 @@ def train(options: Options) -> None:
 
 
 def plant(fault: str, trainer: Trainer) -> None:
-    """Mistakes within the engine."""
+    """Plant a mistake inside the engine."""
     backend: Any = trainer.backend
     finish, prepare = backend._finish_exchange, backend.prepare
 
@@ -103,7 +103,7 @@ def plant(fault: str, trainer: Trainer) -> None:
 
 
 class OneRank(Callback):
-    """Changes a weight of the last rank after the third step."""
+    """A callback that changes a weight of the last rank after the third step."""
 
     def on_step_end(self, run: RunView, result: Any) -> None:
         if run.progress.step == 3 and run.world.rank == run.world.size - 1:

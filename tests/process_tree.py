@@ -1,4 +1,4 @@
-"""Finding and ending processes by a mark in their environment.
+"""Find and end processes by a mark in their environment.
 
 A launcher's children leave its process group and its session (horovodrun's middlemen call setsid,
 srun's tasks are children of slurmstepd, not of srun), so neither a process group nor the tree of
@@ -18,7 +18,7 @@ MARK = "HVD_TRAINER_TEST_ID"
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """True unless the process has ended; a zombie has, and only waits for its parent to notice."""
+    """Return whether the process has not ended; a zombie has, and only waits for its parent to notice."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -26,7 +26,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def marked(prefix: str) -> list[psutil.Process]:
-    """All living processes of this machine, but not this one, whose mark begins with ``prefix``."""
+    """Return all living processes of this machine but this one whose mark begins with ``prefix``."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -39,7 +39,7 @@ def marked(prefix: str) -> list[psutil.Process]:
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes and everything they started, without repeats, without what has ended."""
+    """Return the processes and everything they started, without repeats and without what has ended."""
     found: dict[int, psutil.Process] = {}
     for process in processes:
         try:
@@ -64,7 +64,7 @@ def wait_for_end(processes: Iterable[psutil.Process], *, limit_s: float) -> list
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to all of them; one that ended meanwhile is what was wanted."""
+    """Send SIGKILL to all of them; one that ended meanwhile is no error."""
     for process in processes:
         try:
             process.kill()
@@ -87,7 +87,7 @@ def kill_all_marked(prefix: str, *, limit_s: float = 10.0) -> None:
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:
-    """One line per process: pid, parent, state, command."""
+    """Return one line per process: pid, parent, state, command."""
     lines = []
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""What each rank of ``launchers.run_ranks`` runs: ``python rank_worker.py FOLDER``.
+"""Run one rank of ``launchers.run_ranks``: ``python rank_worker.py FOLDER``.
 
 Calls the function that FOLDER/call.pickle names and writes what became of it to a file of its own
 there. It imports nothing but what the function's module imports, and it does not know its rank.

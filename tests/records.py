@@ -1,4 +1,4 @@
-"""What a run keeps in metrics.jsonl, for comparing one run with another."""
+"""The records of metrics.jsonl, for comparing one run with another."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ OF_ONE_RUN = frozenset(
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """All lines, without what no two runs have alike."""
+    """Return all records, without the figures that differ between any two runs."""
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in OF_ONE_RUN} for line in lines]

@@ -1,4 +1,4 @@
-"""What `test_reproducible.py` runs in every rank."""
+"""Trainings that `test_reproducible.py` runs in every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def digest(weights: dict[str, Tensor]) -> str:
 
 
 def trained(backend: str, folder: str) -> tuple[int, dict[str, str]]:
-    """The weights and the optimizer's state of each set-up."""
+    """Return the weights and the optimizer's state of each set-up."""
     found, rank = {}, 0
     for number, (name, setup) in enumerate(SETUPS.items()):
         place = str(Path(folder) / str(number))
@@ -46,7 +46,7 @@ def trained(backend: str, folder: str) -> tuple[int, dict[str, str]]:
 
 
 def interrupted(backend: str, folder: str) -> tuple[int, None]:
-    """Stopped inside the second epoch, 2 steps after the last save."""
+    """Train and stop inside the second epoch, 2 steps after the last save."""
     setup = with_virtual_ranks(SETUPS["memory"])
     run = resume_checks.run(backend, folder, setup, save_every_steps=9, stop_after=11)
     return run["rank"], None
@@ -58,7 +58,7 @@ def resumed(backend: str, folder: str, place: str) -> tuple[int, str]:
 
 
 def sums(backend_name: str) -> tuple[int, list[bool]]:
-    """Whether sums over ranks are those of the tree, for tensors that are gathered whole and in slices."""
+    """Return whether sums over ranks are those of the tree, for tensors gathered whole and in slices."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         world = backend.world
         found = []

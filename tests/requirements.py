@@ -21,7 +21,7 @@ warm_server.py."""
 
 
 def requires(*names: str) -> pytest.MarkDecorator:
-    """A mark that skips the test unless everything named is there."""
+    """Return a mark that skips the test unless everything named is there."""
     reasons = [reason for reason in map(missing, names) if reason is not None]
     return pytest.mark.skipif(bool(reasons), reason="; ".join(dict.fromkeys(reasons)))
 
@@ -91,7 +91,7 @@ def _missing_mpi4py() -> str | None:
 
 
 def missing(name: str) -> str | None:
-    """Why a launcher cannot be used here; None where it can.
+    """Return why a launcher cannot be used here; None where it can.
 
     Also "horovod" under any launcher, "hosts" of namespaces, "mpi4py", and the programs in `PACKAGES`.
 

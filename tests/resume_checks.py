@@ -1,4 +1,4 @@
-"""What `test_resume.py` runs in every rank: a training, undisturbed or stopped in the middle."""
+"""Trainings that `test_resume.py` runs in every rank, undisturbed or stopped in the middle."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ODD = 107  # and one sample is trained on twice, or in a stream left out
 
 
 class InterruptedRunError(Exception):
-    """Stands for whatever ends a run."""
+    """Stands for any cause that ends a run."""
 
 
 class Audit(Callback):
-    """Notes the samples of each epoch as they are trained on, and interrupts after a step."""
+    """A callback that records the samples of each epoch as they are trained on, and interrupts after a step."""
 
     def __init__(self, stop_after: int | None) -> None:
         self.stop_after = stop_after
@@ -45,7 +45,7 @@ class Audit(Callback):
 
 
 class Numbered(nn.Module):
-    """A small net with dropout and batch norm; it notes which samples it trained on, by their first input."""
+    """A small net with dropout and batch norm that records the samples it trained on, by their first input."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Numbered(nn.Module):
 
 
 def tensors(num: int) -> tuple[Tensor, Tensor]:
-    """The first input is the sample's number."""
+    """Return inputs whose first element is the sample's number, and targets."""
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(0, 3, (num,), generator=generator)
     inputs = torch.randn(num, 6, generator=generator) + targets.view(-1, 1)
@@ -69,7 +69,7 @@ def tensors(num: int) -> tuple[Tensor, Tensor]:
 
 
 def noisy(inputs: Tensor) -> Tensor:
-    """A random transform of a whole batch; the sample's number stays."""
+    """Transform a whole batch at random; the sample's number stays."""
     noise = 0.1 * torch.randn_like(inputs)
     noise[:, 0] = 0
     return inputs + noise
@@ -89,7 +89,7 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Flow(IterableDataset[tuple[Tensor, Tensor]]):
-    """And as a stream, which draws for every sample that it passes."""
+    """The same data as a stream, which draws a random number for every sample that it yields."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -126,7 +126,7 @@ def run(
     num: int = ODD,
     **save: Any,
 ) -> dict[str, Any]:
-    """One training, to its end or interrupted; what a rank has then."""
+    """Train to the end or to an interruption; return what this rank then has."""
     options = TrainerOptions(
         engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
         train=TrainOptions(**{"epochs": EPOCHS, "global_batch_size": global_batch, **setup.get("train", {})}),
@@ -162,7 +162,7 @@ def run(
 
 
 def fingerprint(state: Any) -> str:
-    """Of nested dictionaries, lists, tensors and numbers."""
+    """Return a fingerprint of nested dictionaries, lists, tensors and numbers."""
     if isinstance(state, dict):
         text = "".join(f"{key}:{fingerprint(value)}" for key, value in state.items())
     elif isinstance(state, list | tuple):
@@ -173,7 +173,7 @@ def fingerprint(state: Any) -> str:
 
 
 def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple[Any, Any]]]:
-    """Each set-up undisturbed, and stopped inside the second epoch, 2 steps after the last save, then resumed."""
+    """Train each set-up undisturbed, and stopped 2 steps after a save inside the second epoch and resumed."""
     found, rank = {}, 0
     for number, (name, setup) in enumerate(SETUPS.items()):
         place = Path(folder) / f"{backend}-{number}"
@@ -186,7 +186,7 @@ def interrupted_and_not(backend: str, folder: str) -> tuple[int, dict[str, tuple
 
 
 def first_part(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
-    """Saved in the middle of the second epoch, then two steps more that are lost."""
+    """Save in the middle of the second epoch, then train two steps more, which are lost."""
     result = run(backend, folder, {}, plain=True, num=NUM, global_batch=48, save_every_steps=4, stop_after=5)
     return result["rank"], result
 

@@ -47,13 +47,13 @@ class Batch:
         return self._output.read_text(errors="replace")
 
     def tasks(self) -> list[dict[str, str]]:
-        """What ``scontrol show job`` tells of the job, or of each task of the array: by fields."""
+        """Return what ``scontrol show job`` prints of the job, or of each task of the array, by fields."""
         shown = self._slurm.client("scontrol", "--oneliner", "show", "job", str(self.job_id)).stdout
         lines = [line.split() for line in shown.splitlines() if line.strip()]
         return [dict(word.split("=", 1) for word in line if "=" in word) for line in lines]
 
     def _is_alive(self, job_id: str) -> bool:
-        """Whether a daemon of the job's steps or script is still there; they have the job in their title."""
+        """Return whether a daemon of the job's steps or script, which has the job in its title, is still there."""
         return any(
             f"slurmstepd: [{job_id}." in " ".join(process.info["cmdline"] or [])
             for process in psutil.process_iter(["cmdline"])

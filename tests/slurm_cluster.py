@@ -64,7 +64,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 def missing() -> str | None:
-    """Why Slurm cannot be started here, with what to do about it; None where it can."""
+    """Return why Slurm cannot be started here, with what to do about it; None where it can."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root: run the tests as root"
     for program, package in (("munged", "munge"), *((p, "slurm-wlm") for p in _SLURM_PROGRAMS)):
@@ -74,7 +74,7 @@ def missing() -> str | None:
 
 
 def _find(program: str) -> str | None:
-    """The daemons lie in /usr/sbin, which is not on every PATH."""
+    """Return a daemon's path; they lie in /usr/sbin, which is not on every PATH."""
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
 
 
@@ -86,7 +86,7 @@ def _program(name: str) -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different because all are held while asking."""
+    """Return ports that were free a moment ago; all are held while searching, so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -110,7 +110,7 @@ class SlurmCluster:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a Slurm command needs in its environment to reach this cluster."""
+        """Variables that a Slurm command needs to reach this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def start(self) -> None:
@@ -200,7 +200,7 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def logs(self) -> str:
-        """The last lines of every daemon's log."""
+        """Return the last lines of every daemon's log."""
         parts = []
         for file in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
             lines = file.read_text(errors="replace").splitlines()[-15:]
@@ -245,7 +245,7 @@ class SlurmCluster:
 
 @functools.cache
 def shared() -> SlurmCluster:
-    """The cluster of this test session, started when first asked for; see :func:`stop_shared`."""
+    """Return the cluster of this test session, which the first call starts; see :func:`stop_shared`."""
     cluster = SlurmCluster()
     cluster.start()
     return cluster

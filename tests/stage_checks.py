@@ -1,4 +1,4 @@
-"""What `test_stages.py` runs in every rank: trainings in stages and micro-batches, which the test compares."""
+"""Trainings in stages and micro-batches that `test_stages.py` runs in every rank and compares."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full
 
 
 class StoppedError(Exception):
-    """Stands for whatever ends a run."""
+    """Stands for any cause that ends a run."""
 
 
 class Stop(Callback):
-    """Ends a run after a step."""
+    """A callback that ends a run after a step."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -50,7 +50,7 @@ class Stop(Callback):
 
 
 class AtEnd(Callback):
-    """Collects the state after the last epoch, and what this rank has of it."""
+    """A callback that collects the state after the last epoch, and what this rank holds of it."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -68,7 +68,7 @@ class AtEnd(Callback):
 
 
 class Masked(nn.Module):
-    """Hands a mask on beside its output, as a Transformer's blocks do."""
+    """A block that returns a mask beside its output, as a Transformer's blocks do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Masked(nn.Module):
 
 
 class Joined(nn.Module):
-    """Takes both."""
+    """A block that takes an output and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def model(dropout: float = 0.3) -> nn.Module:
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights decay and biases do not: the optimizer's order is not the model's."""
+    """Return two groups, of which only weights decay, so that the optimizer's order is not the model's."""
     decaying = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     return torch.optim.AdamW(
@@ -122,7 +122,7 @@ def fit(
     save: dict[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
-    """One training, or the second of the same model and optimizer; what came of it."""
+    """Train once, or a second time with the same model and optimizer; return the results."""
     # Cut by time, the parts are the machine's mood, and with them what each rank keeps.
     cut = {"balance": "bytes"} if parallel.get("stages", 1) > 1 else {}
     options = TrainerOptions(
@@ -170,7 +170,7 @@ def fit(
 
 
 def cut_twice() -> None:
-    """Two trainings of the same model, the second of which is refused."""
+    """Train the same model twice; the second training is refused."""
     whole = model()
     optimizer = two_groups(whole)
     for balance in ("1,5", "4,2"):
@@ -184,7 +184,7 @@ def cut_twice() -> None:
 
 
 class Unused(nn.Module):
-    """Has a parameter that it does not need."""
+    """A model with a parameter that it does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Unused(nn.Module):
 
 
 def fit_unused(parallel: dict[str, Any]) -> None:
-    """A training that is refused."""
+    """Train a model with an unused parameter, which is refused."""
     options = TrainerOptions(
         engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel), log=LogOptions(quiet=True)
     )
@@ -205,7 +205,7 @@ def fit_unused(parallel: dict[str, Any]) -> None:
 
 
 def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Lays out a model with a state of its optimizer, of which each copy has drawn its own: what became of it."""
+    """Lay out a model and its optimizer's state, which differ between replicas before; return what they became."""
     options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel))
     with Trainer(options) as trainer:
         backend = trainer.backend
@@ -234,7 +234,7 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _watched_cuts(whole: nn.Module) -> list[str]:
-    """From now on: the blocks that were held whole when the next one was cut. Nothing may be moved as a whole."""
+    """Record, from now on, the blocks that were held whole when the next one was cut; there should be none."""
     held: list[str] = []
     earlier: dict[str, Any] = {}
     fully_shard = fsdp.fully_shard
@@ -258,7 +258,7 @@ def _watched_cuts(whole: nn.Module) -> list[str]:
 
 
 def fit_tied() -> None:
-    """A training of a model whose blocks share a parameter."""
+    """Train a model whose blocks share a parameter."""
     options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(shard="full"))
     whole = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     whole[2].weight = whole[0].weight
@@ -267,7 +267,7 @@ def fit_tied() -> None:
 
 
 def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Trainings one after the other, in one launch."""
+    """Train several set-ups one after the other, in one launch."""
     found = {}
     for name, how in runs.items():
         try:

@@ -1,4 +1,4 @@
-"""What depends on the accelerator: which device, which group, what is refused. The driver is a stand-in."""
+"""The accelerator's devices, process groups and refusals; a stand-in replaces the driver."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """PyTorch sees two GPUs of type `cuda`."""
+    """Let PyTorch see two GPUs of type `cuda`."""
     return install(monkeypatch, Driver())
 
 
@@ -273,7 +273,7 @@ def test_hold_keeps_no_gpu_tensors() -> None:
 
 
 def asked_of_a_module() -> set[str]:
-    """The attributes that accelerator.py uses of `torch.cuda` and `torch.xpu` alike."""
+    """Return the attributes that accelerator.py uses of `torch.cuda` and `torch.xpu` alike."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(accelerator))))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     getters = ("_module", "torch.get_device_module")

@@ -1,4 +1,4 @@
-"""Copies of a run's state for the writer, from an accelerator too: for which a stand-in is used."""
+"""Copies of a run's state for the writer, also from an accelerator, which a stand-in replaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def state(number: int) -> dict[str, Any]:
-    """Of several types and forms."""
+    """Return a state with tensors of several types and layouts."""
     return {
         "model": collections.OrderedDict(
             half=torch.full((3,), number, dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""A GPU that is behind its host: what waits for it, what counts that was read from it, and steps as graphs."""
+"""A GPU that runs behind its host: waiting for it, reading from it, aborting its exchanges, steps as graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make audit`: what becomes of pip-audit's findings; a module of its name answers as the real one does."""
+"""`make audit` for several answers of pip-audit, which a module of its name replaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def package(name: str, *ids: str, fixed: tuple[str, ...] = ()) -> dict[str, Any]
 
 @pytest.fixture
 def audit(tmp_path: Path) -> Any:
-    """Runs it on what pip-audit is to print: an object as JSON, or any text, or nothing and an error."""
+    """Return how to run the audit on pip-audit's answer: an object as JSON, a text, or nothing and an error."""
 
     def run(answer: Any) -> tuple[int, str]:
         text = answer if isinstance(answer, str) else json.dumps({"dependencies": answer, "fixes": []})

@@ -1,4 +1,4 @@
-"""The benchmarks run, so that they are there when somebody wants to measure; what they measure is not tested."""
+"""The benchmarks run; what they measure is not tested."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ BOTH = Plan((2,), 1, (SLOW,), ("horovod", "ddp"), ("none", "powersgd"), (1,), 64
 
 
 def runs_of(plan: Plan, rounds: int) -> list[RunRecord]:
-    """Of which a step takes 10 ms, 20 over the fast link and 300 over the slow one, and 1 more in each round."""
+    """Return runs with steps of 10 ms, 20 over the fast link, 300 over the slow one, and 1 more in each round."""
     runs = []
     for number in range(rounds):
         for case in plan.cases(fit=False):

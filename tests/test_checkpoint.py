@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or not believed, the right ones kept; and what is said when one does not fit."""
+"""Checkpoints on the disk: what is loaded, refused, kept and pruned, and which errors name what does not fit."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Net(nn.Module):
 
 
 def fit(folder: Path, *, width: int = 3, optimizer: Any = torch.optim.Adam, num: int = 12, **options: Any) -> None:
-    """A few steps in this process."""
+    """Train a few steps in this process."""
     save = {name: options.pop(name) for name in [*options] if name in SaveOptions.__dataclass_fields__}
     trainer = Trainer(
         TrainerOptions(
@@ -354,7 +354,7 @@ def test_export_writes_loadable_weights(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Any]:
-    """A job that saves after each step, in `tmp_path / "log"`."""
+    """Start a job that saves after each step, in `tmp_path / "log"`."""
     extra = ["--epochs", "100000", "--save-every-steps", "1", "--workers", "1"]
     with start("python", 1, digits_job.argv("single", tmp_path / "log", extra)) as job:
         job.wait_for_output("epoch 1/")

@@ -1,4 +1,4 @@
-"""What CI runs, and what GitHub shows: sound scripts, and a form as GitHub wants it."""
+"""CI's scripts, and the form for a GPU's report on GitHub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launchers import REPOSITORY
 
 
 def program(name: str) -> str:
-    """A linter that was installed with the test's packages."""
+    """Return the path of a linter that was installed with the test's packages."""
     return str(Path(sys.executable).with_name(name))
 
 

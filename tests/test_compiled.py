@@ -20,7 +20,7 @@ pytestmark = requires("horovod")
 
 @cache
 def ranks(backend: str) -> list[dict[str, Any]]:
-    """Compiling takes each rank some 10 s."""
+    """Train in two ranks, once for all tests: compiling takes each rank some 10 s."""
     return run_ranks(compiled_checks.train, num_processes=2, args=(backend,), timeout_s=300)
 
 

@@ -1,4 +1,4 @@
-"""Options: their names, YAML, what contradicts, and that one message comes from many ranks."""
+"""Options: their names, YAML, conflicts, and one message from many ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_config_yaml_of_a_run_parses_back(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Own:
-    """A user's own group."""
+    """A user's own group of options."""
 
     widths: tuple[int, ...] = (8, 4)
     """layers"""
@@ -122,7 +122,7 @@ class Own:
 
 @dataclass(frozen=True)
 class OwnOptions(TrainerOptions):
-    """A user's own job."""
+    """The options of a user's own job."""
 
     own: Own = field(default_factory=Own)
 

@@ -1,4 +1,4 @@
-"""How often ranks ask each other what they want."""
+"""How often ranks exchange their requests to stop or to save."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SIZES = [
 
 @cache
 def outcomes(backend: str, launcher: str, size: int) -> list[dict[str, str | None]]:
-    """One launch serves all checks; a launch takes as long as a hundred of them."""
+    """Run all checks in one launch, which takes as long as a hundred of them."""
     return run_ranks(
         contract_checks.run_checks, num_processes=size, launcher=launcher, args=(backend,), timeout_s=150
     )

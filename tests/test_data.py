@@ -1,4 +1,4 @@
-"""Every path of the data: which samples each rank takes, over real ranks, and what bad data says."""
+"""Data: which samples each rank takes, over real ranks, and which errors name invalid data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WORLDS = [
 
 @pytest.fixture(scope="module", params=WORLDS)
 def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of one launch reported."""
+    """Return what each rank of one launch reported."""
     backend, launcher, size = request.param
     folder = str(tmp_path_factory.mktemp("once"))
     return run_ranks(
@@ -57,7 +57,7 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def step_of(facts: list[Any], number: int) -> list[int]:
-    """The samples of all ranks in one step, in the order of the epoch."""
+    """Return the samples of all ranks in one step, in the order of the epoch."""
     parts = [batches[number] for batches in facts]
     return [sample for row in zip(*parts, strict=True) for sample in row]
 
@@ -166,7 +166,7 @@ def trainer(**train: Any) -> Trainer:
 
 
 def fit(data: Any, test: Any = None, model: nn.Module | None = None, **options: Any) -> list[dict[str, Any]]:
-    """One epoch of a line through `data` in this process."""
+    """Train a line on `data` for one epoch in this process."""
     model = model or nn.Linear(1, 1)
     with trainer() as mine:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -232,7 +232,7 @@ def test_tensor_dataset_list_and_stream_train_alike() -> None:
 
 
 class ToFloat(nn.Linear):
-    """Takes integers, or a dictionary or tuple of inputs."""
+    """A line that takes integers, or a dictionary or tuple of inputs."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)

@@ -28,7 +28,7 @@ JOB = ("-m", "hvd_trainer.mnist")
 
 
 class InTurn(nn.Module):
-    """What `nn.DataParallel` does, on one device."""
+    """A wrapper that does what `nn.DataParallel` does, on one device."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step asks of its device beside the model, and when the host waits for the device."""
+"""The operators that a step adds to the model's own, and when the host waits for the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backend() -> Iterator[Backend]:
 
 
 class Operators(TorchDispatchMode):
-    """The operators between two moments of a training, but those of the passes and the update."""
+    """A dispatch mode that records all operators but those of the forward and backward passes and the update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Operators(TorchDispatchMode):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, nothing counts."""
+        """Count no operator inside this block."""
         before, self.is_counting = self.is_counting, False
         try:
             yield
@@ -76,7 +76,7 @@ class Quiet(nn.Linear):
 
 
 class Window(Callback):
-    """Counts the operators of ten steps without a line of the log between them."""
+    """A callback that counts the operators of ten steps without a line of the log between them."""
 
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
@@ -136,7 +136,7 @@ def options(**train: Any) -> TrainerOptions:
 
 
 class Reads:
-    """Whether the host was waiting, as its activity has it, whenever it read from a tensor."""
+    """A record of whether the backend's activity was marked as waiting at each read of a tensor."""
 
     def __init__(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting: list[bool] = []

@@ -1,4 +1,4 @@
-"""horovodrun's elastic mode: hosts come and go, ranks fail, and the others continue from memory.
+"""horovodrun's elastic mode: hosts come and go, ranks are lost, and the others continue from their snapshot.
 
 Two names of this machine are its hosts, so that horovodrun starts the ranks of both without ssh.
 """
@@ -51,7 +51,7 @@ class Cluster:
         self.script.chmod(0o755)
 
     def has(self, **slots: int) -> None:
-        """Set the number of slots by host: `here`, `there`."""
+        """Set the slots by host: `here`, `there`."""
         names = {"here": HERE, "there": THERE}
         temporary = self._list.with_suffix(".new")
         temporary.write_text("".join(f"{names[host]}:{count}\n" for host, count in slots.items()))
@@ -62,7 +62,7 @@ class Cluster:
 def elastic(
     argv: list[str], folder: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None, **slots: int
 ) -> Iterator[tuple[Job, Cluster]]:
-    """Start a job on some hosts; `more` are options of horovodrun."""
+    """Start a job on some hosts; `more` are horovodrun's options."""
     cluster = Cluster(folder)
     cluster.has(**slots)
     options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo", *more]
@@ -73,7 +73,7 @@ def elastic(
 
 
 def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
-    """Return a rank on that host, once there is one."""
+    """Wait for a rank on this host; return its process."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for process in job.processes():
@@ -236,7 +236,7 @@ RANK = {f"HOROVOD_{name}": str(value) for name, value in {**NUMBERS, **SERVER}.i
 
 @contextmanager
 def answering(status: int, answer: str) -> Iterator[HorovodElasticDriver]:
-    """Yield a driver of rank 1 of 2 on host b, whose horovodrun gives this answer."""
+    """Yield a driver, as rank 1 of 2 on host b, whose horovodrun gives this answer."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

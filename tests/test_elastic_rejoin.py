@@ -1,4 +1,4 @@
-"""One process in several worlds, as in horovodrun's elastic mode, without the launcher."""
+"""One process in several worlds, as under horovodrun's elastic mode, without the launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 10
 
 
 def horovodrun() -> Any:
-    """Return a driver for a rank that is the only one in each world."""
+    """Return a driver as an elastic rank sees it, where it is the only one in each world."""
     driver = SimpleNamespace(hosts_changed=threading.Event(), past_worlds=0, listen=lambda: None)
 
     def next_world() -> World:
@@ -49,7 +49,7 @@ def horovodrun() -> Any:
 
 
 class Trouble(Callback):
-    """Call functions at the first run of some steps."""
+    """A callback that calls functions after certain steps, the first time that these are made."""
 
     def __init__(self, **at: Callable[[RunView], None]) -> None:
         self.at = at
@@ -64,12 +64,12 @@ def hosts_change(run: RunView) -> None:
 
 
 def a_rank_is_lost(run: RunView) -> None:
-    """End the world in the middle of a step, before the next snapshot."""
+    """End the world in the middle of a step, before anything of it is in the snapshot."""
     raise RescaleError
 
 
 def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunView], None]) -> dict[str, float]:
-    """Return the metrics of an epoch in which functions are called at some steps."""
+    """Train an epoch in which all this happens; return its figures."""
     options = TrainerOptions(
         EngineOptions(backend="single"),
         TrainOptions(epochs=1, batch_size=4),

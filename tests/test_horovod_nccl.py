@@ -26,7 +26,7 @@ CUDA_TORCH = TorchFacts(version="2.15.0+cu132", cuda="13.2")
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without CUDA and NCCL; return the folder that stands for its /usr."""
+    """Hide CUDA and NCCL; return the folder that stands for this machine's /usr."""
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "HOROVOD_NCCL_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

@@ -26,7 +26,7 @@ SSH = "horovodrun: could not connect to some hosts via ssh"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Horovod of ours that pip has just installed; return the file with its record."""
+    """Return the file with the record of a Horovod of ours that pip has just installed."""
     package = tmp_path / "site/horovod"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

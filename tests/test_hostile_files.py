@@ -1,4 +1,4 @@
-"""Files from a stranger: each ends in one clear error, in little memory and time, and destroys nothing."""
+"""Files by an attacker: each ends in one clear error, in little memory and time, and destroys nothing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def shared(cluster: Cluster) -> Path:
-    """Return a new folder that all hosts see, and delete files of the last test."""
+    """Return a folder that all hosts see, without what they had of the last test."""
     for host in cluster:
         host.run(["rm", "-f", "/tmp/fetched"])
     return cluster.new_folder()
@@ -43,7 +43,7 @@ def shared(cluster: Cluster) -> Path:
 def commands(
     launcher: str, cluster: Sequence[Host], argv: Sequence[str], each: int
 ) -> list[tuple[Host, list[str]]]:
-    """Return the commands to type, and their hosts, for a number of ranks on each host."""
+    """Return what is typed on which host for so many ranks on each."""
     first, number, port = cluster[0], str(each * len(cluster)), str(next(PORTS))
     slots = ",".join(f"{host.name}:{each}" for host in cluster)
     if launcher == "horovodrun":
@@ -61,7 +61,7 @@ def commands(
 def started(
     launcher: str, cluster: Sequence[Host], argv: Sequence[str], folder: Path, each: int = 2
 ) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """Start launchers with a number of ranks on each host."""
+    """Start the launchers with so many ranks on each host."""
     return typed(commands(launcher, cluster, argv, each), cluster, folder)
 
 
@@ -69,7 +69,7 @@ def started(
 def typed(
     commands: Sequence[tuple[Host, list[str]]], cluster: Sequence[Host], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start commands; at the end of the block, kill them and all processes on the hosts."""
+    """Start commands on hosts; at the end of the block they and all that is left on the hosts are killed."""
     with ExitStack() as stack:
         running = []
         for host, words in commands:
@@ -181,7 +181,7 @@ def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path
 def by_hand(
     pair: Sequence[Host], argv: Sequence[str], folder: Path, secrets: Sequence[str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a rank on each host, with one name and port for all, and a secret."""
+    """Start a rank on each host by hand, with one address and port, and a secret for each."""
     where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(len(pair))}
     with ExitStack() as stack:
         running = []
@@ -263,7 +263,7 @@ def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 150)
 
 
 def steps(folder: Path) -> int:
-    """Return the number of logged steps."""
+    """Return how many steps have been logged."""
     file = folder / "log/metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return sum(json.loads(line)["event"] == "step" for line in lines)
@@ -288,7 +288,7 @@ def test_network_interface_is_used_exclusively(backend: str, cluster: Cluster, s
 
 
 def sockets(host: Host, option: str, pids: set[str]) -> list[tuple[str, str]]:
-    """Return local and remote address of these processes' TCP sockets, connected or (-l) listening ones."""
+    """Return local and remote address of these processes' TCP sockets: connected ones, or (-l) listening ones."""
     lines = host.run(["ss", "-tnpH", *([option] if option else [])]).stdout.splitlines()
     ours = [line.split() for line in lines if pids & set(re.findall(r"pid=(\d+)", line))]
     return [(here.rpartition(":")[0], there.rpartition(":")[0]) for _, _, _, here, there, *_ in ours]
@@ -431,7 +431,7 @@ with socket.create_connection(("hostb", 5000)) as line:
 
 
 def there_and_back_s(cluster: Cluster, size: int) -> float:
-    """Return the time to send bytes from the first host to the second, and one byte back."""
+    """Return how long it takes to send so many bytes to the second host, and one byte back."""
     first, second, _ = cluster
     words = second.command([sys.executable, "-c", SERVE])
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=second.environ) as server:

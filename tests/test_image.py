@@ -1,4 +1,4 @@
-"""The Docker image: its files are sound, its scripts do what they say; `make image-test` builds it and runs it."""
+"""The Docker image: lint, and what its scripts do; `make image-test` builds it and runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCKER = REPOSITORY / "docker"
 
 
 def program(name: str) -> str:
-    """A linter that was installed with the test's packages."""
+    """Return the path of a linter that was installed with the test's packages."""
     return str(Path(sys.executable).with_name(name))
 
 
@@ -85,7 +85,7 @@ def test_dockerignore_sends_what_is_copied() -> None:
 
 
 def built_for(folder: Path, gpu: str, *, has_nvcc: bool) -> str:
-    """What the Dockerfile's last step of the build asks the installer for; its programs only print."""
+    """Return what the Dockerfile's last build step asks the installer for; its programs only print."""
     for name in ("pip", "python", *(["nvcc"] if has_nvcc else [])):
         (folder / name).write_text('#!/bin/sh\necho "$0" "$@"\n')
         (folder / name).chmod(0o755)
@@ -120,7 +120,7 @@ def hvd_ssh(home: Path, *words: str, check: bool = True, port: int = 0) -> subpr
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Of a container's user. In ours: sshd trusts no keys below a folder that others may write to, as /tmp is."""
+    """Return a user's home, not below /tmp: sshd trusts no keys below a folder that others may write to."""
     with tempfile.TemporaryDirectory(prefix=".hvd-ssh-", dir=Path.home()) as folder:
         (Path(folder) / ".ssh").mkdir(mode=0o700)
         yield Path(folder)
@@ -128,7 +128,7 @@ def home() -> Iterator[Path]:
 
 @contextmanager
 def served(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
-    """`hvd-ssh serve` as this host's server, and the words that enter it by its key."""
+    """Run `hvd-ssh serve` as this host's server; yield it and the words that enter it by its key."""
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -248,7 +248,7 @@ IMAGE, BASE = "localhost/hvd_trainer", "localhost/hvd-base"
 
 
 class Image:
-    """The image in a storage of its own.
+    """A built image in a storage of its own.
 
     Args:
         folder: for all of it.
@@ -263,7 +263,7 @@ class Image:
         return done.stdout + done.stderr
 
     def make_base(self) -> None:
-        """A Debian of this machine's release, with this machine's mirrors and certificates."""
+        """Make a Debian of this machine's release, with this machine's mirrors and certificates."""
         release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
         assert release is not None
         root = self.folder / "base"
@@ -286,7 +286,7 @@ class Image:
         shutil.rmtree(root)
 
     def build(self) -> None:
-        """As the README builds the one for CPUs, with one layer per stage: this storage copies whole layers."""
+        """Build as README.md does for CPUs, with one layer per stage: this storage copies whole layers."""
         arguments = [f"BUILD_BASE={BASE}", f"RUNTIME_BASE={BASE}", "GPU=none", "REVISION=tested"]
         arguments += [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PIP_INDEX")]
         words = [word for argument in arguments for word in ("--build-arg", argument)]
@@ -298,7 +298,7 @@ class Image:
         )
 
     def run(self, *words: str, timeout_s: float = 300) -> str:
-        """What a command says in a new container."""
+        """Return what a command prints in a new container."""
         container = self.buildah("from", IMAGE).strip()
         try:
             return self.buildah("run", "--isolation", "chroot", container, "--", *words, timeout_s=timeout_s)
@@ -308,7 +308,7 @@ class Image:
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
-    """The image, built."""
+    """Build the image."""
     packages = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
     if packages or os.geteuid() != 0:
         pytest.skip(f"needs root and: apt-get install {' '.join(packages)}")

@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An archive that counts as the official one."""
+    """Write an archive that counts as the official one; return its path."""
     file = fake_imdb.write_archive(tmp_path / "here" / imdb_archive.ARCHIVE, fake_imdb.reviews())
     monkeypatch.setattr(imdb_archive, "MD5", md5(file.read_bytes()).hexdigest())
     return file
@@ -183,7 +183,7 @@ def test_missing_reviews_name_what_to_type(
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves the archive; slowly under /slow."""
+    """A server of the archive; slow under /slow."""
 
     content = b""
 

@@ -102,7 +102,7 @@ def test_nccl_is_refused_for_a_torch_without_cuda() -> None:
 
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TorchFacts:
-    """A PyTorch for CUDA 13.2, with NCCL, on a machine without any toolkit."""
+    """Simulate a PyTorch for CUDA 13.2, with NCCL, on a machine without any toolkit."""
     put_nccl(tmp_path / "nccl")
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -188,7 +188,7 @@ def wait_for(condition: Callable[[], list[T]], timeout_s: float = 60) -> list[T]
 
 @pytest.fixture
 def stalled_index() -> Iterator[str]:
-    """A server that takes connections and never answers: pip stays in its step."""
+    """Serve a package index that accepts connections and never answers, so that pip does not end."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/simple"
 
@@ -221,7 +221,7 @@ def test_killed_installer_leaves_nothing_behind(
 
 
 class PopenDuringSigterm(subprocess.Popen[bytes]):
-    """Receives SIGTERM when the process has been started, before the caller has its number."""
+    """A Popen that receives SIGTERM once the process is started, before the caller has its number."""
 
     last: int
 

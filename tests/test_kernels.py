@@ -1,4 +1,4 @@
-"""Options on how a device computes: a step as one graph, channels last, TF32, cuDNN's benchmark, fused updates."""
+"""Options for kernels: captured steps, channels last, TF32, cuDNN's benchmark, fused updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs for Kubernetes: pods as Kubernetes' own schema wants them, around them the names of the operators."""
+"""The jobs for Kubernetes: pods follow its own schema, and jobs the operators' fields."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_launchers_name_the_secret() -> None:
 
 
 def job_of(arguments: list[str]) -> MnistOptions:
-    """What the job reads of a command line."""
+    """Return the options that the job reads from a command line."""
     return parse(MnistOptions, arguments[arguments.index("hvd_trainer.mnist") + 1 :])
 
 

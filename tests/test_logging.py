@@ -1,4 +1,4 @@
-"""What the package says goes through the logger `hvd_trainer`, which a program can route and silence."""
+"""Lines of the package go through the logger `hvd_trainer`, which a program can route and silence."""
 
 from __future__ import annotations
 

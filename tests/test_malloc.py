@@ -1,4 +1,4 @@
-"""A training keeps the memory of what it frees: the next step does not get it from the system page by page."""
+"""Memory that a training frees stays in the process, so that the next step causes no page faults."""
 
 from __future__ import annotations
 

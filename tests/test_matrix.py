@@ -1,4 +1,4 @@
-"""Any launcher with any engine: real launches, one job, and the same weights from all of them."""
+"""Any launcher with any engine: real launches of one job, and the same weights from all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights that every launch of 2 ranks must give, whatever starts them: here torchrun with DDP."""
+    """Return the weights that every launch of 2 ranks must give: those of torchrun with DDP."""
     folder = tmp_path_factory.mktemp("reference")
     port = digits_job.free_port()
     # Users also name the port, instead of --standalone.

@@ -1,4 +1,4 @@
-"""Training for so many steps, the time of each step, and trainings that leave something out."""
+"""--max-steps, --until, --record-steps and --leave-out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = requires("horovod")
 
 
 def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:
-    """Digits have 1,438 samples: 6 steps of 2 x 128 in an epoch, the last one smaller."""
+    """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch, the last one smaller."""
     job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
     return launch(QUICKEST, ranks, [*job, *options]).stdout
 

@@ -22,7 +22,7 @@ SPLITS = {1: [41], 2: [30, 11], 3: [5, 0, 36]}
 
 
 class LargestSeen:
-    """A metric object of a user's own, with nothing of torchmetrics but the protocol."""
+    """A user's own metric, which has no more of torchmetrics than the protocol."""
 
     def __init__(self) -> None:
         self.value = -math.inf
@@ -41,7 +41,7 @@ class LargestSeen:
 
 
 class Correlation(torchmetrics.PearsonCorrCoef):  # type: ignore[misc,name-defined]
-    """Keeps means and variances, which are stacked over ranks and not added."""
+    """A metric with means and variances, which are stacked over ranks and not added."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         super().update(outputs[:, 0], targets.float())
@@ -65,7 +65,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def measure(backend_name: str) -> tuple[int, list[dict[str, float]]]:
-    """Two passes with the same objects, the second over the samples twice: nothing of the first may stay."""
+    """Measure twice with the same objects, the second time all samples twice; nothing of the first may stay."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
         rank, split = backend.world.rank, SPLITS[backend.world.size]
         outputs, targets = (whole.split(split)[rank] for whole in data())

@@ -1,4 +1,4 @@
-"""Where models are cut, which ranks work together and in which order: pure functions, as pictures."""
+"""Grids of ranks, cuts of models, schedules and the sharded optimizer, without launching ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_stages_must_divide_the_ranks() -> None:
 
 
 def every_cut(weights: Sequence[float], parts: int) -> list[tuple[float, float]]:
-    """The largest part and the sum of squares of each way to cut."""
+    """Return the largest part and the sum of squares for each way to cut."""
     found = []
     for inner in itertools.combinations(range(1, len(weights)), parts - 1):
         edges = [0, *inner, len(weights)]

@@ -1,4 +1,4 @@
-"""A model in parts, as README.md types it; and a job that is killed, and goes on in another shape."""
+"""Documented launches of a model in stages; a killed job that resumes in another layout."""
 
 from __future__ import annotations
 

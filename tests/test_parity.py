@@ -1,4 +1,4 @@
-"""The same numbers on both engines, in one process, and in the scripts that were written by hand."""
+"""The same weights on both engines, in one process, and in the scripts written by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per 
 
 
 def small_net() -> nn.Module:
-    """No dropout, which would differ between numbers of ranks."""
+    """Return a net without dropout, which would differ between numbers of ranks."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4)
     )
@@ -40,7 +40,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_all(backend: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
-    """Final weights of three set-ups, from one launch."""
+    """Return the final weights of three set-ups from one launch."""
     weights: dict[str, dict[str, Tensor]] = {}
     rank = 0
     for name, accumulate, max_norm, model_of, optimizer_of, shape in (
@@ -66,7 +66,7 @@ def final_weights(backend: str, size: int) -> list[dict[str, dict[str, Tensor]]]
 
 
 def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest over all tensors of |a - b| / |b|, as norms."""
+    """Return the largest |a - b| / |b| over all tensors, as norms."""
     return max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs)
 
 
@@ -81,7 +81,7 @@ def test_engines_give_the_same_bits(size: int) -> None:
 
 
 def train_in_bfloat16(backend: str, compression: str) -> tuple[int, tuple[float, dict[str, Tensor]]]:
-    """Final loss and weights: of a model of that type, or of one whose gradients have it on the wire."""
+    """Train a model in bfloat16, or one whose gradients are sent in it; return the final loss and weights."""
     engine = EngineOptions(backend=backend, compression=compression)  # type: ignore[arg-type]
     train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH)
     with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
@@ -118,7 +118,7 @@ def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None
 
 
 def train_with(engine: EngineOptions, train: TrainOptions) -> tuple[int, tuple[int, dict[str, Tensor]]]:
-    """CPU threads while training, and the final weights of the second set-up above."""
+    """Return the number of CPU threads while training, and the final weights of the second set-up above."""
     with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
         model = small_net()
         trainer.fit(model, adamw(model), nn.functional.cross_entropy, data((16,)))

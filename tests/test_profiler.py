@@ -1,4 +1,4 @@
-"""`--profile`: one trace of all ranks on one clock, the breakdown as text, and training goes on undisturbed."""
+"""`--profile`: one trace of all ranks on one clock, a breakdown as text, and unchanged training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_profile_needs_a_log_folder() -> None:
 
 
 def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp", **env: str) -> str:
-    """Digits have 1,438 samples: 6 steps of 2 x 128 in an epoch."""
+    """Train on the 1,438 digits: 6 steps of 2 x 128 in an epoch."""
     job = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--backend", backend, "--log-dir", str(log)]
     return launch(QUICKEST, ranks, [*job, *options], env=env).stdout
 
@@ -87,14 +87,14 @@ def trace_of(log: Path, name: str = "trace.json.gz") -> dict[str, Any]:
 
 
 def process_names(events: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The trace's processes, in the order in which they are shown."""
+    """Return the trace's processes, in the order in which they are shown."""
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
     names = [(order[e["pid"]], e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
     return {name: pid for _, name, pid in sorted(names)}
 
 
 def check_events(events: Sequence[dict[str, Any]]) -> None:
-    """What Chrome and Perfetto ask of them."""
+    """Check the events as Chrome and Perfetto require them."""
     for event in events:
         assert event["ph"] in "XMisf", event
         assert isinstance(event["pid"], int), event
@@ -113,7 +113,7 @@ def is_in(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
 
 
 def check_steps(events: Sequence[dict[str, Any]], pid: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """The steps of one rank: all are there, one after the other, and what belongs to a step is in one."""
+    """Check that one rank's steps are there in order, and that each phase is inside a step; return the steps."""
     named = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name" and e["args"]["name"] == "steps"]
     row = next(e["tid"] for e in named if e["pid"] == pid)
     its = sorted((e for e in events if (e["pid"], e["tid"], e["ph"]) == (pid, row, "X")), key=lambda e: e["ts"])
@@ -138,7 +138,7 @@ def results(log: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without --profile."""
+    """Train without --profile; return the log folder."""
     log = tmp_path_factory.mktemp("plain")
     train(log, "--epochs", "3")
     return log
@@ -181,7 +181,7 @@ def test_profile_merges_all_ranks_on_one_clock(plain: Path, tmp_path: Path, back
 
 
 def check_timeline(events: Sequence[dict[str, Any]], pid: int, steps: Sequence[dict[str, Any]]) -> None:
-    """Horovod's exchange of each gradient is in a step, between its forward pass and its update."""
+    """Check that Horovod exchanges each gradient between the forward pass and the update of a step."""
     rows = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == pid and e["name"] == "thread_name"}
     sent = [e for e in events if e["pid"] == pid and e["name"] == "ALLREDUCE" and "bucket" in rows[e["tid"]]]
     assert len(sent) == len(steps)
@@ -196,7 +196,7 @@ def check_timeline(events: Sequence[dict[str, Any]], pid: int, steps: Sequence[d
 
 
 def check_text(log: Path, said: str) -> None:
-    """The same table is printed and kept."""
+    """Check the breakdown, which is printed as it is kept."""
     text = (log / "profile" / "breakdown.txt").read_text()
     lines = text.splitlines()
     assert lines[0].startswith("steps 7 to 16 of 2 ranks, in ms. The median step took ")
@@ -376,7 +376,7 @@ def test_ahead_of_first_narrows_with_every_barrier() -> None:
 
 
 def figures(seconds: Sequence[Sequence[float]], operators: dict[str, Operator] | None = None) -> Figures:
-    """By step: data, forward, backward, reduce, step and other."""
+    """Return figures by step: data, forward, backward, reduce, step and other."""
     numbers = list(range(1, len(seconds) + 1))
     return Figures("host", numbers, (0, 0), np.array(seconds), operators or {}, None)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other of themselves when they have met."""
+"""The information that ranks exchange about themselves when they have met."""
 
 from __future__ import annotations
 

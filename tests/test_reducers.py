@@ -1,4 +1,4 @@
-"""Gradients in buckets, and waiting for Horovod: decisions, with tensors of the CPU in place of a GPU's."""
+"""Gradient buckets, and waiting for Horovod; CPU tensors stand for a GPU's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
 
 class Model(nn.Module):
-    """Parameters of several shapes, memory orders and types; one may get no gradient."""
+    """A model with parameters of several shapes, layouts and types; one may get no gradient."""
 
     def __init__(self, unused: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 def exchanged(
     steps: int, *, passes: int = 1, keeps_grads: bool = False, unused: bool = False
 ) -> tuple[list[Any], list[int]]:
-    """What is sent in each step, of how many parameters, and what `.grad` is then; 3 ranks, so that 1/3 rounds."""
+    """Return what each step sends, of how many parameters, and `.grad` afterwards; 3 ranks, so that 1/3 rounds."""
     torch.manual_seed(0)
     model = Model(unused)
     sent: list[Any] = []
@@ -88,7 +88,7 @@ def test_buckets_on_accelerators_use_two_operations(
 
 
 class Clock:
-    """Time that passes by 10 us with each look at an operation, and as long as a sleep asks for."""
+    """A clock that advances 10 us with each poll of an operation, and by the length of each sleep."""
 
     def __init__(self, done_after_s: float) -> None:
         self.now, self.done_s, self.slept = 0.0, done_after_s, 0

@@ -26,7 +26,7 @@ def ranks(function: Any, backend: str, size: int, *args: str) -> list[Any]:
 
 @cache
 def reference() -> dict[str, str]:
-    """Of one process, which computes all virtual ranks."""
+    """Return the results of one process, which computes all virtual ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ((found),) = ranks(reproducible_checks.trained, "single", 1, folder)
     return dict(found)

@@ -54,7 +54,7 @@ def test_resumed_run_trains_each_sample_once_per_epoch(runs: list[dict[str, Any]
 
 @cache
 def saved(backend: str, size: int) -> tuple[str, list[dict[str, Any]]]:
-    """Interrupted in the middle of the second epoch; the folder, and what each rank did."""
+    """Interrupt in the middle of the second epoch; return the folder, and what each rank did."""
     folder = tempfile.mkdtemp(prefix="hvd-saved-")
     atexit.register(shutil.rmtree, folder)
     return folder, run_ranks(resume_checks.first_part, num_processes=size, args=(backend, folder))

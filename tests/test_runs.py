@@ -1,4 +1,4 @@
-"""The runs of jobs that tools measure: their order, record, folder and time limit, and why they fail."""
+"""Runs of jobs that tools measure: their order, record, folder and time limit, and why they fail."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_unpack_refuses_hostile_json(tree: str) -> None:
 
 
 def with_header(header: Any, content: bytes = bytes(8)) -> bytes:
-    """A packed tensor `a` whose safetensors have this header."""
+    """Return a packed tensor `a` whose safetensors have this header."""
     tree = b'{"$tensor":"a"}'
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(tree).to_bytes(8, "big") + tree + len(text).to_bytes(8, "little") + text + content

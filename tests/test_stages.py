@@ -1,4 +1,4 @@
-"""A model cut into stages: the same numbers for any stages, schedule and engine; what cannot work is refused."""
+"""A model cut into stages: the same numbers for any stages, schedule and engine, and what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_stages(stages: int, runs: dict[str, dict[str, Any]], **more: Any) -> dict
 
 
 def sliced_in_stages() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Trainings of two copies in two stages: in slices, and without."""
+    """Return trainings of two replicas in two stages, with and without full sharding."""
     runs = {
         **{schedule: ({"schedule": schedule}, {}) for schedule in ("gpipe", "1f1b", "interleaved")},
         "accumulate": ({}, {"accumulate": 2}),
@@ -65,7 +65,7 @@ def sliced_in_stages() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 @cache
 def trained(backend: str, size: int) -> list[dict[str, Any]]:
-    """All trainings with so many ranks; per rank."""
+    """Run all trainings with so many ranks; return the results per rank."""
     runs: dict[str, dict[str, Any]]
     plain = {"plain": ALONE["plain"]}
     exact = {"exact": {"parallel": CUT, "dropout": 0.0}}
@@ -108,7 +108,7 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Losses, weights and the optimizer's state, bit for bit."""
+    """Check that losses, weights and the optimizer's state are equal, bit for bit."""
     assert one["records"] == other["records"]
     assert list(one["weights"]) == list(other["weights"])
     for name, tensor in one["weights"].items():
@@ -268,7 +268,7 @@ SHAPES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
-    """Stopped inside the second epoch in one shape, and resumed in another."""
+    """Stop inside the second epoch in one layout, and resume in another."""
     first, second = (SHAPES[number] for number in shapes)
     common = {"folder": str(folder), "dropout": 0.0}
     saving = {"parallel": first[2], **common, "save": {"save_every_steps": 5}, "stop_after": 6}

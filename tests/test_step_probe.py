@@ -1,4 +1,4 @@
-"""The stopwatch for scripts of others: what it writes of their memory."""
+"""The probe that measures other people's scripts: the memory that it records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_trainer.tools.runner.step_probe import Probe
 
 
 def recorded(folder: Path) -> float:
-    """The peak memory of one step, in MB, as the probe keeps it."""
+    """Return the peak memory of one step, in MB, as the probe records it."""
     probe = Probe(folder, 0)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)

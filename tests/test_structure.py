@@ -1,4 +1,4 @@
-"""The rules of structure that reviews forget: read from the source, nothing is run but imports.
+"""Rules of structure, checked in the source and by imports.
 
 The order of the packages is a contract in setup.cfg, which `make lint` checks.
 """
@@ -38,7 +38,7 @@ RANK_VARIABLES = {name for launcher in LAUNCHERS for name in launcher.variables(
 
 @cache
 def modules() -> dict[str, Path]:
-    """The package's modules by their dotted names without the package's own: `backends.ddp`; itself is ``."""
+    """Return the package's modules by dotted name below it: `backends.ddp`, and an empty name for its own."""
     names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -52,7 +52,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`, which never run."""
+    """Return all nodes but those under `if TYPE_CHECKING`, which never run."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
@@ -61,7 +61,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported, inside functions too."""
+    """Return (line, dotted name) of everything imported, inside functions too."""
     for node in nodes(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -142,7 +142,7 @@ ENGINE_WORDS = re.compile(r"horovod|hvd\b|ddp|nccl|gloo|cuda|\bcpu\b|\bmps\b", r
 
 
 def words_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every identifier and string of the code, with its line; docstrings are not code."""
+    """Return every identifier and string of the code with its line; docstrings are not code."""
     tree = tree_of(path)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = {
@@ -180,7 +180,7 @@ NAMES_ACCELERATORS = {
 
 
 def kinds_of_accelerators(path: Path) -> Iterator[str]:
-    """Where a module's code names one, but not in texts that stand alone: what explains a field is one."""
+    """Return where a module's code names a kind, except in texts that stand alone, such as a field's docstring."""
     alone = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)}
     told = {(node.lineno, node.value) for node in strings(path) if id(node) in alone}
     for line, word in words_of(path):

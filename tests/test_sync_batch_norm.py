@@ -87,7 +87,7 @@ def passed_back(
 
 @pytest.fixture
 def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Tensors of the CPU go the way of an accelerator's; the names of the kernels that were called."""
+    """Send CPU tensors the way of an accelerator's; return the names of the kernels that were called."""
     calls = StandIn(monkeypatch).calls
 
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Ranks:
-    """An engine whose other ranks are the same passes, made before: sums are taken over what each has sent.
+    """An engine whose other ranks are passes made before: sums are taken over what each has sent.
 
     A rank's n-th collective is the n-th of all others, so that a pass is repeated until all have sent all.
     """
@@ -119,7 +119,7 @@ class Ranks:
         self.sent: list[list[Tensor]] = [[] for _ in range(RANKS)]
 
     def of(self, rank: int) -> Any:
-        """The engine in one pass of one rank."""
+        """Return the engine in one pass of one rank."""
         mine: list[Tensor] = []
         before = [list(tensors) for tensors in self.sent]
         self.sent[rank] = mine
@@ -134,7 +134,7 @@ class Ranks:
 
 
 def outcome(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> list[dict[str, Tensor]]:
-    """What each rank's output, gradients and buffers are when all have trained on their inputs together."""
+    """Train all ranks together; return each rank's output, gradients and buffers."""
     ranks = Ranks()
     found: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
     for _ in range(3):  # forward, backward of the layer's own sums, and all of that with the sums of all
@@ -180,7 +180,7 @@ def test_sync_batch_norm_equals_the_whole_batch(kind: str, channels_last: bool, 
 
 
 def of_the_whole_batch(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> list[dict[str, Tensor]]:
-    """The same by PyTorch's own batch norm; the gradients of weight and bias are each rank's part."""
+    """Compute the same by PyTorch's own batch norm; weight and bias have each rank's part of the gradient."""
     whole = copy.deepcopy(model)
     batch = torch.cat(inputs).requires_grad_()
     out = whole(batch)

@@ -1,4 +1,4 @@
-"""The trainer in library use and as the job: numbers, records, files, and what a person reads."""
+"""The Trainer in library use and as a job: numbers, records, files, and printed lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """All trainings of `trainer_checks.many`, per engine and rank."""
+    """Run all trainings of `trainer_checks.many`, per engine and rank."""
     return {
         name: run_ranks(trainer_checks.many, num_processes=2, args=(name, str(folder)), timeout_s=240)
         for name in ENGINES
@@ -267,7 +267,7 @@ def test_quiet_prints_nothing_and_verbose_more() -> None:
 
 
 def on_a_terminal(command: list[str], limit_s: float = 90) -> str:
-    """Everything that a command prints where a person watches."""
+    """Return everything that a command prints on a terminal."""
     leader, follower = pty.openpty()
     # A new one has no columns, in which tqdm draws nothing.
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))

@@ -1,4 +1,4 @@
-"""How batches come to an accelerator: which copies, on which stream, in which order. It is a stand-in."""
+"""Copies of batches to an accelerator: on which stream and in which order. A stand-in replaces the accelerator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers_of(batch: Any) -> list[Any]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A machine whose only device is an accelerator."""
+    """Simulate a machine whose only device is an accelerator."""
     made = StandIn(monkeypatch)
 
     def to_device(batch: Any, device: torch.device) -> Any:
@@ -82,7 +82,7 @@ def test_cpu_prefetches_nothing() -> None:
 
 
 class Halve:
-    """A transform."""
+    """A transform that halves the pixels."""
 
     deterministic = True
 
@@ -91,7 +91,7 @@ class Halve:
 
 
 def pixels(count: int) -> TensorData:
-    """Sample i has the pixel i; 9 bytes each."""
+    """Return data whose sample i has the pixel i, of 9 bytes each."""
     inputs = torch.arange(count, dtype=torch.uint8).unsqueeze(1)
     return TensorData(inputs, torch.arange(count), Halve(), name="pixels")
 

@@ -1,4 +1,4 @@
-"""What `test_trainer.py` runs in every rank: trainings of many kinds in one launch, which the test compares."""
+"""Trainings of many kinds that `test_trainer.py` runs in every rank in one launch and compares."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_model() -> nn.Module:
 
 
 class Rates(Callback):
-    """Notes the effective learning rate of each step, and the calls."""
+    """A callback that records the effective learning rate of each step, and the calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -64,7 +64,7 @@ def train(
     loss: Any = nn.functional.cross_entropy,
     **options: Any,
 ) -> dict[str, Any]:
-    """One training; its records, learning rates and the fingerprint of its weights."""
+    """Train once; return the records, the learning rates and the fingerprint of the weights."""
     rates = Rates()
     settings = TrainerOptions(
         engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ class BadLoss:
 
 
 def refused(*args: Any, **options: Any) -> str:
-    """A training that ends by our own error; its text."""
+    """Train until our own error; return its text."""
     try:
         train(*args, **options)
     except UserError as error:
@@ -134,7 +134,7 @@ def refused(*args: Any, **options: Any) -> str:
 
 
 def many(backend: str, folder: str) -> tuple[int, dict[str, Any]]:
-    """Trainings one after another in one process: each starts the engine anew."""
+    """Train several set-ups in one process, each of which starts the engine anew."""
     log = str(Path(folder) / backend)
     found = {
         "plain": train(backend, log),

@@ -42,14 +42,14 @@ class Server:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Ends it."""
+        """End the server."""
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def command_line(num_processes: int, argv: list[str]) -> list[str]:
-    """What starts so many ranks of `python ARGV`."""
+    """Return the command that starts so many ranks of `python ARGV`."""
     if not _servers:
         _servers.append(Server())
     # Without site-packages it starts at once.
@@ -57,6 +57,6 @@ def command_line(num_processes: int, argv: list[str]) -> list[str]:
 
 
 def stop_shared() -> None:
-    """Ends the session's server, if there is one."""
+    """End the session's server, if there is one."""
     while _servers:
         _servers.pop().stop()

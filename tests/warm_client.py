@@ -1,4 +1,4 @@
-"""`python -S warm_client.py SOCKET RANKS ARGV...`: has warm_server.py start ranks, and ends as they do."""
+"""`python -S warm_client.py SOCKET RANKS ARGV...`: have warm_server.py start ranks, and end as they do."""
 
 import json
 import os

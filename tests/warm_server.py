@@ -1,4 +1,4 @@
-"""Starts ranks that need not import PyTorch, for tests to which it does not matter how ranks are started.
+"""Start ranks that need not import PyTorch, for tests to which it does not matter how ranks are started.
 
 `python warm_server.py SOCKET` imports once what trainings need, and forks for each client (warm_client.py):
 
@@ -46,7 +46,7 @@ PORTS = range(12000, 19000)
 
 
 def main(address: str) -> None:
-    """Serves clients until it is killed, or the process that started it is."""
+    """Serve clients until this process, or the one that started it, is killed."""
     parent = os.getppid()
     for name in NEEDED:
         importlib.import_module(name)
@@ -76,7 +76,7 @@ def main(address: str) -> None:
 
 
 def ports_of(server: int) -> Iterator[int]:
-    """Ports that nobody uses; two servers begin at different ones."""
+    """Yield ports that nobody uses; two servers begin at different ones."""
     number = server * 97
     while True:
         number += 1
@@ -88,7 +88,7 @@ def ports_of(server: int) -> Iterator[int]:
 
 
 def launch(connection: socket.socket, port: int) -> NoReturn:
-    """Starts the ranks and sees to their end."""
+    """Start the ranks and wait for their end."""
     os.setsid()
     text, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
     while not text.endswith(b"\n"):
@@ -116,7 +116,7 @@ def launch(connection: socket.socket, port: int) -> NoReturn:
 
 
 def end_of(ranks: set[int], connection: socket.socket) -> int:
-    """Waits for all ranks; returns the exit code of the first that failed."""
+    """Wait for all ranks; return the exit code of the first that failed."""
     code, end_at = 0, float("inf")
     while ranks:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -143,7 +143,7 @@ def end_of(ranks: set[int], connection: socket.socket) -> int:
 
 
 def in_session() -> list[int]:
-    """The living processes of this launch, but itself."""
+    """Return the living processes of this launch, but itself."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -154,7 +154,7 @@ def in_session() -> list[int]:
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Does what `python ARGV` does, but for taking the interpreter apart, which takes seconds."""
+    """Do what `python ARGV` does, but for the interpreter's shutdown, which takes seconds."""
     code = 0
     try:
         run_code(argv)
