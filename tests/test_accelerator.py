@@ -261,7 +261,7 @@ def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
 
 
-def test_hold_keeps_no_gpu_tensors() -> None:
+def test_keep_alive_excludes_gpu_tensors() -> None:
     """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
     backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
