@@ -81,7 +81,7 @@ def test_each_rank_is_pinned_to_its_gpu(driver: Driver) -> None:
 
 
 def test_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Slurm's --gpus-per-task=1 local rank 3 sees GPU 0 only, which is another one than its neighbours'."""
+    """With Slurm's --gpus-per-task=1, local rank 3 sees only its own GPU, as GPU 0."""
     install(monkeypatch, Driver(devices=1))
     assert choose_devices(World(3, 4, 3, 4))[0].index == 0
 
@@ -156,7 +156,7 @@ def test_nccl_shares_a_gpu_when_allowed(driver: Driver) -> None:
 
 
 def test_gpu_slot_contains_nccl_hostid(driver: Driver) -> None:
-    """Two slices of a GPU (MIG) have a UUID each, and NCCL refuses them by the slot."""
+    """Two slices of a GPU (MIG) have different UUIDs and one slot, by which NCCL refuses them."""
     session = session_on_gpus(1, ["gpu-a", "gpu-b"])
     assert session._gpu_slot() == "0000:3c:00"
     session.environ["NCCL_HOSTID"] = "n1"
@@ -164,7 +164,7 @@ def test_gpu_slot_contains_nccl_hostid(driver: Driver) -> None:
 
 
 def test_virtual_local_ranks_are_numbered() -> None:
-    """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all."""
+    """`torchrun --virtual-local-rank` gives LOCAL_RANK=0 to all ranks."""
     there = [RankInfo("a", 0, "ddp", (0,), gpu) for gpu in ("g0", "g1")] + [RankInfo("b", 0, "ddp", (0,), "g0")]
     numbered = ranks.number_virtual_ranks(there)
     assert [peer.local_rank for peer in numbered] == [0, 1, 0]
@@ -233,7 +233,7 @@ def test_process_group_uses_gloo_for_cpu_tensors(
 def test_horovod_built_for_cpus_is_refused_on_a_gpu(
     device: str, built: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
+    """Horovod's background thread ended at the first GPU tensor: two ranks waited for 300 s, one rank for ever."""
     install(monkeypatch, Driver(device))
     backend: Any = create(EngineOptions(), {})
     backend.session.devices = [torch.device(device)]
@@ -262,7 +262,7 @@ def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
 
 
 def test_keep_alive_excludes_gpu_tensors() -> None:
-    """The last four exchanges were: three times the gradients in each step of `--reproducible`."""
+    """The tensors of the last four exchanges were kept: three times the gradients under `--reproducible`."""
     backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
     backend._keep_alive(on_host, on_device)
@@ -285,7 +285,7 @@ def asked_of_a_module() -> set[str]:
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.xpu])
 def test_device_modules_have_all_attributes_in_use(module: Any) -> None:
-    """No machine of CI has any, and PyTorch's releases differ."""
+    """CI has no accelerator, and PyTorch's releases differ."""
     asked = asked_of_a_module()
     assert {"synchronize", "device_count", "stream", "default_generators"} <= asked, "in each of its forms"
     assert [name for name in sorted(asked) if not hasattr(module, name)] == []

@@ -61,7 +61,7 @@ def submit(saver: AsyncWriter, number: int) -> None:
 
 
 def test_on_host_reuses_pinned_memory(gpu: StandIn) -> None:
-    """Each had page-locked memory of its own, allocated in the first save and rounded up to a power of two."""
+    """Each tensor had pinned memory of its own, allocated in the first save and rounded up to a power of two."""
     memory, first = PinnedMemory(), state(1)
     copied = on_host(first, memory)
     assert equal(copied, first)
@@ -105,14 +105,14 @@ def test_placed_packs_tensors_into_blocks(
 
 
 def test_placed_wastes_little_memory() -> None:
-    """172 MB each, as in models of 7 billion parameters: rounded up one by one they took 1.5 times as much."""
+    """Tensors of 172 MB, as in models of 7 billion parameters, took 1.5 times as much when rounded up."""
     sizes = [172 * 2**20] * 400
     block, places = placed(sizes)
     assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
 
 
 def test_writer_writes_the_state_only(gpu: StandIn, saver: AsyncWriter, tmp_path: Path) -> None:
-    """And not the block of memory that the copies of its tensors are slices of."""
+    """The block of memory that the copied tensors are slices of must not be written as a whole."""
     saver._memory._blocks = [torch.empty(2**20, dtype=torch.uint8)]
     submit(saver, 1)
     saver.wait()

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def test_gpu_in_an_exchange_counts_as_waiting(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host runs ahead, until the GPU's queue is full: it was called busy then, and blamed for the others."""
+    """A host runs ahead until its GPU's queue is full: such a rank counted as busy, and was blamed."""
     backend = create(EngineOptions(backend="ddp"), {})
     backend.session.devices = [GPU]
     backend._exchange_monitor = exchange_monitor.ExchangeMonitor(GPU)
@@ -142,7 +142,7 @@ def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: py
 
 
 def test_capture_uses_the_preparation_stream(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM's pull request 6021: another stream than DDP's own had captures fail."""
+    """Captures on another stream than DDP's own failed: Megatron-LM's pull request 6021."""
 
     class Graph:
         def replay(self) -> None:

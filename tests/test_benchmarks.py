@@ -50,7 +50,7 @@ def test_contestant_that_is_not_installed_is_left_out() -> None:
 
 
 def test_growth_is_the_difference_within_a_round() -> None:
-    """A slow second round, where both take longer, says nothing."""
+    """A slow second round, where both loops take longer, does not change the difference."""
     ours = Case("tensors", 2, 10, 10**5, "ddp", "trainer")
     speeds = {"trainer": (1.2, 3.1), "hand": (1.0, 3.0)}
     measured = {
@@ -62,7 +62,7 @@ def test_growth_is_the_difference_within_a_round() -> None:
 
 
 def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
-    """Once the second round of one stood beside the first of the other."""
+    """The second round of one loop was compared with the first of the other."""
     trainer = Case("ranks", 2, 20, 100, "ddp", "trainer")
     fast, slow = Figures(1.0, 2.0, 3.0), Figures(10.0, 2.0, 3.0)
     said = table({trainer: [None, slow], trainer._replace(loop="hand"): [fast, slow]})
@@ -71,7 +71,7 @@ def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
 
 
 def test_to_target_runs_over_seeds(tmp_path: Path) -> None:
-    """The options behind -- win over the recipe's."""
+    """Options behind -- override the recipe's."""
     options = ("--dataset", "digits", "--epochs", "9", "--batch-size", "64")
     result = launch(
         "python",
@@ -118,7 +118,7 @@ def runs_of(plan: Plan, rounds: int) -> list[RunRecord]:
 
 
 def test_slow_link_table_compares_slow_and_fast() -> None:
-    """The time of an epoch on the slow link is that of its steps; what an engine lacks has a row that says so."""
+    """An epoch's time on the slow link is that of its steps; what an engine lacks has a row that says so."""
     said = markdown(Measured(runs_of(BOTH, 3), 3, BOTH.steps), BOTH, BOTH.cases(fit=False), "here")
     rows = [line for line in said.splitlines() if line.startswith("| 2 |")]
     assert len(rows) == 4
@@ -128,7 +128,7 @@ def test_slow_link_table_compares_slow_and_fast() -> None:
 
 
 def test_slow_link_points_have_all_fields() -> None:
-    """Each has what such a model needs, and what has failed is left out."""
+    """Points have the fields that a model of costs needs; failed runs are left out."""
     runs = [run for run in runs_of(BOTH, 2) if run.identity["backend"] == "ddp"]
     points = as_points(Measured(runs, 2, BOTH.steps), BOTH.cases(fit=True), "here")
     assert (points["format"], points["machine"]) == (1, "here")
@@ -161,7 +161,7 @@ NARROW = ("--width", "64", "--batch-size", "32", "--samples", "960", "--steps", 
 def test_slow_link_resumes_from_recorded_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody may make hosts, the table of what is there is printed; what is missing is an error."""
+    """Without the right to make hosts, recorded runs are printed as a table, and a missing run is an error."""
     monkeypatch.setattr(slow_link, "missing", lambda: "they need root")
     output = tmp_path / "table"
     output.mkdir()

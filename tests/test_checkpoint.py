@@ -60,7 +60,7 @@ def test_saved_checkpoint_loads_equal(tmp_path: Path) -> None:
 
 
 def test_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
-    """A run that was taken back to step 200 and trains on must not lose to its own past at step 300."""
+    """A run that was taken back to step 200 and trains on must not resume from its earlier step 300."""
     for step in (300, 200, 300):
         save(tmp_path, step, {"at": [step, len(names(tmp_path))]})
     assert names(tmp_path) == ["step-000000200", "step-000000300", "step-000000300.2"]
@@ -128,7 +128,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_loaded(tmp_path: Path, d
         storage.restore(None, str(newest))
 
 
-def test_an_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
     """Format 2 was state.pt, a pickle: no code that could read it is left."""
     path = tmp_path / "step-000000001"
     path.mkdir()
@@ -163,7 +163,7 @@ FIELDS = st.sampled_from([*Manifest.__struct_fields__, "more"])
 def test_any_manifest_is_read_or_refused(
     changes: dict[str, Any], removed: set[str], fits: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever it holds, also with a checksum that fits: it is read as it should be, or refused by name."""
+    """Any content, also with a valid checksum, is read as it should be, or refused by name."""
     path = tmp_path_factory.getbasetemp() / "step-000000001"
     path.mkdir(exist_ok=True)
     file = {"bytes": 1, "sha256": "0"}
@@ -190,7 +190,7 @@ def test_any_bytes_as_manifest_are_refused(content: bytes, tmp_path_factory: pyt
 
 
 def test_save_names_what_it_cannot_save(tmp_path: Path) -> None:
-    """An object in a state was pickled once, and refused when it was to be read."""
+    """An object in a state was pickled when it was saved, and refused only when it was loaded."""
 
     class Schedule:
         pass
@@ -336,7 +336,7 @@ def test_failed_write_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_export_writes_loadable_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They load in a plain module, and are those of the end of the run."""
+    """The weights load in a plain module, and are those of the end of the run."""
     fit(tmp_path)
     assert cli.main(["export", str(tmp_path), str(tmp_path / "weights.safetensors")]) == 0
     assert f"from {tmp_path}/checkpoints/step-000000006" in capsys.readouterr().out
@@ -374,7 +374,7 @@ def test_second_job_on_one_folder_is_refused(running: Any, tmp_path: Path) -> No
 
 
 def test_job_ends_when_the_disk_fills_up(small_disk: Path) -> None:
-    """3.3 of 4 MB are taken: two checkpoints of 0.27 MB fit, and not a third beside them."""
+    """3.3 of 4 MB are taken: two checkpoints of 0.27 MB fit, and a third does not."""
     (small_disk / "filler").write_bytes(os.urandom(3_350_000))
     result = launch("python", 1, digits_job.argv("single", small_disk / "log", ["--epochs", "9"]), check=False)
     assert result.returncode == 2, result.stderr

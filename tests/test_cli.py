@@ -45,14 +45,14 @@ def test_old_names_answer_with_the_new_one(old: str, new: str, capsys: pytest.Ca
     )
 
 
-def test_an_unknown_command_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["comapre"]) == 2
     assert capsys.readouterr().err.startswith(
         "error: there is no command 'comapre'.\nusage: hvd-trainer <command>"
     )
 
 
-def test_the_console_script_starts_the_same_function() -> None:
+def test_console_script_starts_main() -> None:
     settings = configparser.ConfigParser()
     settings.read(REPOSITORY / "setup.cfg")
     name, value = settings["options.entry_points"]["console_scripts"].strip().split(" = ")
@@ -61,6 +61,6 @@ def test_the_console_script_starts_the_same_function() -> None:
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="hvd-trainer is not installed: pip install .")
-def test_the_installed_script_prints_the_same_help() -> None:
+def test_installed_script_prints_the_same_help() -> None:
     printed = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     assert printed == f"{cli.usage()}\n"

@@ -25,7 +25,7 @@ def ranks(backend: str) -> list[dict[str, Any]]:
 
 
 def test_compiled_backward_overlaps_with_the_exchange() -> None:
-    """A compiled backward was one function, and the exchange began when it had ended."""
+    """A compiled backward was one function, and the exchange began only after it."""
     for rank in ranks("horovod"):
         # Each part's weight; the bias of the first layer is left over for a bucket of its own.
         assert rank["events"] == [*["backward", "sent"] * compiled_checks.LAYERS, "sent"]
@@ -41,7 +41,7 @@ def test_compiled_models_train_the_same_bits() -> None:
 def test_compile_cuts_only_if_there_is_an_exchange(
     monkeypatch: pytest.MonkeyPatch, size: int, exchange: bool, cut: bool
 ) -> None:
-    """Where there is none, one function is quicker; and with --reproducible it is the same on any ranks."""
+    """Without an exchange one function is faster; and with --reproducible it is the same on any ranks."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(nn.Module, "compile", lambda model, **how: asked.update(how))
     backend = create(EngineOptions(backend="horovod"), environ={})

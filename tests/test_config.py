@@ -73,7 +73,7 @@ def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("job", ["mnist", "imdb"])
 @pytest.mark.parametrize("option", ["--help", "--epoks", "--epochs=many"])
 def test_help_and_mistyped_options_import_no_torch(job: str, option: str) -> None:
-    """They took as long as the import of PyTorch: seconds."""
+    """Help and errors took as long as the import of PyTorch: seconds."""
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", f"hvd_trainer.{job}", option], capture_output=True, text=True
     )
@@ -261,7 +261,7 @@ def test_conflicting_options_are_refused(args: str, words: str) -> None:
 
 
 def test_endless_arguments_of_tools_override_until(tmp_path: Path) -> None:
-    """Typed or in YAML: a job that ended after its first good epoch once made too few steps."""
+    """With --until typed or in YAML, a measured job ended after its first good epoch and made too few steps."""
     (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
     job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *ENDLESS]
     assert parse(MnistOptions, job).train.until is None

@@ -89,7 +89,7 @@ def test_evaluation_counts_every_sample_once(facts: list[dict[str, Any]]) -> Non
 
 
 def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]]) -> None:
-    """The same slices as of a map-style set, whatever the workers; fewer samples than ranks are left over."""
+    """Slices are those of a map-style data set, whatever the workers; fewer samples than ranks are left over."""
     size = len(facts)
     for count, workers in STREAMS:
         for number, (epoch, consumed) in enumerate(((0, 0), (1, 0), (1, 2))):
@@ -105,7 +105,7 @@ def test_stream_shorter_than_the_ranks_is_an_error_on_all(facts: list[dict[str, 
 
 
 def test_random_numbers_differ_between_samples(facts: list[dict[str, Any]]) -> None:
-    """One generator seed for all made worker 0 of each rank augment its samples like worker 0 of the others."""
+    """With one generator seed for all, worker 0 of each rank augmented its samples like worker 0 of the others."""
     seeds = [seed for rank in facts for batch in rank["seeds"] for seed in batch]
     assert len(set(seeds)) == len(seeds) == 8
 
@@ -208,7 +208,7 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "words"), BAD, ids=[words for _, words in BAD])
 def test_invalid_data_set_is_named(make: Any, words: str) -> None:
-    """A dictionary of two keys was once unpacked into its keys, and trained on the word 'image'."""
+    """A dictionary of two keys was unpacked into its keys, and a model was trained on the word 'image'."""
     with pytest.raises(DataError) as caught:
         fit(make())
     wanted = "but is a dict with image, label. Let the data set give pairs" if words == "found" else words
@@ -262,7 +262,7 @@ def test_collate_makes_the_pair() -> None:
 
 
 def test_batch_norm_on_one_sample_is_an_error() -> None:
-    """9 samples in batches of 4 leave one for the last, from which no variance can be had."""
+    """9 samples in batches of 4 leave one for the last batch, which has no variance."""
     model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fit(numbers(9), model=model)
@@ -335,7 +335,7 @@ def test_missing_mnist_names_what_to_type(tmp_path: Path, alone: Backend) -> Non
 
 
 def test_digits_are_those_of_uci() -> None:
-    """By their sums: scikit-learn, from which the file was taken, is not needed any more."""
+    """The file is checked by its sums: scikit-learn, from which it was taken, is not needed any more."""
     table = np.loadtxt(mnist_module.DIGITS, delimiter=",")
     assert table.shape == (1797, 65)
     assert (table[:, :64].min(), table[:, :64].max(), table[:, :64].sum()) == (0, 16, 561718)

@@ -66,7 +66,7 @@ def train(backend: str, batch_size: int) -> tuple[int, list[dict[str, object]], 
 
 
 def test_data_parallel_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same samples as one process with twice the batch; another order of sums."""
+    """A step has the samples of one process with twice the batch, summed in another order."""
     monkeypatch.setitem(backends.BACKENDS, "data-parallel", f"{__name__}:OnTwoCopies")
     size, epochs, weights = train("data-parallel", 8)
     alone_size, alone_epochs, alone_weights = train("single", 16)

@@ -88,7 +88,7 @@ class Window(Callback):
 
 
 def test_step_adds_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it had 15 operators of its own: sums, norms, a seed of backward."""
+    """A step had 15 operators of its own: sums, norms, a seed of backward."""
     operators = Operators()
     backward = Tensor.backward
 
@@ -153,7 +153,7 @@ class Reads:
 
 
 def test_device_is_read_only_while_marked_as_waiting(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under NCCL the host stops at what it reads; outside of `waiting` a hang was blamed on the wrong rank."""
+    """Under NCCL a read waits for the GPU; outside of `waiting` a hang was blamed on the wrong rank."""
     backend.activity.enter("step")
     model = nn.Linear(2, 2)
     guard, meter = NonFiniteGuard(backend, "error", model), Meter({"a": accuracy}, backend)

@@ -21,7 +21,7 @@ def check(model: nn.Module, **options: Any) -> None:
 
 @pytest.mark.parametrize("patch_set", [0, horovod.MIN_PATCH_SET_BFLOAT16 - 1, horovod.MIN_PATCH_SET_BFLOAT16])
 def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
+    """The error was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
     monkeypatch.setattr(horovod, "_patch_set", lambda: patch_set)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     check(model)

@@ -14,7 +14,7 @@ REPETITIONS = 5
 
 @requires("horovod")
 def test_horovod_shuts_down_after_a_lost_rank() -> None:
-    """As published, of ten times: three with a rank that aborted, four in which all waited without end."""
+    """With Horovod as published, of ten times a rank aborted in three, and all waited without end in four."""
     command = [sys.executable, str(JOB), str(REPETITIONS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.splitlines() == ["0 0 0"] * REPETITIONS, ended.stderr

@@ -43,7 +43,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
 )
 def test_nccl_is_found_where_packages_have_it(bare: Path, library: str) -> None:
-    """NCCL from Debian or NVIDIA's images once led to a StopIteration, or to a build for the CPU."""
+    """NCCL from Debian or NVIDIA's images led to a StopIteration, or to a build for the CPU."""
     put_nccl(bare, library)
     assert toolchain.nccl_for(CUDA_TORCH) == Nccl(bare / "include", bare / library, "2.28.9")
 
@@ -97,7 +97,7 @@ def symbols(library: Path, kind: str) -> dict[str, str]:
 
 @requires("horovod")
 def test_horovod_links_all_libraries_of_its_symbols() -> None:
-    """So it loads on a machine without a GPU: it names no library of the driver, and uses none of its symbols."""
+    """Horovod loads on a machine without a GPU only if it needs no library and no symbol of the driver."""
     if shutil.which("nm") is None or shutil.which("readelf") is None:
         pytest.skip("needs nm and readelf: apt-get install binutils")
     maps = subprocess.check_output([sys.executable, "-c", LOAD], text=True, timeout=120)

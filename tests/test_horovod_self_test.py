@@ -70,7 +70,7 @@ def test_self_test_names_an_unknown_localhost(tmp_path: Path, monkeypatch: pytes
 
 @requires("horovod", "ssh")
 def test_self_test_names_an_unknown_localhost_in_a_real_run(tmp_path: Path) -> None:
-    """With an empty /etc/hosts."""
+    """The run is made with an empty /etc/hosts."""
     (tmp_path / "hosts").touch()
     hide = f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
     hidden = ["unshare", "--mount", "sh", "-c", hide, "sh", sys.executable, "-c"]
@@ -91,7 +91,7 @@ def test_self_test_names_an_unknown_localhost_in_a_real_run(tmp_path: Path) -> N
 
 @requires("horovod")
 def test_installer_replaces_an_untested_horovod(tmp_path: Path) -> None:
-    """As after a self-test that failed or was interrupted; once it counted as "installed already"."""
+    """A Horovod whose self-test had failed or was interrupted counted as "installed already"."""
     built, spec = installed_record(), importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.origin is not None

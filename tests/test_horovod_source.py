@@ -57,7 +57,7 @@ def test_patches_refuse_a_different_source(
 
 
 def test_patches_refuse_a_patched_source(patched: Path, published: Path) -> None:
-    """For patch-ng alone a second time is a success."""
+    """patch-ng alone reports success when a patch is applied a second time."""
     with pytest.raises(PatchError, match=r"cannot apply 01-[^$]*already patched"):
         apply_patches(patched, published.parent / "tools", cxx_standard=20, record={})
 
@@ -85,7 +85,7 @@ def test_package_with_another_hash_is_not_unpacked(
 
 
 def test_horovod_without_its_extension_is_not_usable(patched: Path) -> None:
-    """Such a one prints a warning, imports all the same, and has no `init`."""
+    """A Horovod without its extension prints a warning, can be imported, and has no `init`."""
     code = "from hvd_trainer.horovod_build.facts import probe; print(probe().horovod.error)"
     out = subprocess.check_output(
         [sys.executable, "-c", code],

@@ -92,7 +92,7 @@ def claiming(**changes: Any) -> bytes:
     ],
 )
 def test_malformed_state_is_refused(tmp_path: Path, content: dict[str, bytes], words: str) -> None:
-    """No content of it can run, and it takes no more memory than its files: see test_serialization.py."""
+    """No content of a state can run code or take more memory than its files: see test_serialization.py."""
     path = sealed(tmp_path / "step-000000001", {"a": torch.zeros(3)}, **content)
     with pytest.raises(CheckpointError, match=f"step-000000001 is not a whole checkpoint: its state: .*{words}"):
         checkpoint.load(path)
@@ -106,7 +106,7 @@ def test_empty_state_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.timeout(30)
 def test_special_files_are_not_read(name: str, kind: str, tmp_path: Path) -> None:
-    """A pipe was waited for without limit, and of /dev/zero all was read into memory."""
+    """A pipe was waited for without limit, and /dev/zero was read into memory."""
     path = sealed(tmp_path / "checkpoints/step-000000001", {"a": 1})
     (path / name).unlink()
     if kind == "pipe":
@@ -133,7 +133,7 @@ def test_special_files_are_not_read(name: str, kind: str, tmp_path: Path) -> Non
     ],
 )
 def test_manifest_with_wrong_types_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    """Of an endless number, the next one's would have been one more, in a name too long for a folder."""
+    """The checkpoint after one with an endless number would have had a name too long for a folder."""
     path = sealed(tmp_path / "step-000000001", {"a": 1})
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | change
     del manifest["self"]
@@ -145,7 +145,7 @@ def test_manifest_with_wrong_types_is_refused(tmp_path: Path, change: dict[str, 
 
 
 def test_prune_removes_links_and_not_their_targets(tmp_path: Path) -> None:
-    """One that was moved to another disk, with a link in its place, once ended the run that removed it."""
+    """A checkpoint that was moved to another disk, with a link in its place, ended the run that pruned it."""
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     for step in (1, 2):
         checkpoint.save(folder, {"at": step}, step=step, epoch=0)
@@ -201,7 +201,7 @@ def rank(state: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_state_with_wrong_types_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """All has its name, and one thing is not what it should be: a clear error, and nothing is lost."""
+    """One value of an otherwise valid state has another type: a clear error, and nothing is lost."""
     fit(tmp_path, epochs=1, save_every_steps=2, save_every_epochs=None, max_steps=2)
     (path,) = (tmp_path / "checkpoints").iterdir()
     state = checkpoint.load(path)
@@ -216,7 +216,7 @@ def test_state_with_wrong_types_is_refused(tmp_path: Path, change: Callable[[dic
 
 @pytest.mark.parametrize("who", ["all", "rank 1"])
 def test_hostile_checkpoint_ends_all_ranks(who: str, tmp_path: Path) -> None:
-    """Also where only what one rank would have read is none: the others once began to train, and waited for it."""
+    """If only one rank's part was malformed, the others began to train and waited for it."""
     argv = digits_job.argv("ddp", tmp_path / "log", ["--save-every-steps", "1"])
     launch(QUICKEST, 2, argv)
     path = max((tmp_path / "log/checkpoints").iterdir())
@@ -291,7 +291,7 @@ def test_endless_yaml_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".lock", ".job", "metrics.jsonl", "config.yaml", "run.json", "steps/rank-0.npz"])
 def test_log_folder_with_links_is_refused(name: str, tmp_path: Path) -> None:
-    """Unpacked from an archive with links in it: a run that went on there wrote into what they lead to."""
+    """A run in a folder from an archive with links in it wrote into the links' targets."""
     mine = tmp_path / "mine"
     mine.write_text("precious")
     log = tmp_path / "log"
@@ -351,7 +351,7 @@ FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "ste
     ],
 )
 def test_malformed_run_is_left_out(line: str, tmp_path: Path) -> None:
-    """Of a folder of results from elsewhere: it is left out like one that a kill has torn."""
+    """A malformed line in a folder of results is left out like one that a kill has torn."""
     good = RunRecord({"a": 1}, 1, "done", 1.0, figures=FIGURES)
     (tmp_path / "runs.jsonl").write_text(f"{json.dumps(asdict(good))}\n{line}\n{json.dumps(asdict(good))}\n")
     assert read_runs(tmp_path, are_figures) == [good, good]

@@ -75,7 +75,7 @@ def test_dockerfile_has_the_version_and_the_license() -> None:
 
 
 def test_dockerignore_sends_what_is_copied() -> None:
-    """And nothing else: a change of a test makes no layer anew."""
+    """Nothing else is sent, so that a change of a test rebuilds no layer."""
     copied = re.findall(r"^COPY (?!--from)(?:--\S+ )?(.+) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
     sent = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
     names = {name for line in copied for name in line.split()}
@@ -99,7 +99,7 @@ def built_for(folder: Path, gpu: str, *, has_nvcc: bool) -> str:
 
 
 def test_gpu_image_has_no_horovod_for_cpus(tmp_path: Path) -> None:
-    """`--gpu auto` would build one in silence where PyTorch's CUDA is not the base's; `nccl` is refused there."""
+    """`--gpu auto` would build one where PyTorch's CUDA is not the base's; `nccl` is refused there."""
     assert built_for(tmp_path, "auto", has_nvcc=False) == "none"
     assert built_for(tmp_path, "auto", has_nvcc=True) == "nccl"
     assert built_for(tmp_path, "none", has_nvcc=True) == "none"
@@ -352,7 +352,7 @@ def test_image_is_healthy_and_labelled(image: Image) -> None:
 
 @pytest.mark.image
 def test_image_contains_no_build_files(image: Image) -> None:
-    """All but PyTorch, what PyTorch requires, and Debian's own is small; `-s` prints what takes room."""
+    """Without PyTorch, its requirements and Debian's own, the image is small; `-s` prints what takes room."""
     wheels = "/opt/hvd_trainer/lib/python3*/site-packages"
     parts = {"all": "/", "torch": f"{wheels}/torch", "nvidia": f"{wheels}/nvidia", "triton": f"{wheels}/triton"}
     sums = {
@@ -368,7 +368,7 @@ def test_image_contains_no_build_files(image: Image) -> None:
 
 @pytest.mark.image
 def test_container_is_reached_by_ssh(image: Image) -> None:
-    """Entered by ssh, as another machine."""
+    """A container is entered by ssh like another machine."""
     enter = "ssh -o HostKeyAlias='[container]:2222' 127.0.0.1 python -m hvd_trainer doctor --help"
     said = image.run("sh", "-c", f"hvd-ssh keys container && hvd-ssh serve {enter}")
     assert "--hosts" in said

@@ -123,7 +123,7 @@ def test_malformed_reviews_are_counted(folder: Path, cache: Path, alone: Backend
 
 
 def test_archive_reads_reviews_only(tmp_path: Path) -> None:
-    """The official one has unlabelled reviews and lists of words, too."""
+    """The official archive has unlabelled reviews and lists of words, too."""
     more = {
         "aclImdb/train/unsup/0_0.txt": b"not labelled",
         "aclImdb/imdb.vocab": b"the\nand\n",
@@ -137,7 +137,7 @@ def test_archive_reads_reviews_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other"])
 def test_unofficial_archive_is_refused(damage: str, archive: Path, cache: Path, alone: Backend) -> None:
-    """It is not even opened; what it unpacks to can be used as a folder."""
+    """The archive is not even opened; what it unpacks to can be used as a folder."""
     whole = archive.read_bytes()
     middle = len(whole) // 2
     if damage == "other":
@@ -429,7 +429,7 @@ def some_ids(*lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_all_blocks_return_the_same_type(model: nn.Sequential, precision: torch.dtype) -> None:
-    """So that any of them may begin a pipeline stage, in any precision."""
+    """Any block may begin a pipeline stage, in any precision."""
     assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
     ids = some_ids(16, 5, 1)
     *blocks, head = model

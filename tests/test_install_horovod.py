@@ -197,7 +197,7 @@ def stalled_index() -> Iterator[str]:
 def test_killed_installer_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, stalled_index: str
 ) -> None:
-    """No half wheel stays, nor (where the installer can still act) a process or a folder."""
+    """No partial wheel stays, nor (where the installer can still act) a process or a folder."""
     process = start_installer(
         "--force", "--gpu", "none", "--wheel-dir", str(tmp_path),
         **(NO_NETWORK | {"PIP_INDEX_URL": stalled_index}),
@@ -303,7 +303,7 @@ def test_mismatches_of_an_installed_horovod_are_named(
 
 @pytest.mark.parametrize("gpu", ["auto", "none"])
 def test_cpu_build_beside_gpus_says_so(no_cuda: TorchFacts, gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the login node of a cluster; later, on a GPU node, nothing said why gradients went through the CPU."""
+    """After an installation on a login node, nothing explained on GPU nodes why gradients went through the CPU."""
     facts = Facts(no_cuda, HorovodFacts(record=RECORD))
     assert tool._already_usable(tool.Options(gpu=gpu), facts)  # type: ignore[arg-type]
     *_, why, last = ["", *capsys.readouterr().out.splitlines()]

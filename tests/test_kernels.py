@@ -27,8 +27,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_a_captured_step_trains_the_same_bits(optimizer: str, max_norm: float | None) -> None:
-    """By a stand-in for the graph; the weights, the figures, and a batch that is smaller than the others."""
+def test_captured_step_trains_the_same_bits(optimizer: str, max_norm: float | None) -> None:
+    """A stand-in replaces the graph; compared are the weights and the figures, also after a smaller batch."""
     plain = kernel_checks.train("single", optimizer=optimizer, max_norm=max_norm)
     captured = kernel_checks.train("single", optimizer=optimizer, max_norm=max_norm, capture_step=True)
     assert (plain["captured"], captured["captured"]) == (0, 1)
@@ -129,7 +129,7 @@ def test_gpu_options_are_refused_on_a_cpu(options: dict[str, Any], words: str) -
 def test_unused_accelerator_is_named(
     device: Any, words: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
-    """Training went to the CPU without a word."""
+    """Training went to the CPU without a warning."""
     monkeypatch.setattr(accelerator, "unsupported", lambda: "mps")
     wanted = TrainerOptions(
         engine=EngineOptions(backend="single", device=device, threads=1), train=TrainOptions(max_steps=1)
@@ -205,7 +205,7 @@ def test_fast_kernels_restores_settings() -> None:
 def test_updates_are_fused_on_accelerators(
     name: Any, device: torch.device, options: TrainerOptions, fused: bool | None
 ) -> None:
-    """The model is still on the CPU then."""
+    """The model is still on the CPU when its optimizer is made."""
     model = nn.Linear(2, 2)
     choice = OptimizerOptions(name, lr=0.1)
     made = make_optimizer(model, choice, device=device, options=options)
@@ -214,8 +214,9 @@ def test_updates_are_fused_on_accelerators(
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(CPU, CUDA), (CUDA, CPU)])
 def test_checkpoint_of_another_device_keeps_fused(saved_on: torch.device, loaded_on: torch.device) -> None:
-    """PyTorch takes it from the checkpoint: a GPU's, gone on with on CPUs, had other bits; and the other way
-    round a loss scaler met an optimizer that did not expect it."""
+    """PyTorch restores `fused` from the checkpoint: a GPU's, resumed on CPUs, trained other bits; and the other
+    way round a loss scaler met an optimizer that did not expect it.
+    """
     inputs = torch.ones(1, 2)
 
     def made(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -96,7 +96,7 @@ def test_training_pods_have_shared_memory_volume_and_user(replica: dict[str, Any
 
 
 def test_launchers_name_the_secret() -> None:
-    """torchrun and horovodrun tell everybody who asks where a job's ranks meet."""
+    """torchrun and horovodrun tell anybody who asks where a job's ranks meet."""
     containers = {
         f"{job['kind']}-{name}": replica["template"]["spec"]["containers"][0]
         for job, replicas in (mpi_job(), pytorch_job())

@@ -280,7 +280,7 @@ CHANGES_FROM_RUN_TO_RUN = re.compile(
 
 @each_launcher()
 def test_run_ranks_values_are_in_rank_order_and_as_recorded(launcher: str) -> None:
-    """What the pure detection tests rely on is what this machine's launchers really set."""
+    """The recorded environments of the pure tests are those that this machine's launchers set."""
     case = environments.CASES["python" if launcher == "python" else f"{launcher}_2"]
     recorded = [
         {name: text for name, text in environ.items() if not CHANGES_FROM_RUN_TO_RUN.search(name)}
@@ -301,7 +301,7 @@ def test_run_ranks_values_are_in_rank_order_and_as_recorded(launcher: str) -> No
 
 
 def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
-    """A client that is killed before it has said what it wants left a process that spun; a killed pytest, all."""
+    """A client killed before its request left a spinning process, and a killed pytest left the whole server."""
     address = tmp_path / "socket"
     command = f"{sys.executable} {TESTS / 'warm_server.py'} {address} & wait"
     mark = f"{os.environ[process_tree.MARK]}/warm"

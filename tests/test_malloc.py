@@ -33,7 +33,7 @@ with create(EngineOptions(backend="single", device="cpu")):
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
 @pytest.mark.parametrize(("wish", "faults"), [({}, range(200_000)), (BY_ITSELF, range(400_000, 600_000))])
 def test_freed_memory_is_reused(wish: dict[str, str], faults: range) -> None:
-    """A user who tells glibc something else has the last word."""
+    """Settings of glibc by the user take precedence."""
     if wish and "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this kernel gives large pages, of which there are too few to count: echo madvise > that file")
     clean = {name: value for name, value in os.environ.items() if name not in USER_SETTINGS}

@@ -147,7 +147,7 @@ def test_srun_trains_on_two_nodes(backend: str) -> None:
 @requires("horovodrun")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_horovodrun_trains_on_two_hosts(backend: str) -> None:
-    """One machine under two names; no launcher numbers these nodes, the ranks do when they meet."""
+    """The hosts are two names of one machine; ranks number the nodes when they meet, since horovodrun does not."""
     worlds = run_ranks(
         digits_job.world_of,
         num_processes=2,
@@ -161,7 +161,7 @@ def test_horovodrun_trains_on_two_hosts(backend: str) -> None:
 @requires("mpirun")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mpirun_takes_an_address(backend: str) -> None:
-    """What several nodes need without mpi4py. MASTER_ADDR alone brings no RANK, which env:// would ask for."""
+    """Several nodes without mpi4py need an address. MASTER_ADDR alone sets no RANK, which env:// needs."""
     address = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={digits_job.free_port()}"]
     worlds = run_ranks(digits_job.world_of, num_processes=2, launcher="mpirun", args=(backend,), options=address)
     assert [world[:7] for world in worlds] == [(rank, 2, rank, 2, 0, 1, "mpirun") for rank in (0, 1)]

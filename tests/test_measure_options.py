@@ -23,7 +23,7 @@ def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_max_steps_ends_a_run_that_resumes_exactly(tmp_path: Path, backend: str) -> None:
-    """Inside an epoch and at its end; the bits are those of a run in one go."""
+    """The end may be inside an epoch or at its end; the bits are those of an uninterrupted run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = train(whole, "--max-steps", "14", "--epochs", "9", "--log-every", "2", backend=backend)
     assert "done: 14 steps" in said
@@ -38,7 +38,7 @@ def test_max_steps_ends_a_run_that_resumes_exactly(tmp_path: Path, backend: str)
 
 
 def test_until_ends_a_run_at_its_target(tmp_path: Path) -> None:
-    """The same command has nothing left to do then; one that aims higher goes on."""
+    """The same command then has nothing left to do; one with a higher target trains on."""
     options = ("--epochs", "30", "--resume", "auto", "--until")
     said = train(tmp_path, *options, "test_accuracy=0.8", backend="horovod")
     assert "until    test_accuracy=0.8: reached, with 0.8" in said
@@ -93,13 +93,13 @@ def test_record_steps_keeps_times_of_every_rank(tmp_path: Path, backend: str) ->
 
 
 def test_record_steps_counts_a_small_first_step(tmp_path: Path) -> None:
-    """All digits at once, where the batch would hold more of them: it once counted the whole batch."""
+    """The first step holds all digits, fewer than the batch size, which was recorded instead."""
     train(tmp_path, "--epochs", "2", "--batch-size", "1000", "--record-steps")
     assert steps_of(tmp_path, 0)["samples"].tolist() == [1438, 1438]
 
 
 def test_record_steps_shows_a_slow_phase(tmp_path: Path) -> None:
-    """Each batch of rank 1 takes 50 ms to fetch: it has the time under data, and rank 0 waits for it."""
+    """Each batch of rank 1 takes 50 ms to fetch: rank 1 has that time under data, and rank 0 waits in reduce."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     launch(QUICKEST, 2, [str(script), "--backend", "ddp", "--log-dir", str(tmp_path / "log"), "--record-steps"])
@@ -142,7 +142,7 @@ def test_leave_out_exchange_trains_ranks_apart(tmp_path: Path, backend: str) -> 
 
 
 def test_leave_out_data_repeats_one_batch(tmp_path: Path) -> None:
-    """Its loss falls from step to step, however random the model is; and as many steps are taken."""
+    """The loss falls from step to step, however random the model is, over as many steps as usual."""
     options = ("--epochs", "2", "--leave-out", "data", "--record-steps", "--optimizer", "sgd", "--lr", "0.05")
     train(tmp_path, *options, "--model", "mlp", "--momentum", "0", ranks=1)
     its = steps_of(tmp_path, 0)

@@ -140,7 +140,7 @@ def test_cut_pads_a_short_batch() -> None:
 
 
 def test_broadcast_buckets_are_small() -> None:
-    """Engines hold on to what they have sent last: copies of all parameters at once cost what had been saved."""
+    """Engines keep what they have sent last: copies of all parameters cost the memory that sharding saves."""
     sizes = [5, 3 * 2**18, 2**20, 2**22, 2**18, 7]  # 2**20 of them are a bucket
     parameters = [torch.zeros(size) for size in sizes] + [torch.zeros(4, dtype=torch.float64)]
     found = buckets(parameters)
@@ -155,7 +155,7 @@ def test_broadcast_buckets_are_small() -> None:
 
 @pytest.mark.parametrize("engine", [DDPBackend, HorovodBackend])
 def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod takes 0.15 ms and more from the request to the answer: each bucket was waited for."""
+    """Each bucket was waited for before the next began, and Horovod takes 0.15 ms or more for an answer."""
     calls: list[str] = []
 
     def started(*_: Any, **__: Any) -> Any:
@@ -175,7 +175,7 @@ def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest
 
 
 def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they are waited for less often; copies of all of them would be as large as the model."""
+    """Updates sent together are waited for less often, but copies of all would be as large as the model."""
     monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 8)
     sent: list[list[int]] = []
 
@@ -242,7 +242,7 @@ def test_stages_on_gpus_need_nccl(device: str, uses_nccl: bool, refused: bool) -
 
 
 def test_total_norm_copies_indices_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a list to a GPU waits for all that it was asked for: it once did in each step."""
+    """Copying a list to a GPU waits for all of the GPU's work; each step did that."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backend: Any = SimpleNamespace(device=torch.device("cpu"))

@@ -40,7 +40,7 @@ def test_documented_commands_train_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.long
 @requires("horovod", "torchrun", "horovodrun")
 def test_job_killed_in_two_stages_resumes_in_one_process(tmp_path: Path) -> None:
-    """kill -9 of one stage; the checkpoint has the whole model, and the end is that of an undisturbed run."""
+    """One stage gets kill -9; the checkpoint has the whole model, and the weights end as undisturbed."""
     cut = ["--chunks", "4", "--save-every-steps", "5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     launch("torchrun", 2, argv(whole, *cut, "--backend", "ddp", "--stages", "2", epochs=20))
@@ -77,7 +77,7 @@ def test_invalid_parallel_options_are_refused(options: list[str], said: str, tmp
 )
 @requires("torchrun")
 def test_killed_stage_is_reported(backend: str, tmp_path: Path) -> None:
-    """On Horovod's process sets the others were aborted at once: "terminate called", and no report."""
+    """On Horovod's process sets the other ranks aborted at once: "terminate called", and no report."""
     options = ["--backend", backend, "--stages", "2", "--chunks", "4"]
     with start("torchrun", 2, argv(tmp_path, *options, epochs=200)) as running:
         running.wait_for_output("epoch 2/")

@@ -73,7 +73,7 @@ def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> f
 @requires("horovod")
 @pytest.mark.parametrize("size", [2, 4])
 def test_engines_give_the_same_bits(size: int) -> None:
-    """Also where the order of sums matters: Horovod's buckets are laid out as DDP's."""
+    """The order of sums matters, too: Horovod's buckets are laid out as DDP's."""
     for horovod, ddp in zip(final_weights("horovod", size), final_weights("ddp", size), strict=True):
         for name, tensors in ddp.items():
             for key, tensor in tensors.items():
@@ -96,7 +96,7 @@ def train_in_bfloat16(backend: str, compression: str) -> tuple[int, tuple[float,
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> None:
-    """On three ranks a gradient on the wire is divided after it was rounded by DDP, and before it by Horovod."""
+    """On three ranks DDP divides a compressed gradient after rounding it, and Horovod before."""
     runs = {
         backend: run_ranks(train_in_bfloat16, num_processes=size, args=(backend, compression))
         for backend in ("horovod", "ddp")
@@ -110,7 +110,7 @@ def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> 
 @pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
 def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None:
-    """The whole global batch in one process differs by the order of sums only: 1e-5 after 20 steps."""
+    """The global batch in one process differs by the order of sums only: 1e-5 after 20 steps."""
     (alone,) = final_weights("single", 1)
     for weights in final_weights(backend, size):
         for name in ("sgd, clipping, accumulation", "adamw"):
@@ -148,7 +148,7 @@ def test_prefetch_needs_loader_processes() -> None:
 
 
 def test_threads_option_sets_each_rank() -> None:
-    """More than there are cores, too; then sums are cut elsewhere, and no claim is made for their last bits."""
+    """More threads than cores are allowed; they cut sums elsewhere, and the last bits are not compared."""
     options = EngineOptions(backend="ddp", threads=3)
     results = run_ranks(train_with, num_processes=2, args=(options, TrainOptions(max_steps=1)))
     assert [threads for threads, _ in results] == [3, 3]

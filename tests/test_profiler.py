@@ -147,7 +147,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @requires("horovod")
 @pytest.mark.parametrize("backend", ENGINES)
 def test_profile_merges_all_ranks_on_one_clock(plain: Path, tmp_path: Path, backend: str) -> None:
-    """Over the end of an epoch, with --record-steps beside it; and the training is the same bits as without."""
+    """The profile spans the end of an epoch, beside --record-steps, and training keeps its bits."""
     profiled = tmp_path / "profiled"
     said = train(profiled, "--epochs", "3", "--profile", "steps=10", "--record-steps", backend=backend)
     assert (plain / "model.safetensors").read_bytes() == (profiled / "model.safetensors").read_bytes()
@@ -215,7 +215,7 @@ def check_text(log: Path, said: str) -> None:
 
 
 def test_profile_names_a_slow_rank(tmp_path: Path) -> None:
-    """Each batch of rank 1 takes 30 ms to fetch; and each rank has a log folder that the other one cannot see."""
+    """Each batch of rank 1 takes 30 ms to fetch, and the ranks share no log folder."""
     lines = run_script(tmp_path, "--profile", "steps=6,skip=2,shapes,memory,stacks", "--accumulate", "2")
     wait = next(line for line in lines if line.startswith("rank 0 waited"))
     assert "for rank 1, the last one in " in wait
@@ -366,7 +366,7 @@ def test_compare_clocks_is_exact_to_an_exchange() -> None:
 
 
 def test_ahead_of_first_narrows_with_every_barrier() -> None:
-    """Rank 1's clock is 100 ahead."""
+    """Rank 1's clock is 100 ns ahead."""
     stamps = [[(0, 10), (20, 24)], [(102, 111), (121, 125)]]
     assert ahead_of_first(["a", "b"], stamps) == [Ahead(0, 0), Ahead(101, 5)]
     assert ahead_of_first(["a", "b"], [stamps[1], stamps[0]])[1].by_ns == -101

@@ -34,6 +34,6 @@ def test_exchange_returns_entries_in_rank_order() -> None:
     "other", ["", "{}", "[1]", json.dumps(ENTRY | {"cpus": "all"}), json.dumps(ENTRY | {"pid": 1.5})]
 )
 def test_entry_of_another_version_is_a_launch_error(other: str) -> None:
-    """It was a TypeError that named a dataclass."""
+    """The error was a TypeError that named a dataclass."""
     with pytest.raises(LaunchError, match="cannot read what another rank says .*Install one version"):
         as_rank_0(other)

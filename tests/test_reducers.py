@@ -127,7 +127,7 @@ def test_waiter_spins_on_accelerators_only(clocked: Any) -> None:
 
 
 def test_waiter_ends_when_another_rank_has_failed(clocked: Any) -> None:
-    """It once waited for the time limit, and elastic training with it."""
+    """Horovod's exchanges, and elastic training with them, waited for the time limit."""
     activity, failed_s = Activity(60), 2.0
 
     def check() -> None:

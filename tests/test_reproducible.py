@@ -34,7 +34,7 @@ def reference() -> dict[str, str]:
 
 @pytest.mark.parametrize(("backend", "size"), WORLDS[1:])
 def test_bits_do_not_depend_on_engine_and_ranks(backend: str, size: int, tmp_path: Path) -> None:
-    """Dropout, batch norm, transforms, loader processes, accumulation, clipping and fp16 included."""
+    """The job has dropout, batch norm, transforms, loader processes, accumulation, clipping and fp16."""
     for found in ranks(reproducible_checks.trained, backend, size, str(tmp_path)):
         assert found == reference()
 
@@ -65,7 +65,7 @@ def test_sums_within_a_rank_follow_the_tree(count: int) -> None:
 
 
 def test_deterministic_algorithms_do_not_fill_new_tensors() -> None:
-    """Deterministic mode would write NaN into each of them first."""
+    """PyTorch's deterministic mode writes NaN into each new tensor first."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
     with deterministic_algorithms(torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled()
@@ -75,7 +75,7 @@ def test_deterministic_algorithms_do_not_fill_new_tensors() -> None:
 
 @pytest.mark.long
 def test_killed_job_on_horovod_equals_ddp(tmp_path: Path) -> None:
-    """kill -9 of one of 4 ranks on Horovod, resumed there, against 2 undisturbed ranks of DDP."""
+    """One of 4 ranks on Horovod gets kill -9 and the job resumes; 2 undisturbed ranks of DDP are the reference."""
     job = ["--epochs", "12", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "5"]
     killed, other = tmp_path / "killed", tmp_path / "other"
     with start("horovodrun", 4, digits_job.argv("horovod", killed, job)) as running:

@@ -31,7 +31,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("name", resume_checks.SETUPS)
 def test_resumed_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
-    """Dropout, batch norm, transforms, optimizer, scheduler, scaler, and the figures of the interrupted epoch."""
+    """The run has dropout, batch norm, transforms, a scheduler, a scaler, and an interrupted epoch's figures."""
     for rank in runs:
         whole, resumed = rank[name]
         for key, tensor in whole["weights"].items():
@@ -42,7 +42,7 @@ def test_resumed_run_ends_with_the_same_bits(runs: list[dict[str, Any]], name: s
 
 @pytest.mark.parametrize("name", resume_checks.SETUPS)
 def test_resumed_run_trains_each_sample_once_per_epoch(runs: list[dict[str, Any]], name: str) -> None:
-    """The resumed run takes up the second epoch after 9 steps of 16, and a repeated sample is one too many."""
+    """The resumed run begins the second epoch after 9 steps of 16, and must repeat no sample."""
     seen = Counter(sample for rank in runs for sample in rank[name][1]["seen"])
     stream = "stream" in name
     # With an odd number of samples two ranks train on one twice in each epoch, or leave the last of a stream out.
@@ -80,7 +80,7 @@ def undisturbed() -> dict[str, Any]:
 def test_resume_on_other_ranks_and_engines(
     before: tuple[str, int], after: tuple[str, int], tmp_path: Path
 ) -> None:
-    """Every sample of the epoch once, by its number; the end within 1e-5 of an undisturbed run of one process."""
+    """Every sample is used once, and the weights are within 1e-5 of an undisturbed run of one process."""
     (folder, first), whole = saved(*before), undisturbed()
     backend, size = after
     resumed = run_ranks(
@@ -102,7 +102,7 @@ def test_resume_on_other_ranks_and_engines(
 
 @requires("horovod")
 def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    """kill -9 of one rank under horovodrun, then the other engine: with dropout and warm-up, the same file."""
+    """One rank under horovodrun gets kill -9, and the other engine resumes, with dropout and warm-up."""
     options = "--dataset digits --batch-size 64 --epochs 16 --lr-scaling linear --warmup-epochs 1.5"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 

@@ -39,7 +39,7 @@ def test_read_runs_leaves_out_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_run_once_kills_a_run_past_its_limit(tmp_path: Path) -> None:
-    """A launcher's ranks have sessions of their own."""
+    """A launcher's ranks may have sessions of their own, which must end, too."""
     code = (
         "import subprocess, time; "
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "

@@ -109,7 +109,7 @@ def test_tensors_of_every_layout_are_equal() -> None:
 
 
 def test_names_of_tensors_are_their_paths() -> None:
-    """Whoever opens a checkpoint's safetensors finds the weights by name; equal paths get names of their own."""
+    """Readers of a checkpoint's safetensors find the weights by name; equal paths get names of their own."""
     one = torch.ones(1)
     value = {"model": {"fc.weight": one}, 1: [one], "1": [one], "1/0": one, "__metadata__": one}
     assert list(flatten(value)[1]) == ["model/fc.weight", "1/0", "1/0'", "1/0''", "__metadata__'"]
@@ -122,7 +122,7 @@ def test_dense_tensors_are_not_copied() -> None:
 
 
 def test_numpy_numbers_become_python_numbers() -> None:
-    """As which a learning rate comes out of a schedule that is computed with NumPy."""
+    """Schedules that are computed with NumPy return learning rates of NumPy's types."""
     value = {np.int64(3): [np.float64(0.5), np.float32(0.25), np.bool_(True), np.str_("x")]}
     assert_equal(unpack(pack(value)), {3: [0.5, 0.25, True, "x"]})
 
@@ -289,7 +289,7 @@ def entry(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_unpack_refuses_wrong_headers(header: Any) -> None:
-    """The sizes in it are compared with the content before memory is taken for them."""
+    """The sizes in a header are compared with the content before memory is taken for them."""
     assert_equal(unpack(with_header(entry())), torch.zeros(2))
     with pytest.raises(REFUSED):
         unpack(with_header(header))
@@ -305,7 +305,7 @@ def test_unpack_refuses_wrong_header_lengths() -> None:
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
 def test_unpack_survives_any_bytes(seed: int, cut: float) -> None:
-    """Changed at random or cut off: read as plain values, or refused by an error that callers expect."""
+    """Data changed at random or cut off are read as plain values, or refused by an error that callers expect."""
     draws = random.Random(seed)
     changed = bytearray(pack({"a": torch.zeros(3), "b": [1, (2.5, "x", b"y")], 3: {math.inf}}))
     for _ in range(draws.randint(1, 4)):
@@ -327,7 +327,7 @@ def test_unpack_survives_any_bytes(seed: int, cut: float) -> None:
     ],
 )
 def test_decode_object_refuses_malformed_messages(sent: bytes, words: str) -> None:
-    """Each rank raises, also where the sender could not send: it would have left the others waiting."""
+    """Each rank raises, also where the sender could not send: otherwise the others would wait."""
     with pytest.raises(BackendError, match=words):
         decode_object(torch.tensor(list(sent), dtype=torch.uint8))
     assert decode_object(torch.tensor(list(encode_object({3: (1,)})), dtype=torch.uint8)) == {3: (1,)}

@@ -70,7 +70,7 @@ def test_half_set_launcher_is_named(launcher: str, script) -> None:
 
 @requires("mpirun")
 def test_half_set_variables_of_one_rank_end_all(script) -> None:
-    """The others wait for it, and must not wait for 300 s."""
+    """The other ranks wait for the wrong one, and must not wait for 300 s."""
     lost = UNSET["mpirun"]
     argv = script(f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1': del os.environ['{lost}']")
     expect_refusal("mpirun", argv, f"but {lost} is not")
@@ -210,7 +210,7 @@ def test_init_method_without_a_port_is_refused(method: str) -> None:
     [(0, "and not all came"), pytest.param(1, "which never said where it is", marks=pytest.mark.long)],
 )
 def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
-    """The time limit is honoured, on rank 0, which serves, as on the others, which ask."""
+    """The time limit holds on rank 0, which serves, and on the others, which ask."""
     env = {**digits_job.by_hand(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
     argv = digits_job.argv("ddp", extra=["--startup-timeout-s", "2"])
     result = expect_refusal("python", argv, words, env=env)
@@ -218,7 +218,7 @@ def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
 
 
 def test_rank_that_ends_before_rendezvous_ends_the_wait(script) -> None:
-    """It ends well, so that no launcher ends the others: mpirun and torchrun take it for done."""
+    """The rank ends with 0, so that mpirun and torchrun take it for done and do not end the others."""
     argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--startup-timeout-s", "2"]
     expect_refusal("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
 
@@ -250,7 +250,7 @@ def test_equal_local_ranks_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_init_file_of_an_earlier_job_is_named(tmp_path: Path) -> None:
-    """A killed job leaves it behind, and its addresses are not true any more."""
+    """A killed job leaves its file behind, with addresses that are not valid any more."""
     file = tmp_path / "meeting"
     options = ["--init-method", f"file://{file}", "--startup-timeout-s", "2"]
     expect_refusal("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))

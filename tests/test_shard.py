@@ -42,7 +42,7 @@ def test_step_is_a_slice_of_the_order(num: int, size: int, batch: int, seed: int
 @quick
 @given(num=samples, size=ranks, consumed=st.integers(0, 220), seed=seeds)
 def test_resume_covers_exactly_the_rest(num: int, size: int, consumed: int, seed: int) -> None:
-    """Whatever number of ranks trained on the first `consumed` samples, any other number takes the others."""
+    """Whatever number of ranks trained on the first `consumed` samples, any other number takes the rest."""
     order = epoch_order(num, seed=seed, epoch=3)
     mine = shares(order, size, consumed)
     rest = order[consumed:].tolist()

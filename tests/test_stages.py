@@ -129,7 +129,7 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("name", [*ALONE, *SCHEDULES, "by hand", "by time"])
 def test_stages_change_no_bit(backend: str, name: str) -> None:
-    """Against one process with the same chunks: dropout, masks, clipping over all stages, uneven chunks."""
+    """One process with the same micro-batches is the reference: dropout, masks, clipping, uneven sizes."""
     alone = trained("single", 1)[0]
     for rank in trained(backend, 2):
         assert rank[name]["records"] == alone.get(name, alone["plain"])["records"]
@@ -139,13 +139,13 @@ def test_stages_change_no_bit(backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("name", ["copies", "fp16 on the wire"])
 def test_stages_change_no_bit_of_two_replicas(backend: str, name: str) -> None:
-    """2 ranks with a whole model each, against 4 with half of it; and one engine against the other."""
+    """2 ranks with a whole model each are compared with 4 with half of it, and one engine with the other."""
     same(trained(backend, 4)[0][name], trained("ddp", 2)[0][name])
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_devices_change_no_bit(backend: str) -> None:
-    """CPUs stand for them: tested are the order of the work, and the exchange of what is in several places."""
+    """CPUs stand for devices: tested are the order of the work, and the exchange of what is in several places."""
     alone = trained("single", 1)[0]
     for name in ("2 devices", "3 devices"):
         same(alone[name], alone["plain"])
@@ -156,7 +156,7 @@ def test_devices_change_no_bit(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_any_grid_equals_the_whole_model(backend: str) -> None:
-    """Copies and chunks change the order of sums, and nothing else."""
+    """Replicas and micro-batches change only the order of sums."""
     whole = trained("single", 1)[0]["whole"]
     close(trained(backend, 4)[0]["exact"], whole)
     close(trained(backend, 4)[0]["exact deep"], whole)
@@ -187,7 +187,7 @@ def test_full_sharding_changes_the_order_of_sums_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", sliced_in_stages())
 def test_full_sharding_of_stages_is_close_to_whole_copies(name: str) -> None:
-    """Two copies of two stages: in every schedule, and with what else a step can do."""
+    """Two replicas of two stages train in every schedule, and with the other options of a step."""
     ranks = trained("ddp", 4)
     close(ranks[0][name], ranks[0][f"whole, {name}"])
     kept = [rank[name]["own state"] for rank in ranks]
@@ -204,7 +204,7 @@ def test_full_sharding_with_chunks_is_close_to_one_process() -> None:
     ids=str,
 )
 def test_models_are_moved_to_gpus_block_by_block(size: int, parallel: dict[str, Any]) -> None:
-    """It was moved to every rank's GPU as a whole, and cut there."""
+    """A model was moved to every rank's GPU as a whole, and cut there."""
     ranks = run_ranks(stage_checks.cut_on_the_host, num_processes=size, args=(parallel,))
     assert [rank["held"] for rank in ranks] == [[]] * size
     assert ranks[0]["weights"], "those of the first copy"
@@ -212,7 +212,7 @@ def test_models_are_moved_to_gpus_block_by_block(size: int, parallel: dict[str, 
 
 
 def test_blocks_that_share_a_parameter_are_refused() -> None:
-    """Each had one of its own from then on, and the optimizer knew of one only."""
+    """Each block had a parameter of its own from then on, and the optimizer knew only one."""
     with pytest.raises(RankError, match="--shard full: the blocks 0 and 2 share a parameter"):
         run_ranks(stage_checks.fit_tied, num_processes=2)
 
@@ -227,7 +227,7 @@ def test_blocks_that_share_a_parameter_are_refused() -> None:
     ],
 )
 def test_gathering_policy_uses_bf16_on_gpus(device: str, precision: str, gathered: Any, summed: Any) -> None:
-    """In fp32 they are twice as many bytes; on CPUs bf16 has the bits of whole copies."""
+    """In fp32 blocks are twice as many bytes; on CPUs bf16 has the bits of whole copies."""
     policy = gathering_policy(torch.device(device), precision)
     assert (policy.param_dtype, policy.reduce_dtype) == (gathered, summed)
     assert policy.output_dtype is None
@@ -236,13 +236,13 @@ def test_gathering_policy_uses_bf16_on_gpus(device: str, precision: str, gathere
 
 @pytest.mark.parametrize("parallel", [{"shard": "full"}, {"stages": 2}], ids=str)
 def test_parameter_without_a_gradient_is_named(parallel: dict[str, Any]) -> None:
-    """In slices it had none, and in a stage another one than the user gave."""
+    """A sharded parameter had no name in the error, and one in a stage another name than the user's."""
     with pytest.raises(RankError, match=r"1 parameter got no gradient in this step \(6\.forgotten\)"):
         run_ranks(stage_checks.fit_unused, num_processes=2, args=(parallel,))
 
 
 def test_second_cut_of_a_model_is_refused() -> None:
-    """PyTorch's "Cannot copy out of meta tensor" was all that was said."""
+    """The error was PyTorch's "Cannot copy out of meta tensor"."""
     with pytest.raises(RankError, match="An earlier training of this process has cut this model elsewhere"):
         run_ranks(stage_checks.cut_twice, num_processes=2)
 
@@ -292,7 +292,7 @@ def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
     ids=str,
 )
 def test_checkpoint_of_any_layout_loads_into_any_other(shapes: list[int], tmp_path: Path) -> None:
-    """At the next sample; with the same bits where only stages, schedule or engine differ."""
+    """Training resumes at the next sample, with the same bits where only stages, schedule or engine differ."""
     resumed, whole = stopped_and_resumed(shapes, tmp_path), trained("single", 1)[0]["whole"]
     whole = {**whole, "records": whole["records"][1:]}
     close(resumed, whole)

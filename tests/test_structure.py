@@ -75,7 +75,7 @@ def strings(path: Path) -> Iterator[ast.Constant]:
 
 
 def test_rank_variables_are_read_in_launch_only() -> None:
-    """Elsewhere such a name may only be the key of a dictionary: what Horovod is told before it starts."""
+    """Elsewhere such a name may only be the key of a dictionary: what Horovod is given before it starts."""
     wrong = []
     for path in modules().values():
         if path in (PACKAGE / "launch/world.py", PACKAGE / "launch/launchers.py", PACKAGE / "launch/slurm.py"):
@@ -118,7 +118,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
     ],
 )
 def test_imports_load_no_heavy_modules(module: str, absent: set[str]) -> None:
-    """And change nothing: neither the environment nor how signals are handled."""
+    """Imports must not change the environment or the handlers of signals either."""
     code = f"""
 import json, os, signal, sys
 before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -189,7 +189,7 @@ def kinds_of_accelerators(path: Path) -> Iterator[str]:
 
 
 def test_accelerator_kinds_are_named_in_one_module() -> None:
-    """The others ask it; but the installer and the doctor, whose subject they are."""
+    """Other modules ask that one, except the installer and the doctor, whose subject the kinds are."""
     naming = {name: list(kinds_of_accelerators(path)) for name, path in modules().items()}
     apart = ("horovod_build", "tools.doctor")
     allowed = {name for name in naming if name in NAMES_ACCELERATORS or name.startswith(apart)}
@@ -236,7 +236,7 @@ def test_public_names_have_docstrings() -> None:
 
 
 def test_public_names_are_equal_for_type_checkers() -> None:
-    """The names stand twice: once for loading on first use, once for type checkers."""
+    """The names are listed twice: for loading on first use, and for type checkers."""
     static = {
         f"{node.module}.{alias.name}"
         for block in tree_of(PACKAGE / "__init__.py").body

@@ -161,7 +161,7 @@ LAYERS = {
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_sync_batch_norm_equals_the_whole_batch(kind: str, channels_last: bool, accelerated: list[str]) -> None:
-    """In fp64 to 1e-12, with another count on each rank: nothing but rounding differs."""
+    """Ranks have different batch sizes; in fp64 the results differ by rounding only, within 1e-12."""
     make, shape = LAYERS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(make()).double()

@@ -71,7 +71,7 @@ def test_second_training_in_one_process_repeats_the_first(trained: dict[str, lis
 
 
 def test_learning_rates_follow_warmup_and_schedule(trained: dict[str, list[Any]]) -> None:
-    """5 steps per epoch. A warm-up that outlasts an epoch once made a closed-form scheduler overshoot."""
+    """An epoch has 5 steps. A warm-up longer than an epoch made a closed-form scheduler overshoot."""
     runs = trained["ddp"][0]
     assert runs["plain"]["rates"] == [0.5] * 10
     assert runs["halved"]["rates"] == [0.5] * 5 + [0.25] * 5
@@ -98,7 +98,7 @@ def test_decay_and_warmup_need_a_known_length() -> None:
 
 
 def test_decay_resumes_with_another_epoch_length() -> None:
-    """Resumed at half of all epochs, with half as many steps in each: it once had ended, at a rate of 0."""
+    """Resumed at half of all epochs, with half as many steps in each, a decay had ended at a rate of 0."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rate = StepRate(optimizer, 1.0, 0, "linear")
     rate.resume(500, 0.5)
@@ -148,7 +148,7 @@ def test_metrics_jsonl_has_all_records(trained: dict[str, list[Any]], folder: Pa
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_non_finite_loss_ends_all_ranks(trained: dict[str, list[Any]], folder: Path, name: str) -> None:
-    """All name the step and the rank whose loss it was, and nothing was saved after it."""
+    """All ranks name the step and the rank whose loss it was, and nothing is saved after it."""
     for rank in trained[name]:
         assert rank["not finite"].startswith("NonFiniteError: The loss of rank 1 was not finite in step 2:")
         assert rank["not finite in fp16"].startswith(
@@ -162,7 +162,7 @@ def test_non_finite_loss_ends_all_ranks(trained: dict[str, list[Any]], folder: P
 
 @pytest.mark.parametrize(("kind", "skipped"), [("skipped", 2), ("skipped, reproducible", 1)])
 def test_non_finite_steps_are_skipped(trained: dict[str, list[Any]], kind: str, skipped: int) -> None:
-    """One rank's loss alone: weights, batch norm's statistics and figures stay finite, the same everywhere."""
+    """One rank's loss is not finite: weights, batch norm's statistics and figures stay finite and equal."""
     runs = [rank[kind] for ranks in trained.values() for rank in ranks]
     assert len({run["weights"] for run in runs}) == 1
     for run in runs:
@@ -189,7 +189,7 @@ def test_run_writes_weights_and_tensorboard(folder: Path) -> None:
 def test_run_without_tensorboard_names_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TensorBoard is in an extra: all figures are in metrics.jsonl, too."""
+    """TensorBoard is in an extra; all figures are in metrics.jsonl, too."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     model, data = trainer_checks.small_model(), trainer_checks.small_data()
     options = replace(single(), log=LogOptions(log_dir=str(tmp_path)), train=TrainOptions(epochs=1))

@@ -50,7 +50,7 @@ def backend(device: torch.device = DEVICE) -> Any:
 
 
 def test_batch_is_copied_during_the_computation_before(gpu: StandIn) -> None:
-    """On the compute stream its copy would stand between two steps."""
+    """A copy on the compute stream would delay the next step."""
     taken = Transfer(DEVICE).move(torch.tensor([number]) for number in (1, 2))
     assert next(taken).tolist() == [1]
     assert gpu.calls == [
@@ -97,7 +97,7 @@ def pixels(count: int) -> TensorData:
 
 
 def test_pixels_are_sent_as_bytes_from_pinned_memory(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were gathered in pageable memory first, and copied to page-locked memory from there."""
+    """Pixels were gathered in pageable memory first, and copied to pinned memory from there."""
     monkeypatch.setattr(Tensor, "pin_memory", lambda *_: pytest.fail("one copy too many"))
     gpu.free = 0
     loader = make_loader(pixels(6), backend(), LoaderPlan(4, shuffle=False))
@@ -113,7 +113,7 @@ def test_pixels_are_sent_as_bytes_from_pinned_memory(gpu: StandIn, monkeypatch: 
 
 @pytest.mark.parametrize(("free", "sent"), [(901, False), (900, True)])
 def test_small_data_stay_on_the_accelerator(free: int, sent: bool, gpu: StandIn) -> None:
-    """They took up to half of what was free before the model had come, and as much again to be tested on."""
+    """Data took up to half of what was free before the model came, and as much again for the test."""
     gpu.free = free
     loader = make_loader(pixels(10), backend(), LoaderPlan(4))
     assert loader.is_sent == sent
@@ -144,7 +144,7 @@ def test_summary_on_a_cpu_omits_where_data_are() -> None:
 
 
 def test_stream_agreement_uses_no_accelerator() -> None:
-    """By its tensors, each step waited for all that the accelerator had still to do."""
+    """Agreement by tensors of the accelerator made each step wait for all of its work."""
     asked = []
 
     def all_reduce_numbers(values: list[float], op: str) -> list[float]:

@@ -13,7 +13,7 @@ from gpu import run
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", run.STAGES)
-def test_what_can_be_proved_is_proven(stage: str, tmp_path: Path) -> None:
+def test_gpu_stage_proves_its_checks(stage: str, tmp_path: Path) -> None:
     result = launch(
         "python", 1, ["tests/gpu", "--stages", stage, "--out", str(tmp_path)], timeout_s=590, check=False
     )
