@@ -78,7 +78,7 @@ TYPED_ELSEWHERE = {
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
     "-m hvd_trainer.mnist --global-batch-size 256": ("tests/test_elastic.py", '"--host-discovery-script"'),
-    "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir ../shared/data/imdb": (
+    "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
         *("tests/test_imdb.py", "test_small_model_learns_the_real_reviews"),
     ),
     # Like these, on synthetic data.
