@@ -54,7 +54,7 @@ TYPED_ELSEWHERE = {
     'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
-    'make test PYTEST_ARGS="tests/test_trainer.py -k decay"': (OWN, "test_make_ends_with_what_is_said"),
+    'make test PYTEST_ARGS="tests/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
     # The others begin with it.
     "make setup": (".ci/run", "make test"),
     "make test": (".ci/run", "make test"),
@@ -283,7 +283,10 @@ TESTED = (
             f"{MAIN.replace('-np 4', '-np 2').replace('--epochs 3', '--epochs 1')} --backend ddp",
         ),
         ("make test", TESTED),
-        ('make test PYTEST_ARGS="tests/test_trainer.py -k decay"', f"{TESTED} tests/test_trainer.py -k decay"),
+        (
+            'make test PYTEST_ARGS="tests/test_trainer.py -k test_decay"',
+            f"{TESTED} tests/test_trainer.py -k test_decay",
+        ),
     ],
 )
 def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hvd_trainer import LogOptions, OptionError, Trainer, TrainOptions
+from hvd_trainer.config.options import Decay
 from hvd_trainer.jobs.models import conv_net
 from hvd_trainer.optim.learning_rate import StepRate, check_decay, count_warmup_steps
 
@@ -97,13 +98,14 @@ def test_decay_and_warmup_need_a_known_length() -> None:
         count_warmup_steps(0.5, None)
 
 
-def test_decay_resumes_with_another_epoch_length() -> None:
+@pytest.mark.parametrize(("decay", "rate"), [("none", 1.0), ("linear", 0.5), ("cosine", 0.5)])
+def test_decay_resumes_with_another_epoch_length(decay: Decay, rate: float) -> None:
     """Resumed at half of all epochs, with half as many steps in each, a decay had ended at a rate of 0."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    rate = StepRate(optimizer, 1.0, 0, "linear")
-    rate.resume(500, 0.5)
-    with rate.apply(500, 0.5):
-        assert optimizer.param_groups[0]["lr"] == 0.5
+    step_rate = StepRate(optimizer, 1.0, 0, decay)
+    step_rate.resume(500, 0.5)
+    with step_rate.apply(500, 0.5):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_records_count_steps_and_samples(trained: dict[str, list[Any]]) -> None:
