@@ -61,13 +61,13 @@ def trials_of(
         ([*JOB, "--log_dir=x"], "Leave --log_dir=x out of the job"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused(words: Sequence[str], message: str) -> None:
+def test_read_job_refuses_impossible_jobs(words: Sequence[str], message: str) -> None:
     with pytest.raises(OptionError) as caught:
         read_job(words)
     assert message in str(caught.value)
 
 
-def test_the_job_may_be_typed_with_python() -> None:
+def test_read_job_accepts_python_in_front() -> None:
     assert read_job(["python", *JOB, "--epochs", "1"]) == (*JOB, "--epochs", "1")
 
 
@@ -81,13 +81,15 @@ def test_the_job_may_be_typed_with_python() -> None:
         (["ddp", "ddp"], [], "ddp takes part twice"),
     ],
 )
-def test_entries_that_cannot_take_part(engines: Sequence[str], baselines: Sequence[str], message: str) -> None:
+def test_read_entries_refuses_impossible_ones(
+    engines: Sequence[str], baselines: Sequence[str], message: str
+) -> None:
     with pytest.raises(OptionError) as caught:
         read_entries(engines, baselines, max_ranks=2, num_gpus=0)
     assert message in str(caught.value)
 
 
-def test_trials_and_their_order() -> None:
+def test_make_trials_puts_engines_side_by_side() -> None:
     plan = trials_of(["horovod", "ddp", "single"], [1, 2])
     labels = [trial.label for trial in plan]
     assert labels == ["horovod x 1", "ddp x 1", "single x 1", "horovod x 2", "ddp x 2"]
@@ -96,7 +98,7 @@ def test_trials_and_their_order() -> None:
     assert len({trial.key for trial in plan}) == len(plan)
 
 
-def test_nothing_is_saved_unless_the_job_says_so() -> None:
+def test_measured_job_saves_nothing_unless_asked() -> None:
     ddp, log = Entry("ddp", "ddp"), Path("log")
     assert ddp.arguments(JOB, log)[2:] == [
         *("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None"),
@@ -117,20 +119,20 @@ def test_nothing_is_saved_unless_the_job_says_so() -> None:
         (["--steps", "0"], "--steps must be 1 or more"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         cli.main(["--out", str(tmp_path / "out"), *arguments, "--", *JOB])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_is_named_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formats, "NEEDED", ("rich", "no_such_package"))
     with pytest.raises(OptionError, match=r"no_such_package.*Type: pip install 'hvd_trainer\[tools\]'"):
         cli.main(["--out", str(tmp_path / "out"), "--", *JOB])
 
 
 @pytest.fixture
-def what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def measured_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that calls `measure`, with runs that end as its `ends` say, and lists them."""
     trials = trials_of(["ddp"], [1, 2, 4, 8])
     started: list[tuple[int, int]] = []
@@ -150,18 +152,18 @@ def what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return again
 
 
-def test_runs_that_failed_or_were_killed(what_is_run: Any) -> None:
+def test_measure_repeats_killed_runs_but_not_failed_ones(measured_runs: Any) -> None:
     """A failed one is not run again, a killed one is at the next start, and one that is done never is."""
-    ends = what_is_run.ends
-    assert what_is_run(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
+    ends = measured_runs.ends
+    assert measured_runs(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
     ends[4] = "done"
-    assert what_is_run(rounds=2) == [(1, 4), (2, 4)]
-    assert what_is_run(rounds=2) == []
-    assert what_is_run(rounds=3) == [(3, 1), (3, 4), (3, 8)]
-    assert what_is_run(rounds=1, retry_failed=True) == [(1, 2)]
+    assert measured_runs(rounds=2) == [(1, 4), (2, 4)]
+    assert measured_runs(rounds=2) == []
+    assert measured_runs(rounds=3) == [(3, 1), (3, 4), (3, 8)]
+    assert measured_runs(rounds=1, retry_failed=True) == [(1, 2)]
     ends[2] = "done"
-    assert what_is_run(rounds=1, retry_failed=True) == [(1, 2)]
-    assert what_is_run(rounds=2) == [(2, 2)]
+    assert measured_runs(rounds=1, retry_failed=True) == [(1, 2)]
+    assert measured_runs(rounds=2) == [(2, 2)]
 
 
 # What the figures say.
@@ -173,7 +175,7 @@ def recorded(seconds: Sequence[Sequence[Sequence[float]]], **more: Any) -> list[
     return [{"seconds": np.array(its), "samples": samples, "cpu_s": np.zeros(len(its)), **more} for its in seconds]
 
 
-def test_waiting_is_for_the_exchange_or_for_the_slowest_rank() -> None:
+def test_speed_tells_exchange_from_straggler() -> None:
     quick = [[0.0, 1.0, 1.0, 5.0, 1.0, 0.0]] * 3
     slow = [[3.0, 1.0, 1.0, 2.0, 1.0, 0.0]] * 3
     warm = [[9.0] * 6]
@@ -187,7 +189,7 @@ def test_waiting_is_for_the_exchange_or_for_the_slowest_rank() -> None:
     assert speed(recorded([quick]), 3) == {}
 
 
-def test_a_curve_is_of_the_ranks_that_have_a_loss() -> None:
+def test_curve_averages_ranks_that_have_a_loss() -> None:
     nan = float("nan")
     losses = ([nan, nan, nan, nan], [4.0, 3.0, nan, 1.0])
     ranks = [{"step": np.arange(1, 5), "loss": np.array(its)} for its in losses]
@@ -197,7 +199,7 @@ def test_a_curve_is_of_the_ranks_that_have_a_loss() -> None:
     assert curve(long)[0] == [2.0, 2.0]
 
 
-def test_a_difference_is_seen_only_above_the_noise() -> None:
+def test_ratio_is_clear_only_above_the_noise() -> None:
     assert ratio([1.0], [2.0]).low is None
     clear = ratio([110, 111, 109, 112, 110], [100, 100, 100, 101, 100])
     assert clear.is_clear
@@ -251,7 +253,7 @@ def test_unequal_work_is_refused_and_named(changed: Mapping[str, Any], text: str
     assert text in str(caught.value)
 
 
-def test_other_numbers_of_ranks_do_other_work() -> None:
+def test_work_may_differ_between_numbers_of_ranks() -> None:
     """Steps and global batch go with the ranks, unless the global batch shall stay."""
     four = side("ddp", 4, steps=118, global_batch_size=512, rates=[[0.004, 118]])
     assert differences(side("ddp"), four, strong=False) == []
@@ -259,7 +261,7 @@ def test_other_numbers_of_ranks_do_other_work() -> None:
     assert differences(side("ddp"), side("ddp", 4, precision="bf16"), strong=False)
 
 
-def test_what_a_script_does_not_tell_is_not_compared() -> None:
+def test_unknown_work_of_a_script_is_not_compared() -> None:
     plain = Side("plain.py", 2, {"steps": 235, "parameters": 21840, "rates": [[0.002 * (1 + 1e-12), 235]]})
     assert differences(side("ddp"), plain, strong=False) == []
 
@@ -294,7 +296,7 @@ def made() -> Comparison:
     return Comparison.of(plan, runs, job=JOB, strong=False, machine={"cores": 2, "load": 0.1})
 
 
-def test_the_verdict_says_who_how_much_and_why(made: Comparison) -> None:
+def test_verdicts_say_who_how_much_and_why(made: Comparison) -> None:
     alone, together = made.verdicts()
     assert alone.startswith("On 1 rank no difference between horovod and ddp is visible at this noise: 1.00 times")
     assert together.startswith("On 2 ranks horovod is 1.20 times as fast as ddp (5 rounds, 95 % interval 1.19 to ")
@@ -306,7 +308,7 @@ def test_the_verdict_says_who_how_much_and_why(made: Comparison) -> None:
     assert made.efficiency(two) == pytest.approx(0.885, abs=0.01)
 
 
-def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
+def test_script_gets_the_samples_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.touch()
     plan = trials_of(["ddp"], [2], baselines=[f"ddp {script}"])
@@ -317,7 +319,7 @@ def test_a_script_takes_the_samples_of_the_job(tmp_path: Path) -> None:
     assert pair.speed.value == pytest.approx(2.0)
 
 
-def test_what_a_script_does_not_tell_is_not_drawn() -> None:
+def test_pictures_leave_out_unknown_figures() -> None:
     """An empty picture once had a warning about its missing names."""
     plan = trials_of(["ddp"], [2])
     silent = RunRecord(plan[0].identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
@@ -343,7 +345,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
+def test_page_in_a_browser(made: Comparison, browser: Any, tmp_path: Path, width: int) -> None:
     """On a telephone and on a desk: nothing is wider than the window, and nothing is loaded or goes wrong."""
     cli.show(made, tmp_path)
     page = browser.new_page(viewport={"width": width, "height": 800})
@@ -384,7 +386,7 @@ def command(out: Path, *options: str, job: Sequence[str] = DIGITS) -> list[str]:
 
 @pytest.mark.long
 @requires("horovod")
-def test_a_comparison_and_the_same_again(tmp_path: Path) -> None:
+def test_compare_resumes_from_its_folder(tmp_path: Path) -> None:
     said = launch("python", 1, command(tmp_path, "--np", "2", "--rounds", "1")).stdout
     assert "2 trials (horovod x 2; ddp x 2), 2 runs in 1 round, 2 to do" in said
     assert "2/2  round 1, ddp x 2: " in said
@@ -430,7 +432,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @requires("horovod")
-def test_a_job_that_scales_the_rate_on_one_engine_is_refused(tmp_path: Path) -> None:
+def test_compare_refuses_a_rate_scaled_on_one_engine(tmp_path: Path) -> None:
     """As many tutorials do: their Horovod trains another model than their DDP."""
     script = tmp_path / "scaled.py"
     script.write_text(UNEQUAL)
@@ -442,7 +444,7 @@ def test_a_job_that_scales_the_rate_on_one_engine_is_refused(tmp_path: Path) -> 
     assert not (tmp_path / "out" / "comparison.html").exists()
 
 
-def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
+def test_changed_script_has_another_key(tmp_path: Path) -> None:
     """What it did before in the same folder is nothing that its new runs are compared with."""
     script = tmp_path / "scaled.py"
     keys = set()
@@ -454,7 +456,7 @@ def test_a_mended_script_is_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_without_steps_that_count_is_refused(tmp_path: Path) -> None:
+def test_compare_refuses_runs_without_counted_steps(tmp_path: Path) -> None:
     words = command(tmp_path, "--np", "1", "--engines", "ddp", "--warmup-steps", "12")
     result = launch("python", 1, words, check=False)
     assert result.returncode == 2
@@ -480,7 +482,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.nightly
-def test_a_script_of_ones_own_beside_the_job(tmp_path: Path) -> None:
+def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     job, plain = tmp_path / "job.py", tmp_path / "plain.py"
     job.write_text(UNEQUAL)
     plain.write_text(PLAIN)
@@ -499,7 +501,7 @@ def test_a_script_of_ones_own_beside_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+def test_compare_names_failures_and_goes_on(tmp_path: Path) -> None:
     options = ("--np", "1", "--rounds", "2", "--engines", "ddp,single")
     job = (*JOB, "--dataset", "digits", "--epochs", "1", "--transport", "gloo")
     result = launch("python", 1, command(tmp_path, *options, job=job), check=False)
@@ -509,7 +511,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert "round 2, single x 1: " not in result.stdout
 
 
-def test_where_nothing_trains_there_is_nothing_to_show(tmp_path: Path) -> None:
+def test_compare_without_training_shows_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('hello')\n")
     out = ["--np", "1", "--engines", "single", "--rounds", "1", "--out", str(tmp_path / "out")]
     result = launch(
@@ -521,7 +523,7 @@ def test_where_nothing_trains_there_is_nothing_to_show(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "comparison.html").exists()
 
 
-def test_ctrl_c_ends_the_running_job(tmp_path: Path) -> None:
+def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
     with start("python", 1, command(tmp_path, "--np", "2", "--engines", "ddp")) as job:
         deadline = time.monotonic() + 60
         while not any("torch.distributed.run" in process.cmdline() for process in job.processes()):

@@ -55,7 +55,7 @@ def only(*arguments: str, **values: Any) -> Trial:
 # Trials.
 
 
-def test_the_product_in_order() -> None:
+def test_make_trials_yields_the_product_in_order() -> None:
     trials = trials_of(ranks="1,2", engines="ddp,horovod", chunks="1,4")
     assert [tuple(trial.values.values()) for trial in trials] == [
         (engine, ranks, chunks) for ranks in "12" for chunks in "14" for engine in ("ddp", "horovod")
@@ -91,7 +91,7 @@ def test_impossible_trials_have_a_reason(arguments: Sequence[str], values: dict[
     assert reason in found
 
 
-def test_options_that_change_nothing_make_no_trials() -> None:
+def test_options_that_change_nothing_add_no_trials() -> None:
     """One stage has no schedule: it runs once, and is possible although others have one."""
     trials = trials_of(ranks="2", stages="1,2", schedule="gpipe,1f1b,zero-bubble")
     assert [(trial.values["stages"], trial.values["schedule"]) for trial in trials] == [
@@ -102,7 +102,7 @@ def test_options_that_change_nothing_make_no_trials() -> None:
     assert not any("schedule" in word for word in trials[0].variant.words)
 
 
-def test_the_same_options_are_the_same_trial() -> None:
+def test_trial_key_depends_on_options_not_on_typing() -> None:
     """However they were typed: so that other axes in the same folder find what was measured."""
     plain = only(ranks="2", batch_size="128", precision="fp32")
     assert plain.key == only("--batch-size", "128", ranks="2", seed="0").key == only(ranks="2", seed="0").key
@@ -112,7 +112,7 @@ def test_the_same_options_are_the_same_trial() -> None:
     assert json.loads(plain.key) == plain.identity
 
 
-def test_every_run_lasts_as_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_option_sets_the_length_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the job's own epochs and the size of its data."""
     found: list[Trial] = []
     monkeypatch.setattr(cli, "measure", lambda trials, *_, **__: found.extend(trials))
@@ -137,7 +137,7 @@ def main(options):
 GUARD = 'if __name__ == "__main__":\n    '
 
 
-def test_a_script_has_options_too(tmp_path: Path) -> None:
+def test_make_variants_reads_options_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(f"{OWN_JOB}{GUARD}run_job(Options, main)\n")
     axes = varied(width="8,16")
@@ -154,7 +154,7 @@ def test_a_script_has_options_too(tmp_path: Path) -> None:
 # Prediction.
 
 
-def test_a_step_in_stages_is_predicted_from_one_rank() -> None:
+def test_predict_staged_step_from_one_rank() -> None:
     """The example of the module: 100 ms, halved, and a fifth of it waiting."""
     trials = trials_of(ranks="1,2", stages="1,2", chunks="1,4", batch_size="32", schedule="gpipe")
     alone, cut = trials[0], trials[1]
@@ -168,7 +168,7 @@ def test_a_step_in_stages_is_predicted_from_one_rank() -> None:
     assert both.base is cut  # whose chunks are as small
 
 
-def test_the_base_of_a_prediction() -> None:
+def test_predict_chooses_the_nearest_base() -> None:
     trials = trials_of(ranks="1,2,4", stages="1,2", chunks="1,2", batch_size="32,64", schedule="gpipe")
 
     def at(ranks: int, stages: int, chunks: int, batch: int = 32) -> Trial:
@@ -191,7 +191,7 @@ def test_the_base_of_a_prediction() -> None:
     assert predicted(at(2, 2, 2), at(1, 1, 1, 64)) is None
 
 
-def test_a_base_has_the_same_engine_and_the_same_other_options() -> None:
+def test_predict_needs_a_base_of_the_same_engine_and_options() -> None:
     trials = trials_of(ranks="1,2", engines="ddp,horovod", precision="fp32,bf16", batch_size="32")
     ddp, horovod, ddp_bf16 = trials[:3]
     two = next(trial for trial in trials if trial.label == "ddp x 2, precision fp32")
@@ -215,7 +215,7 @@ def compared(trials: Sequence[Trial], runs: Sequence[RunRecord], **values: str) 
     return Comparison.of(trials, runs, job=job, strong=False, machine=machine, varied=varied(**values))
 
 
-def test_results_have_medians_and_the_loss_beside_the_first_one() -> None:
+def test_results_have_medians_and_the_loss_beside_the_first() -> None:
     trials = trials_of(ranks="1,2", batch_size="16,32")
     first, other, third, last = trials
     runs = [run_of(first, number, rate) for number, rate in enumerate((90, 110, 100), 1)]
@@ -234,7 +234,7 @@ def test_results_have_medians_and_the_loss_beside_the_first_one() -> None:
     assert found.results[3].trial is last
 
 
-def test_the_last_run_of_a_round_counts() -> None:
+def test_last_run_of_a_round_counts() -> None:
     trials = trials_of(ranks="1,2,3", stages="1,2")
     failed = RunRecord(trials[0].identity, 1, "failed", 1.0, "out of memory")
     its = TrialResult.of(trials[0], [failed])
@@ -244,7 +244,7 @@ def test_the_last_run_of_a_round_counts() -> None:
     assert [other.state for other in others] == ["impossible", "not run", "not run", "not run", "impossible"]
 
 
-def test_engines_meet_in_each_variant() -> None:
+def test_verdicts_compare_engines_in_each_variant() -> None:
     trials = trials_of(ranks="2", engines="horovod,ddp", batch_size="16,32")
     rates = {"horovod x 2, batch size 16": 150.0, "horovod x 2, batch size 32": 100.0}
     runs = [run_of(t, n, rates.get(t.label, 100.0) + n) for t in trials for n in range(1, 6)]
@@ -253,7 +253,7 @@ def test_engines_meet_in_each_variant() -> None:
     assert large.startswith("On 2 ranks with batch size 32, no difference between horovod and ddp is visible")
 
 
-def test_other_variants_may_do_other_work() -> None:
+def test_check_work_compares_within_a_variant() -> None:
     trials = trials_of(ranks="2", engines="horovod,ddp", batch_size="16,32")
     runs = [run_of(t, batch=2 * int(t.values["batch_size"])) for t in trials]
     compared(trials, runs, batch_size="16,32").check_work()
@@ -274,7 +274,7 @@ def grid() -> Comparison:
     )
 
 
-def test_tables_name_what_has_no_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report.show(grid(), tmp_path)
     text = capsys.readouterr().out
     assert re.search(r"ddp +2 +2 +2 +16 +1,084 ", text)
@@ -304,7 +304,7 @@ def test_tables_name_what_has_no_figures(capsys: pytest.CaptureFixture[str], tmp
     assert json.loads((tmp_path / "comparison.json").read_text())["varied"]["chunks"] == ["2", "4"]
 
 
-def test_a_long_heading_stays_in_the_picture() -> None:
+def test_long_heading_stays_in_the_picture() -> None:
     """It was cut at both ends."""
     figure = Figure(figsize=(4.5, 2.6))
     heat_map.set_heading(figure, "imdb --d-model 512 --d-hid 2048 --sequence-length 64, batch size 16, " * 3)
@@ -314,7 +314,7 @@ def test_a_long_heading_stays_in_the_picture() -> None:
     assert figure.get_figheight() > 2.6
 
 
-def test_a_deviation_is_explained() -> None:
+def test_explain_splits_a_deviation() -> None:
     """Twice as long as predicted: waiting alone makes 0.8 / 0.5 of it."""
     trials = {trial.label: trial for trial in trials_of(ranks="1,4", stages="1,2", chunks="4", schedule="gpipe")}
     one, four = trials["ddp x 1, stages 1"], trials["ddp x 4, stages 2"]
@@ -384,7 +384,7 @@ def test_heat_maps_of_other_axes() -> None:
         (["--vary", "chunks=1", "--baseline", "ddp x.py"], r"which a --baseline has not: leave one out"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     given = arguments if "--" in arguments else [*arguments, "--", "-m", MNIST]
     given = given if "--vary" in given else ["--vary", "seed=1,2", *given]
     with pytest.raises(OptionError, match=message):
@@ -410,7 +410,7 @@ def started(job: Job) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_compare_resumes_after_kill(tmp_path: Path) -> None:
     """Its job lives on when the command is killed, and must not disturb the next one's."""
     folder = tmp_path / "out"
     command = [
@@ -453,7 +453,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @requires("horovod")
-def test_engines_and_options_cross(tmp_path: Path) -> None:
+def test_compare_crosses_engines_and_options(tmp_path: Path) -> None:
     options = (
         "--np",
         "2",

@@ -82,7 +82,7 @@ def found(**changed: Any) -> Shares:
     return compute_shares(runs(**changed), LINE, 4e6, 1)
 
 
-def test_what_is_missing_tells_what_it_costs() -> None:
+def test_shares_are_differences_between_runs() -> None:
     its = found()
     assert {k: round(1000 * v, 6) for k, v in its.seconds.items()} == {
         "data": 4,
@@ -99,7 +99,7 @@ def test_what_is_missing_tells_what_it_costs() -> None:
     assert (its.latency_s, its.bandwidth_s) == (pytest.approx(0.0006), pytest.approx(0.0024))
 
 
-def test_a_slow_rank_and_ranks_in_each_others_way() -> None:
+def test_shares_of_straggler_and_contention() -> None:
     """Rank 1 computes 6 ms more, and both 5 ms more than one alone."""
     its = found(
         normal=figures(28, straggler=3, computing=(19, 25)),
@@ -112,7 +112,7 @@ def test_a_slow_rank_and_ranks_in_each_others_way() -> None:
     assert (its.slowest_rank, its.unexplained_s) == (1, pytest.approx(0))
 
 
-def test_what_one_thread_gains_is_no_exchange() -> None:
+def test_gain_of_one_thread_is_contention_not_exchange() -> None:
     """Too many threads hold up those that exchange, too: 1 ms of the 3 is left."""
     its = found(one_thread=figures(15))
     assert its.seconds["contention"] == pytest.approx(0.002)
@@ -120,14 +120,14 @@ def test_what_one_thread_gains_is_no_exchange() -> None:
     assert found(one_thread=figures(30)).seconds == found().seconds
 
 
-def test_runs_that_contradict_each_other_are_not_believed() -> None:
+def test_contradicting_runs_are_doubtful() -> None:
     its = found(no_data=figures(3), no_exchange=figures(4))
     assert its.is_doubtful
     report = Report(its, LINE, {}, FACTS, [], 2, "ddp")
     assert any(text.startswith("The runs contradict each other by ") for text in sentences(report))
 
 
-def test_twice_the_batch_in_less_time_is_not_believed() -> None:
+def test_twice_the_batch_in_less_time_is_doubtful() -> None:
     """Seen beside other tests: 19.9 ms alone, 17.9 with twice the batch, of a step of 27.2."""
     its = found(twice=figures(11, data=4))
     assert its.is_doubtful
@@ -135,7 +135,7 @@ def test_twice_the_batch_in_less_time_is_not_believed() -> None:
     assert not found(twice=figures(13.9, data=4)).is_doubtful
 
 
-def test_latency_and_bandwidth_are_a_line() -> None:
+def test_line_fits_latency_and_bandwidth() -> None:
     pairs = [[size, 0.0005 + size / 2e9] for size in (1024, 65536, 2**20, 2**24)]
     line = Line.through(pairs)
     assert (line.latency_s, line.bytes_per_s) == (pytest.approx(0.0005), pytest.approx(2e9))
@@ -148,7 +148,7 @@ def advice(facts: Mapping[str, Any] | None = None, ranks: int = 2, **changed: An
     return [f"{action.text.partition(':')[0]} {action.speed:.2f}" for action in made]
 
 
-def test_advice_has_an_option_and_a_gain() -> None:
+def test_actions_name_an_option_and_a_gain() -> None:
     assert advice() == ["--workers 2 1.13", "--batch-size 64 1.17", "--accumulate 4 1.15"]
     first, *_ = advice(no_data=figures(5), no_exchange=figures(17), neither=figures(5, computing=(5, 5)))
     assert first.startswith("--workers 4")
@@ -162,7 +162,7 @@ def test_advice_has_an_option_and_a_gain() -> None:
     assert threads[0] == "OMP_NUM_THREADS=1 4.85"
 
 
-def test_each_trial_changes_one_thing() -> None:
+def test_plan_trials_changes_one_thing_each() -> None:
     trials = plan_trials(Options(np=2), {"batch_size": 32, "threads": 4, "device": "cpu", "cores": 5})
     assert [trial.name for trial in trials] == [NORMAL, NO_DATA, NO_EXCHANGE, NEITHER, ALONE, TWICE, ONE_THREAD]
     assert [trial.threads for trial in trials] == [None, None, None, None, 2, 2, 1]
@@ -170,7 +170,7 @@ def test_each_trial_changes_one_thing() -> None:
     assert len(plan_trials(Options(np=2), {"batch_size": 32, "threads": 1, "device": "cpu", "cores": 1})) == 6
 
 
-def test_options_of_the_job_are_replaced() -> None:
+def test_with_options_replaces_options_of_the_job() -> None:
     job = ["train.py", "--epochs", "3", "--batch-size=8", "--leave-out", "data", "exchange", "--lr", "1"]
     words = ["--epochs", "9", "--batch_size", "16", "--leave-out", "data"]
     assert with_options(job, words) == ["train.py", "--lr", "1", *words]
@@ -183,7 +183,7 @@ def test_options_of_the_job_are_replaced() -> None:
         ([], "Name the job behind --"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = ["--", "-m", "hvd_trainer.mnist"] if arguments else []
     with pytest.raises(OptionError, match=message):
         cli.main(["--out", str(tmp_path / "out"), *arguments, *job])
@@ -264,7 +264,7 @@ def advised(result: dict[str, Any], cause: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_slow_disk_and_a_slow_rank_are_found(tmp_path: Path) -> None:
+def test_diagnose_finds_slow_disk_and_slow_rank(tmp_path: Path) -> None:
     """128 ms to fetch a batch, and 60 ms more to compute on rank 1."""
     job = ("--batch-size", "64", "--workers", "0")
     result, said = diagnosed("disk, rank 1", tmp_path, *job, options=("--try",))
@@ -279,7 +279,7 @@ def test_a_slow_disk_and_a_slow_rank_are_found(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @requires("horovod")
-def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
+def test_diagnose_finds_a_tiny_batch(tmp_path: Path) -> None:
     options = ("--backend", "horovod")
     result, said = diagnosed("overhead", tmp_path, "--batch-size", "1", options=options)
     assert result["shares"]["ranked"][0] == "overhead", said
@@ -288,7 +288,7 @@ def test_a_tiny_batch_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_too_many_threads_are_found(tmp_path: Path) -> None:
+def test_diagnose_finds_too_many_threads(tmp_path: Path) -> None:
     """Six on the one core that three ranks may use; on more cores, what they cost differs from hour to hour.
 
     Three times a step alone is more than what other work on that core can make of a run.
@@ -328,7 +328,7 @@ def slow_network() -> Iterator[list[str]]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_slow_network_is_found(slow_network: list[str], tmp_path: Path) -> None:
+def test_diagnose_finds_a_slow_network(slow_network: list[str], tmp_path: Path) -> None:
     result, said = diagnosed("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
     assert result["shares"]["ranked"][0] == "exchange", said
     assert result["exchange"]["bytes_per_s"] < 50e6

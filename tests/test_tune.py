@@ -19,7 +19,7 @@ from hvd_trainer.tools.tune import cli
 from hvd_trainer.tools.tune.race import Noise, Race
 from hvd_trainer.tools.tune.report import as_yaml, sentences
 from hvd_trainer.tools.tune.search import AS_IT_IS, Found, Search
-from hvd_trainer.tools.tune.settings import changes, settling_steps, words
+from hvd_trainer.tools.tune.settings import as_words, find_changes, settling_steps
 
 FACTS = {
     "device": "cpu",
@@ -38,10 +38,10 @@ FACTS = {
 
 
 def labels(group: Any, backend: str = "ddp", settings: Mapping[str, Any] | None = None, **facts: Any) -> list[str]:
-    return [its.label for its in changes(group, backend, FACTS | facts, settings or {}, ())]
+    return [its.label for its in find_changes(group, backend, FACTS | facts, settings or {}, ())]
 
 
-def test_only_what_differs_is_tried() -> None:
+def test_find_changes_leaves_out_equal_settings() -> None:
     assert labels("threads") == ["--threads 1", "--threads 4"]
     assert labels("threads", device="NVIDIA H200") == []
     assert labels("data") == ["--workers 0", "--workers 2", "--workers 4", "--prefetch 4", "--prefetch 8"]
@@ -57,18 +57,18 @@ def test_only_what_differs_is_tried() -> None:
     assert not any("cache" in label for label in labels("exchange", "horovod"))
 
 
-def test_what_the_job_is_typed_with_stays() -> None:
-    found = changes("exchange", "horovod", FACTS, {}, {"bucket_mb", "autotune", "cycle_time_ms"})
+def test_options_of_the_job_are_not_changed() -> None:
+    found = find_changes("exchange", "horovod", FACTS, {}, {"bucket_mb", "autotune", "cycle_time_ms"})
     assert {its.option for its in found} == {"num_groups"}
     job = cli.Job(("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1"), {"workers": 2})
     assert job.fixed == {"bucket_mb", "bucket_views", "lr", "workers"}
 
 
-def test_groups_give_way_to_buckets() -> None:
+def test_bucket_size_replaces_groups() -> None:
     """Horovod's groups replace buckets, so that a bucket's size would say nothing beside them."""
-    (bucket, *_) = changes("exchange", "horovod", FACTS, {"num_groups": 2}, ())
+    (bucket, *_) = find_changes("exchange", "horovod", FACTS, {"num_groups": 2}, ())
     assert bucket.after({"num_groups": 2, "threads": 1}) == {"num_groups": None, "threads": 1, "bucket_mb": 1}
-    assert words(bucket.after({"num_groups": 2})) == ["--bucket-mb=1"]
+    assert as_words(bucket.after({"num_groups": 2})) == ["--bucket-mb=1"]
 
 
 # Races.
@@ -84,7 +84,7 @@ def hold(race: Race, speeds: Mapping[str, float], noise: float, rng: random.Rand
     return count
 
 
-def test_a_race_finds_the_fastest_and_drops_the_slow_ones_early() -> None:
+def test_race_finds_the_fastest_and_drops_slow_ones_early() -> None:
     speeds = {"slow": 0.5, "same": 1.0, "good": 1.2, "best": 1.5}
     race = Race(list(speeds), 0.02, 10)
     runs = hold(race, speeds, 0.01, random.Random(1))
@@ -94,7 +94,7 @@ def test_a_race_finds_the_fastest_and_drops_the_slow_ones_early() -> None:
     assert runs < 12
 
 
-def test_a_race_among_equals_has_no_winner() -> None:
+def test_race_among_equals_has_no_winner() -> None:
     """Of 300 races of eight that are all alike, at the 95 % of the intervals, about 8 may have one by chance."""
     rng = random.Random(2)
     names = [str(number) for number in range(8)]
@@ -107,7 +107,7 @@ def test_a_race_among_equals_has_no_winner() -> None:
     assert won <= 300 * 0.05
 
 
-def test_what_does_not_run_is_out() -> None:
+def test_race_drops_a_candidate_that_does_not_run() -> None:
     race = Race(["a", "b"], 0.02, 4, Noise(0.0001, 10))
     race.note(1.0, {"a": None, "b": 1.5})
     assert race.running == ["b"]
@@ -127,7 +127,7 @@ def searched(
     def measure(label: str, settings: Mapping[str, Any]) -> float | None:
         ran.append(label)
         speed = 1000 * rng.lognormvariate(0, noise)
-        for word in words(settings):
+        for word in as_words(settings):
             speed *= effects.get(word.replace("=", " "), 1.0)
         return speed or None
 
@@ -138,7 +138,7 @@ def searched(
 BOUNDS = {"--leave-out exchange": 1.5, "--leave-out data": 1.3}
 
 
-def test_a_search_adds_up_what_helps() -> None:
+def test_search_combines_gains() -> None:
     helps = {"--threads 1": 1.1, "--workers 2": 1.1, "--bucket-mb 4": 1.2, "--bucket-mb 1": 1.1}
     found, ran = searched(BOUNDS | helps)
     assert found.settings == {"threads": 1, "workers": 2, "bucket_mb": 4}
@@ -148,7 +148,7 @@ def test_a_search_adds_up_what_helps() -> None:
     assert {its.label for its in found.tried if its.adopted} == {"--threads 1", "--workers 2", "--bucket-mb 4"}
 
 
-def test_what_cannot_gain_anything_is_not_run() -> None:
+def test_search_skips_groups_that_cannot_gain() -> None:
     found, ran = searched({"--threads 1": 0.8, "--threads 4": 0.9})
     assert set(found.untried) == {"exchange", "compression", "data"}
     assert found.settings == {}
@@ -158,7 +158,7 @@ def test_what_cannot_gain_anything_is_not_run() -> None:
     assert nothing == "ddp: nothing is faster than the job as it is, for certain."
 
 
-def test_the_noise_of_a_much_shorter_step_is_not_the_jobs() -> None:
+def test_search_ignores_noise_of_much_shorter_steps() -> None:
     """Figures of a real search: without its slow disk the job ran at 5,064, 724 and 1,161 samples/s, and twice as
     fast with loader processes was not told from that noise."""
     speeds = {
@@ -182,7 +182,7 @@ def test_the_noise_of_a_much_shorter_step_is_not_the_jobs() -> None:
     assert found.noise < 0.1
 
 
-def test_a_bound_that_is_not_settled_tells_the_noise_too() -> None:
+def test_search_learns_noise_from_an_undecided_bound() -> None:
     """With nothing else to race: once two runs differed by infinitely much."""
     speeds = {AS_IT_IS: iter([100.0, 100.0, 100.0]), "--leave-out exchange": iter([96.0, 107.0, 97.0])}
     found = Search(
@@ -199,13 +199,13 @@ def test_a_bound_that_is_not_settled_tells_the_noise_too() -> None:
     assert 0.03 < found.noise < 0.1
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_search_on_one_rank_skips_the_exchange() -> None:
     found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
     assert found.settings == {"workers": 4}
     assert "--leave-out exchange" not in ran
 
 
-def test_what_rounds_is_offered_and_adopted_only_if_asked_for() -> None:
+def test_search_adopts_compression_only_if_lossy() -> None:
     helps = BOUNDS | {"--compression bf16": 1.25}
     found, _ = searched(helps)
     assert "compression" not in found.settings
@@ -215,13 +215,13 @@ def test_what_rounds_is_offered_and_adopted_only_if_asked_for() -> None:
     assert lossy.settings == {"compression": "bf16"}
 
 
-def test_noise_is_seldom_taken_for_a_gain() -> None:
+def test_search_seldom_takes_noise_for_a_gain() -> None:
     """Where nothing helps and runs differ by 7 %, the proof drops most of what a race has let through."""
     tuned = sum(bool(searched(BOUNDS, 0.05, seed)[0].settings) for seed in range(100))
     assert tuned <= 5
 
 
-def test_what_does_not_run_is_named_and_passed_over() -> None:
+def test_search_passes_over_settings_that_do_not_run() -> None:
     """Also where a job cannot do without its exchange, as with --shard full: nothing is known of its cost then."""
     found, _ = searched(
         {"--leave-out exchange": 0, "--leave-out data": 1.3, "--bucket-mb 4": 1.2, "--static-graph": 0}
@@ -232,7 +232,7 @@ def test_what_does_not_run_is_named_and_passed_over() -> None:
     assert broken.standing.rounds == 0
 
 
-def test_a_job_that_fails_all_of_a_sudden() -> None:
+def test_search_stops_when_adopted_settings_fail() -> None:
     speeds = iter([1000.0, 1500.0, 1500.0, None])
     with pytest.raises(OptionError, match="with settings that it has run with before"):
         Search(
@@ -247,11 +247,11 @@ def test_a_job_that_fails_all_of_a_sudden() -> None:
         ).run()
 
 
-def test_autotune_is_waited_for_also_once_it_is_adopted() -> None:
+def test_settling_steps_wait_for_adopted_autotune() -> None:
     assert settling_steps({"autotune": True, "threads": 1}) > settling_steps({"threads": 1}) == 0
 
 
-def test_the_yaml_goes_on_with_the_options_of_the_jobs_own() -> None:
+def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
     found, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
     text = as_yaml("ddp", found, {"lr": 0.1, "backend": "horovod"}, "tune -- job.py", {"cores": 2})
     assert yaml.safe_load(text) == {"lr": 0.1, "backend": "ddp", "bucket_mb": 4}
@@ -271,13 +271,13 @@ def test_the_yaml_goes_on_with_the_options_of_the_jobs_own() -> None:
         (["--engines", "ddp,ddp"], "type horovod, ddp, or both"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_before_anything_runs(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         cli.main(["--out", str(tmp_path / "out"), *arguments, "--", "-m", "hvd_trainer.mnist"])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_options_that_is_none(tmp_path: Path) -> None:
+def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
         cli.Job.read(["-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")])
@@ -291,7 +291,7 @@ def command(out: Path, *options: str, job: Sequence[str] = ()) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_job_that_does_not_run_is_named(tmp_path: Path) -> None:
+def test_tune_names_a_job_that_does_not_run(tmp_path: Path) -> None:
     result = launch("python", 1, command(tmp_path, "--engines", "ddp", job=["--adasum"]), check=False)
     assert result.returncode == 2
     assert "The job does not run as it is, on ddp: failed, --adasum with --backend ddp" in result.stderr
@@ -328,7 +328,7 @@ def done(out: Path) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_search_and_the_same_again(tmp_path: Path) -> None:
+def test_tune_resumes_from_its_folder(tmp_path: Path) -> None:
     """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""
     job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
     job.write_text(SLOW_DISK)

@@ -1,4 +1,4 @@
-"""`verify-resume`: a dozen kills here, and that it would notice what it looks for."""
+"""`verify-resume`: real kills, and that lost samples, different bits and left processes would be noticed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from launchers import launch, requires
 from hvd_trainer import LaunchError
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.faults.shared_status import SharedStatus
-from hvd_trainer.tools.verify_resume import kill
+from hvd_trainer.tools.verify_resume import injector
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
-from hvd_trainer.tools.verify_resume.cli import BATCH, PLACES, bits_different, plans_for, samples_lost
+from hvd_trainer.tools.verify_resume.cli import BATCH, PLACES, count_different_bits, count_lost_samples, plan_kills
+from hvd_trainer.tools.verify_resume.injector import FaultInjector, PlannedKill
 
 
 @pytest.mark.long
@@ -27,7 +28,7 @@ from hvd_trainer.tools.verify_resume.cli import BATCH, PLACES, bits_different, p
     ("backend", "seed", "kills"),
     [("ddp", 0, 2), pytest.param("horovod", 1, 4, marks=[requires("horovod"), pytest.mark.nightly])],
 )
-def test_some_kills(backend: str, seed: int, kills: int) -> None:
+def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> None:
     options = ["--kills", str(kills), "--backend", backend, "--seed", str(seed)]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options], timeout_s=300)
     assert len(re.findall(r"^kill \d: in step", result.stdout, re.MULTILINE)) == kills
@@ -36,41 +37,46 @@ def test_some_kills(backend: str, seed: int, kills: int) -> None:
     assert re.search(r"^recovery, s, p95 +\d+\.\d$", result.stdout, re.MULTILINE)
 
 
-def test_plans_cover_every_place() -> None:
-    plans = plans_for(20, 4, random.Random(0))
+def test_planned_kills_cover_every_place() -> None:
+    plans = plan_kills(20, 4, random.Random(0))
     assert {plan.place for plan in plans} == set(PLACES)
     assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
-    assert plans == plans_for(20, 4, random.Random(0))
+    assert plans == plan_kills(20, 4, random.Random(0))
 
 
 @pytest.fixture
-def asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kill.RunningJob]:
-    """A job whose launcher and only rank do nothing, for ever."""
+def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultInjector]:
+    """Start a job whose launcher and only rank do nothing."""
     for name in ("START_S", "END_S", "SETTLE_S"):
-        monkeypatch.setattr(kill, name, 0.2)
+        monkeypatch.setattr(injector, name, 0.2)
     page = SharedStatus.create()
     assert page is not None
-    with kill.RunningJob(["sleep", "60"], tmp_path, size=1) as job, subprocess.Popen(["sleep", "60"]) as rank:
-        job._ranks, job._pages = {0: psutil.Process(rank.pid)}, {0: page[0]}
+    with (
+        FaultInjector(["sleep", "60"], tmp_path, size=1) as job,
+        subprocess.Popen(["sleep", "60"]) as rank,
+    ):
+        job._ranks, job._statuses = {0: psutil.Process(rank.pid)}, {0: page[0]}
         page[0].write(3, "data")
         yield job
         rank.kill()
     os.close(page[1])
 
 
-def test_a_job_that_does_not_get_on_is_given_up(asleep: kill.RunningJob) -> None:
+def test_inject_gives_up_on_a_job_without_progress(sleeping_job: FaultInjector) -> None:
     with pytest.raises(LaunchError, match=r"did not come to step 4 in 0\.2 s"):
-        asleep.hunt(kill.Plan("data", 0, 4, 0.0))
+        sleeping_job.inject(PlannedKill("data", 0, 4, 0.0))
 
 
-def test_a_launcher_that_outlives_its_ranks_is_counted(asleep: kill.RunningJob) -> None:
-    hit = asleep.hunt(kill.Plan("data", 0, 3, 0.0))
-    assert hit is not None
-    assert hit.left_behind == 1
+def test_inject_counts_a_launcher_that_outlives_its_ranks(sleeping_job: FaultInjector) -> None:
+    kill = sleeping_job.inject(PlannedKill("data", 0, 3, 0.0))
+    assert kill is not None
+    assert kill.left_behind == 1
 
 
-def audit(folder: Path, *, forget: int | None = None, repeat: int | None = None, torn: bool = False) -> None:
-    """One epoch of one rank, written down; after a kill two of its steps were made again."""
+def write_record(
+    folder: Path, *, forget: int | None = None, repeat: int | None = None, torn: bool = False
+) -> None:
+    """Write the record of one epoch of one rank, two steps of which were repeated after a kill."""
     steps = [list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS_PER_EPOCH)]
     if repeat is not None:
         steps[1][0] = repeat
@@ -80,21 +86,21 @@ def audit(folder: Path, *, forget: int | None = None, repeat: int | None = None,
     (folder / "rank-0").write_text("\n".join(line for line in lines if not line.startswith(f"{forget} ")) + "\n")
 
 
-def test_lost_and_repeated_samples_are_counted(tmp_path: Path) -> None:
-    audit(tmp_path / "whole", torn=True)
-    assert samples_lost(tmp_path / "whole", 1, 1) == 0
-    audit(tmp_path / "forgotten", forget=5)
-    assert samples_lost(tmp_path / "forgotten", 1, 1) == BATCH
-    audit(tmp_path / "repeated", repeat=3)
-    assert samples_lost(tmp_path / "repeated", 1, 1) == 2  # one twice, and another never
+def test_count_lost_samples_counts_lost_and_repeated_ones(tmp_path: Path) -> None:
+    write_record(tmp_path / "whole", torn=True)
+    assert count_lost_samples(tmp_path / "whole", 1, 1) == 0
+    write_record(tmp_path / "forgotten", forget=5)
+    assert count_lost_samples(tmp_path / "forgotten", 1, 1) == BATCH
+    write_record(tmp_path / "repeated", repeat=3)
+    assert count_lost_samples(tmp_path / "repeated", 1, 1) == 2  # one twice, and another never
 
 
-def test_a_different_bit_is_counted(tmp_path: Path) -> None:
+def test_count_different_bits_of_checkpoints(tmp_path: Path) -> None:
     weights = torch.arange(6.0).view(2, 3)
     other = weights.clone()
     other.view(torch.uint8)[0, 0] ^= 5
     for name, tensor in (("a", weights), ("same", weights.clone()), ("other", other)):
         state = {"model": {"weight": tensor}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
         storage.save(tmp_path / name, state, step=1, epoch=1)
-    assert bits_different(tmp_path / "a", tmp_path / "same") == 0
-    assert bits_different(tmp_path / "a", tmp_path / "other") == 2
+    assert count_different_bits(tmp_path / "a", tmp_path / "same") == 0
+    assert count_different_bits(tmp_path / "a", tmp_path / "other") == 2

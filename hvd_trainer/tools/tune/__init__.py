@@ -1,4 +1,4 @@
-"""`tune`: which settings of an engine are the fastest here, for a job.
+"""`tune`: find the fastest settings of each engine for a job.
 
-settings.py: what can be changed -> search.py: what is run next, as race.py judges -> cli.py runs it -> report.py
+settings.py: candidates -> search.py: the next runs, as race.py decides -> cli.py runs the job -> report.py
 """

@@ -1,10 +1,10 @@
-"""`python -m hvd_trainer tune`: the settings with which each engine is the fastest here, for this job.
+"""`python -m hvd_trainer tune`: find the settings with which each engine is the fastest for a job.
 
 python -m hvd_trainer tune --np 2 -- -m hvd_trainer.mnist
 horovodrun -np 2 python -m hvd_trainer.mnist --config runs/tune/horovod.yaml
 
-What is certain not to gain anything is not run again, and what cannot gain anything is not run at all. A run that
-has ended is written down at once, so that the same command goes on where a stopped one was.
+A setting that certainly gains nothing is not run again, and a group that cannot gain anything is not run at all. A
+run that has ended is recorded at once, so that the same command goes on where a stopped one was.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from hvd_trainer.tools.runner.runs import (
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Measure, Search
-from hvd_trainer.tools.tune.settings import settling_steps, words
+from hvd_trainer.tools.tune.settings import as_words, settling_steps
 from hvd_trainer.utils.text import COMMAND, plural
 
-WARM_UP = 5
-"""Steps that do not count."""
-FEWEST, MOST = 20, 2000
-"""Counted steps of a run."""
+WARMUP_STEPS = 5
+"""Steps at the beginning of each run that do not count."""
+MIN_STEPS, MAX_STEPS = 20, 2000
+"""Bounds of the counted steps of a run."""
 
 
 FACTS: Mapping[str, type] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
     **{"device": str, "compression": str, "in_memory": bool},
 }
-"""What the search asks of the job's run.json, beside --bucket-mb."""
+"""The facts in the job's run.json that the search needs, beside --bucket-mb, and their types."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What is tuned."""
+    """The job, and the options of its own file."""
 
     words: tuple[str, ...]
     """what follows `python`"""
@@ -116,7 +116,7 @@ class Job:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Job:
-        """From what stands behind `--`.
+        """Read the job behind `--`.
 
         Raises:
             OptionError: there is no job, or its file of options cannot be read.
@@ -131,66 +131,67 @@ class Job:
 
     @property
     def fixed(self) -> set[str]:
-        """Options that it is given, under their names in YAML."""
+        """The options that the job is given, by their names in YAML."""
         given = {option_of(word).removeprefix("--") for word in self.words if word.startswith("--")}
         return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
 
 
-class Bench:
-    """Runs a job with settings, and remembers what has been run.
+class SettingsRunner:
+    """Runs a job with settings on one engine; runs that are in the folder already are not repeated.
 
     Args:
         backend: the engine.
-        job: what is tuned.
         folder: where each run is written down.
-        setting: what else decides on the figures, such as versions.
+        conditions: everything else that the figures depend on, such as versions.
     """
 
-    def __init__(self, backend: str, job: Job, options: Options, folder: Path, setting: Mapping[str, Any]) -> None:
+    def __init__(
+        self, backend: str, job: Job, options: Options, folder: Path, conditions: Mapping[str, Any]
+    ) -> None:
         self._backend, self._job, self._options, self._folder = backend, job, options, folder
-        self._setting = setting
+        self._conditions = conditions
         self._known: dict[str, list[RunRecord]] = {}
         for run in read_runs(folder, _are_figures):
             if run.state == "done":  # what failed may have been mended
                 self._known.setdefault(run.key, []).append(run)
         self._used: Counter[str] = Counter()
-        self.steps = FEWEST
+        self.steps = MIN_STEPS
         self.count = 0
 
-    def look(self) -> Mapping[str, Any]:
-        """Runs the job as it is, to see how long a step takes: what it was set up for, from run.json.
+    def run_unchanged(self) -> Mapping[str, Any]:
+        """Run the unchanged job to see how long a step takes, and return its facts from run.json.
 
         Raises:
             OptionError: it does not run.
         """
         run = self._run({})
         if run.state != "done" or "step_s" not in run.figures:
-            raise OptionError(f"The job does not run as it is, on {self._backend}: {self._why(run)}")
-        self.steps = min(MOST, max(FEWEST, round(self._options.seconds / run.figures["step_s"])))
+            raise OptionError(f"The job does not run as it is, on {self._backend}: {self._failure(run)}")
+        self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self._options.seconds / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(os.sched_getaffinity(0))}
 
-    def _why(self, run: RunRecord) -> str:
-        """What kept a run from giving a figure."""
+    def _failure(self, run: RunRecord) -> str:
+        """Return why a run has no figures."""
         if run.state == "done":
             return "it makes too few steps: give it more data, or smaller batches"
         output = f"; its output is in {self._folder / run.output}" if run.output else ""
         return f"{run.state}, {run.note}{output}"
 
     def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
-        """Samples per second; None: it does not run so."""
+        """Return the samples per second with these settings; None if the job does not run with them."""
         run = self._run(settings)
         speed = run.figures.get("samples_per_s")
-        said = self._why(run) if speed is None else f"{number(speed)} samples/s ({run.seconds:.0f} s)"
+        said = self._failure(run) if speed is None else f"{number(speed)} samples/s ({run.seconds:.0f} s)"
         print(f"{self._backend}, run {self.count}  {label}: {said}", flush=True)
         return None if speed is None else float(speed)
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
-        warm_up, options = WARM_UP + settling_steps(settings), self._options
+        warm_up, options = WARMUP_STEPS + settling_steps(settings), self._options
         job = with_options(
-            self._job.words, [*ENDLESS, *NOT_SAVED, *words(settings), "--max-steps", str(warm_up + self.steps)]
+            self._job.words, [*ENDLESS, *NOT_SAVED, *as_words(settings), "--max-steps", str(warm_up + self.steps)]
         )
         self.count += 1
-        identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._setting}
+        identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._conditions}
         self._used[key_of(identity)] += 1
         number_, done = self._used[key_of(identity)], self._known.get(key_of(identity), [])
         if len(done) >= number_:
@@ -220,7 +221,7 @@ def _are_figures(figures: Mapping[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0, or 130 after Ctrl-C.
+    """Run the command, and return the exit code: 0, or 130 after Ctrl-C.
 
     Raises:
         OptionError: an option is out of its range, or the job does not run.
@@ -241,19 +242,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
-    """Searches on each engine, and writes down what was found."""
+    """Search on each engine, and write the settings that were found."""
     if (warning := busy_warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     machine = describe_machine()
     versions = {name: machine[name] for name in ("python", "torch", "horovod")}
-    setting = {"script": script_checksum(job.words), **versions}
+    conditions = {"script": script_checksum(job.words), **versions}
     everything: dict[str, Found] = {}
     files = []
     for backend in backends:
-        bench = Bench(backend, job, options, folder, setting)
-        facts = bench.look()
-        print(f"{backend}: runs of {plural(WARM_UP + bench.steps, 'step')}; all is kept in {folder}", flush=True)
-        found = everything[backend] = search(backend, facts, job, bench.measure, options)
+        runner = SettingsRunner(backend, job, options, folder, conditions)
+        facts = runner.run_unchanged()
+        length = plural(WARMUP_STEPS + runner.steps, "step")
+        print(f"{backend}: runs of {length}; all is kept in {folder}", flush=True)
+        found = everything[backend] = search(backend, facts, job, runner.measure, options)
         report.show(backend, found)
         files.append(folder / f"{backend}.yaml")
         command = f"{COMMAND} tune {arguments}"
@@ -264,7 +266,7 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
 
 
 def search(backend: str, facts: Mapping[str, Any], job: Job, measure: Measure, options: Options) -> Found:
-    """What is the fastest on one engine."""
+    """Search the fastest settings of one engine."""
     return Search(
         backend,
         facts,

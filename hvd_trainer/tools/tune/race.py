@@ -1,11 +1,11 @@
-"""Which of several settings is faster than the present ones, in as few runs as the noise allows. Pure.
+"""Race several settings against the present ones, in as few runs as the noise allows. Pure functions.
 
-All that are still in the race run once in each round, beside the present settings; the logarithm of the ratio of
-their speeds is what is judged. A challenger is out as soon as it is certain not to gain what is worth having, and
-has won as soon as it is certain to be faster. That is racing (O. Maron, A. Moore, "Hoeffding Races", NIPS 1993),
-with Student's t for the intervals. To win, a challenger needs an interval with Bonferroni's correction for their
-number; to be dropped, none, as that only loses a gain. The spread is taken from all challengers together, of this
-race and those before whose steps are as long: it is the machine's, and each has few rounds.
+All candidates that are still in the race run once in each round, beside the present settings; the logarithm of the
+ratio of their speeds decides. A candidate is out as soon as it certainly gains less than the least gain, and has
+won as soon as it is certainly faster. That is racing (O. Maron, A. Moore, "Hoeffding Races", NIPS 1993), with
+Student's t for the intervals. To win, a candidate needs an interval with Bonferroni's correction for their number;
+to be dropped, none, as that only loses a gain. The variance is pooled over all candidates, of this race and those
+before whose steps are as long: it is the machine's, and each candidate has few rounds.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from functools import cache
 from statistics import fmean
 from typing import Literal
 
-DOUBT = 0.05
+ERROR_PROBABILITY = 0.05
 """The probability with which a verdict may be wrong."""
-FEWEST = 2
-"""Rounds from which anybody is judged."""
+MIN_ROUNDS = 2
+"""Rounds before a candidate gets a verdict."""
 Verdict = Literal["faster", "no faster", "open"]
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How much the ratio of two runs' speeds scatters on this machine, as a logarithm."""
+    """The variance of the logarithm of the ratio of two runs' speeds on this machine."""
 
     squares: float = 0.0
     freedom: int = 0
-    """degrees of it"""
+    """degrees of freedom"""
 
     def with_series(self, series: Sequence[Sequence[float]]) -> Noise:
-        """Learns from the scatter of each series about its own mean."""
+        """Return the noise pooled with the squared deviations of each series from its own mean."""
         squares, freedom = self.squares, self.freedom
         for values in series:
             mean = fmean(values) if values else 0.0
@@ -43,32 +43,32 @@ class Noise:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of one ratio; infinite while nothing is known."""
+        """The standard deviation of one ratio; infinite without measurements."""
         return math.sqrt(self.squares / self.freedom) if self.freedom else math.inf
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a challenger stands beside the present settings."""
+    """The result of a candidate so far, beside the present settings."""
 
     verdict: Verdict
     speed: float
-    """as a multiple of the present settings'; the mean of the rounds, geometric"""
+    """as a multiple of the present settings' speed; the geometric mean of the rounds"""
     low: float
     high: float
-    """bounds of its interval, the one that it would win by"""
+    """bounds of the interval that decides whether it wins"""
     rounds: int
 
 
 @dataclass
 class Race:
-    """One race; `note` the speeds of each round, until it `is_over`.
+    """A race: call `note` with the speeds of each round until `is_over`.
 
     Args:
-        names: of the challengers.
+        names: of the candidates.
         least_gain: below which a gain is not worth a search, as a fraction.
-        rounds: after so many it is over, decided or not.
-        noise: as it is known from before.
+        rounds: after which it is over, decided or not.
+        noise: known from earlier races.
     """
 
     names: Sequence[str]
@@ -76,15 +76,15 @@ class Race:
     rounds: int
     noise: Noise = field(default_factory=Noise)
     held: int = field(default=0, init=False)
-    """rounds so far"""
+    """rounds that were held"""
     broken: set[str] = field(default_factory=set, init=False)
-    """those that do not run"""
+    """candidates with which the job does not run"""
 
     def __post_init__(self) -> None:
         self._logs: dict[str, list[float]] = {name: [] for name in self.names}
 
     def note(self, present: float, speeds: Mapping[str, float | None]) -> None:
-        """Takes a round's speeds; None: it does not run at all."""
+        """Add the speeds of a round; None if the job does not run with a candidate."""
         self.held += 1
         for name, speed in speeds.items():
             if speed is None:
@@ -93,36 +93,36 @@ class Race:
                 self._logs[name].append(math.log(speed / present))
 
     def known_noise(self, names: Iterable[str] | None = None) -> Noise:
-        """What is known from before, and from these challengers of this race; None: from all."""
+        """Return the noise of earlier races pooled with that of these candidates, or of all."""
         return self.noise.with_series([self._logs[name] for name in (self.names if names is None else names)])
 
     def standing(self, name: str) -> Standing:
-        """By all rounds that it was in."""
+        """Return the result of a candidate over all its rounds."""
         logs = self._logs[name]
         if name in self.broken:
             return Standing("no faster", 0.0, 0.0, 0.0, 0)
         if not logs:
             return Standing("open", 1.0, 0.0, math.inf, 0)
         mean, least = fmean(logs), math.log1p(self.least_gain)
-        half = self._half_width(len(logs), DOUBT / 2 / len(self.names))
+        half = self._half_width(len(logs), ERROR_PROBABILITY / 2 / len(self.names))
         verdict: Verdict = "open"
-        if len(logs) >= FEWEST:
+        if len(logs) >= MIN_ROUNDS:
             if mean - half > 0 and mean > least:
                 verdict = "faster"
-            elif mean + self._half_width(len(logs), DOUBT) < least:
+            elif mean + self._half_width(len(logs), ERROR_PROBABILITY) < least:
                 verdict = "no faster"
         return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs))
 
     def _half_width(self, rounds: int, tail: float) -> float:
-        """Of an interval that the true mean is beyond, on one side, with the probability `tail`."""
+        """Return the half width of an interval that the true mean exceeds with the probability `tail`."""
         noise = self.known_noise()
         if not noise.freedom:
             return math.inf
-        return _quantile(1 - tail, noise.freedom) * noise.deviation / math.sqrt(rounds)
+        return _t_quantile(1 - tail, noise.freedom) * noise.deviation / math.sqrt(rounds)
 
     @property
     def running(self) -> list[str]:
-        """Those that take part in the next round: none that are out, nor that are behind a certain winner.
+        """The candidates of the next round: those that are not out, and not certainly slower than a winner.
 
         A winner runs on beside those that may be faster still.
         """
@@ -139,14 +139,14 @@ class Race:
 
     @property
     def winner(self) -> str | None:
-        """The fastest of those that are certainly faster than the present settings."""
+        """The fastest of the candidates that are certainly faster than the present settings."""
         sure = [name for name in self.names if self.standing(name).verdict == "faster"]
         return max(sure, key=lambda name: self.standing(name).speed, default=None)
 
 
 @cache
-def _quantile(probability: float, freedom: int) -> float:
-    """Of Student's t; it takes longer to compute than all else here."""
+def _t_quantile(probability: float, freedom: int) -> float:
+    """Return a quantile of Student's t; cached, since it takes longer to compute than everything else here."""
     from scipy.stats import t
 
     return float(t.ppf(probability, freedom))

@@ -1,4 +1,4 @@
-"""What a search has found, to read and for the job to read."""
+"""The report of a search: a table, sentences, JSON, and YAML for the job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvd_trainer.tools.runner.formats import console, percent
 from hvd_trainer.tools.runner.ratio import Ratio
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
-from hvd_trainer.tools.tune.settings import GROUPS, shown
+from hvd_trainer.tools.tune.settings import GROUPS, describe
 from hvd_trainer.utils.text import plural
 
 REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
-"""Options by which sums are cut into other parts."""
+"""Options that change the order of sums."""
 
 
 def show(backend: str, found: Found) -> None:
-    """Prints what was tried on one engine, and what came of it."""
+    """Print the settings that were tried on one engine, and the conclusions."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -59,13 +59,13 @@ def _verdict(its: Tried) -> str:
 
 
 def sentences(backend: str, found: Found) -> list[str]:
-    """What it means."""
+    """Return the conclusions, a sentence each."""
     said = []
     if math.isfinite(found.noise):
         said.append(f"Two runs of {backend} differ by {percent(found.noise)} (standard deviation of their ratio).")
     if found.settings:
         assert found.gain is not None  # settings that are not proved are dropped
-        said.append(f"{backend}: {shown(found.settings)} makes the job {_times(found.gain)}.")
+        said.append(f"{backend}: {describe(found.settings)} makes the job {_times(found.gain)}.")
         if "static_graph" in found.settings:
             said.append("--static-graph promises that every step uses the same parameters: leave it out if not.")
         if REORDERS & set(found.settings):
@@ -88,12 +88,12 @@ def _times(gain: Ratio) -> str:
 
 
 def as_yaml(backend: str, found: Found, own: Mapping[str, Any], command: str, machine: Mapping[str, Any]) -> str:
-    """A file for `--config`.
+    """Return the settings as a file for `--config`.
 
     Args:
-        own: the options of the job's own file, which go on in this one.
-        command: that has found the settings.
-        machine: where.
+        own: the options of the job's own file, which this one repeats.
+        command: that found the settings.
+        machine: where they were found.
     """
     said = [f"Found by: {command}", "On: " + ", ".join(f"{name} {value}" for name, value in machine.items())]
     said += sentences(backend, found)
@@ -103,7 +103,7 @@ def as_yaml(backend: str, found: Found, own: Mapping[str, Any], command: str, ma
 
 
 def as_json(everything: Mapping[str, Found], machine: Mapping[str, Any], job: Sequence[str]) -> dict[str, Any]:
-    """All of it."""
+    """Return the results of all engines in plain JSON."""
     return {
         "job": list(job),
         "machine": dict(machine),

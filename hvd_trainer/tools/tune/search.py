@@ -1,6 +1,6 @@
-"""What is run next: from a job as it is to the fastest settings that can be told apart from it.
+"""Search the fastest settings of an engine: which groups are worth a race, the races, and the proof.
 
-    bounds      the job without exchanging, without fetching data: no knob of a group can gain more than that
+    bounds      the job without exchanging, without fetching data: no setting of a group can gain more than that
     races       group by group, each change beside the present settings; the winner is adopted, until none wins
     proof       the adopted settings beside the job as it was, in fresh runs: a winner's figures are too good
 
@@ -18,17 +18,17 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.formats import percent
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.runs import in_rounds
-from hvd_trainer.tools.tune.race import FEWEST, Noise, Race, Standing
-from hvd_trainer.tools.tune.settings import GROUPS, Change, Group, changes
+from hvd_trainer.tools.tune.race import MIN_ROUNDS, Noise, Race, Standing
+from hvd_trainer.tools.tune.settings import GROUPS, Change, Group, find_changes
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
-"""From a label and settings to samples per second; None: it does not run."""
+"""From a label and settings to samples per second; None if the job does not run with them."""
 WITHOUT: Mapping[str, Group] = {"--leave-out exchange": "exchange", "--leave-out data": "data"}
 AS_IT_IS = "as it is"
 
 
 class Tried(NamedTuple):
-    """One change in one race."""
+    """The result of one change in one race."""
 
     group: Group
     label: str
@@ -38,33 +38,33 @@ class Tried(NamedTuple):
 
 @dataclass
 class Found:
-    """What came of a search."""
+    """The results of a search."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """the options that make the job faster; empty: none does for certain"""
+    """the options that certainly make the job faster"""
     gain: Ratio | None = None
-    """of them, over the job as it was, in runs of their own; None: nothing was found to be proved"""
+    """the speed with them as a multiple of the unchanged job's, in runs of their own; None without settings"""
     offers: dict[str, Tried] = field(default_factory=dict)
-    """faster, too, but it rounds the gradients: by the value of `--compression`"""
+    """changes that are faster but round the gradients, by the value of `--compression`"""
     tried: list[Tried] = field(default_factory=list)
     untried: dict[Group, str] = field(default_factory=dict)
-    """groups that cannot gain enough, and why"""
+    """groups that cannot gain enough, with the reason"""
     noise: float = 0.0
     """the standard deviation of the ratio of two runs' speeds"""
 
 
 class Search:
-    """Finds the fastest settings of one engine.
+    """The search of one engine.
 
     Args:
         backend: the engine.
         facts: run.json of the job, and `cores`.
-        fixed: options that stay as they are.
-        measure: runs the job.
+        fixed: options that are not changed.
+        measure: runs the job with settings.
         rounds: of a race at most, and of the proof.
         least_gain: below which a gain is not worth a search, as a fraction.
         lossy: whether gradients may be rounded.
-        say: is told what has been found, as it goes.
+        say: prints progress.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Search:
         self.found = Found()
 
     def run(self) -> Found:
-        """Searches.
+        """Search, and return the results.
 
         Raises:
-            OptionError: the job itself does not run.
+            OptionError: the unchanged job does not run.
         """
-        for group in self._worth_a_race():
+        for group in self._select_groups():
             if group == "compression" and not self._lossy:
-                self._offer()
+                self._race_lossy()
             else:
                 self._race_group(group)
         self.found.noise = self._noise.deviation
@@ -100,20 +100,23 @@ class Search:
             self._prove()
         return self.found
 
-    def _worth_a_race(self) -> list[Group]:
-        """Threads first, of which all else depends; then where there is most to gain; compression last."""
+    def _select_groups(self) -> list[Group]:
+        """Return the groups that can gain enough, in the order of their races.
+
+        Threads come first, on which all else depends, compression last, and between them what has most to gain.
+        """
         if self._facts["world_size"] == 1:
             self.found.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
         if self._facts["in_memory"]:
             self.found.untried["data"] = "all of it is in memory"
         left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
         race = self._race(list(left_out))
-        while not race.is_over and any(self._may_be_hopeless(race.standing(label)) for label in left_out):
-            self._hold(race, {label: {"leave_out": group} for label, group in left_out.items()})
+        while not race.is_over and any(self._is_undecided(race.standing(label)) for label in left_out):
+            self._run_round(race, {label: {"leave_out": group} for label, group in left_out.items()})
         # Where the job does not run without it, nothing is known of what it costs.
         bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
         for group, its in bounds.items():
-            # A knob gains less, and could be told from noise even less.
+            # A setting gains less than leaving the whole part out.
             if its.verdict == "no faster" or its.speed < 1 + self._least_gain:
                 self.found.untried[group] = (
                     f"without it at all the job has {its.speed:.2f} times the speed ({its.low:.2f} to "
@@ -131,18 +134,18 @@ class Search:
         left = (group for group in GROUPS if group not in self.found.untried)
         return sorted(left, key=lambda group: -gains.get(group, 1.0))
 
-    def _may_be_hopeless(self, bound: Standing) -> bool:
-        """Whether more rounds could tell that its group cannot gain enough; what it can, its races tell."""
-        is_promising = bound.rounds >= FEWEST and bound.speed >= 1 + self._least_gain
+    def _is_undecided(self, bound: Standing) -> bool:
+        """Return whether more rounds could show that a group cannot gain enough."""
+        is_promising = bound.rounds >= MIN_ROUNDS and bound.speed >= 1 + self._least_gain
         return bound.verdict == "open" and not is_promising
 
     def _race_group(self, group: Group) -> None:
-        """Adopts what wins, and goes on with other options that may add to it."""
+        """Adopt the winner of a race, and race the group's other options on top of it, until none wins."""
         hopeless: set[str] = set()
         decided: set[str] = set()
         while True:
             left = (its for its in self._changes(group) if its.option not in decided)
-            winner = self._hold_race([its for its in left if its.label not in hopeless], adopt=True)
+            winner = self._race_changes([its for its in left if its.label not in hopeless], adopt=True)
             if winner is None:
                 return
             self._say(f"adopted: {winner.label}")
@@ -150,29 +153,29 @@ class Search:
             hopeless |= {its.label for its in self.found.tried if its.standing.verdict == "no faster"}
             decided |= {winner.option, *winner.with_it}
 
-    def _offer(self) -> None:
-        """What rounds the gradients is measured, but left to the user."""
+    def _race_lossy(self) -> None:
+        """Measure the options that round gradients, and leave it to the user to adopt them."""
         known = len(self.found.tried)
-        challengers = self._changes("compression")
-        self._hold_race(challengers, adopt=False)
-        labels = {its.label: its.value for its in challengers}
+        candidates = self._changes("compression")
+        self._race_changes(candidates, adopt=False)
+        labels = {its.label: its.value for its in candidates}
         self.found.offers = {
             labels[its.label]: its for its in self.found.tried[known:] if its.standing.verdict == "faster"
         }
 
     def _changes(self, group: Group) -> list[Change]:
-        return changes(group, self._backend, self._facts, self.found.settings, self._fixed)
+        return find_changes(group, self._backend, self._facts, self.found.settings, self._fixed)
 
-    def _hold_race(self, challengers: Sequence[Change], *, adopt: bool) -> Change | None:
-        """The winner; all that took part are noted."""
-        if not challengers:
+    def _race_changes(self, candidates: Sequence[Change], *, adopt: bool) -> Change | None:
+        """Race changes, record the results of all, and return the winner."""
+        if not candidates:
             return None
-        race, by_label = self._race([its.label for its in challengers]), {its.label: its for its in challengers}
+        race, by_label = self._race([its.label for its in candidates]), {its.label: its for its in candidates}
         settings = {label: its.after(self.found.settings) for label, its in by_label.items()}
         while not race.is_over:
-            self._hold(race, settings)
+            self._run_round(race, settings)
         self._noise = race.known_noise()
-        group = challengers[0].group
+        group = candidates[0].group
         self.found.tried += [
             Tried(group, label, race.standing(label), adopted=adopt and label == race.winner) for label in by_label
         ]
@@ -181,8 +184,8 @@ class Search:
     def _race(self, names: Sequence[str]) -> Race:
         return Race(names, self._least_gain, self._rounds, self._noise)
 
-    def _hold(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """One round: all that are still in it and the present settings, forwards and backwards in turn."""
+    def _run_round(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Run one round of the present settings and the candidates still in the race, in alternating order."""
         everyone = [AS_IT_IS, *race.running]
         present, speeds = math.nan, dict[str, float | None]()
         for label in everyone[:: -1 if race.held % 2 else 1]:

@@ -1,4 +1,4 @@
-"""What can be changed about how a job runs, without changing what it trains: candidates for a search. Pure."""
+"""The candidates of a search: options that change how a job runs and not what it trains. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ GROUPS: Mapping[Group, str] = {
     "exchange": "exchanging gradients",
     "compression": "compressing gradients",
 }
-"""In words. Knobs of a group are against the same loss, so one of them at a time is changed."""
+"""Groups of settings, in words. Settings of a group reduce the same loss, so they are changed one at a time."""
 BUCKETS_MB = (1, 4, 12, 25, 64, 128)
 CYCLES_MS = (1, 5)
 MAX_WORKERS = 4
 PREFETCH = (4, 8)
 GROUP_NUMBERS = (1, 2, 4)
-CACHE = 1024
-"""Exchanges that Horovod remembers unless told otherwise."""
+CACHE_CAPACITY = 1024
+"""Exchanges that Horovod remembers by default."""
 AUTOTUNE_STEPS = 300
-"""In which Horovod's autotune tries what it can: 3 + 20 samples of 10 steps, and more where steps have several
+"""Steps in which Horovod's autotune searches: 3 + 20 samples of 10 steps, and more where steps have several
 exchanges."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One option with another value."""
+    """An option with another value."""
 
     group: Group
     option: str
-    """with underscores, as in YAML"""
+    """its name in YAML"""
     value: Any
     with_it: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """options that it replaces, by their values"""
+    """further options that change with it, and their values"""
 
     @property
     def label(self) -> str:
-        """As it is typed."""
-        return shown({self.option: self.value})
+        """The option as it is typed."""
+        return describe({self.option: self.value})
 
     def after(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with it."""
+        """Return the settings with this change."""
         return {**settings, **self.with_it, self.option: self.value}
 
 
 def settling_steps(settings: Mapping[str, Any]) -> int:
-    """Further steps that do not count, beside the warm-up."""
+    """Return how many steps beside the warm-up do not count."""
     return AUTOTUNE_STEPS if settings.get("autotune") else 0
 
 
-def words(settings: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed; what is None is not."""
+def as_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as arguments; without those that are None."""
     return [word for name, value in settings.items() if value is not None for word in as_arguments(name, value)]
 
 
-def shown(settings: Mapping[str, Any]) -> str:
-    """The same to read: `--workers 2`."""
-    return " ".join(words(settings)).replace("=", " ")
+def describe(settings: Mapping[str, Any]) -> str:
+    """Return settings to read: `--workers 2`."""
+    return " ".join(as_words(settings)).replace("=", " ")
 
 
-def changes(
+def find_changes(
     group: Group, backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any], fixed: Collection[str]
 ) -> list[Change]:
-    """What is worth trying in a group.
+    """Return the changes that are worth trying in a group.
 
     Args:
         backend: the engine.
         facts: run.json of the job, and `cores`.
-        settings: what has been adopted so far.
-        fixed: options that the job is typed with, which stay as they are.
+        settings: adopted so far.
+        fixed: options that the job is typed with, which are not changed.
     """
     made = _MAKERS[group](backend, facts, settings)
     return [change for change in made if change.option not in fixed]
@@ -100,7 +100,7 @@ def _data(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 
 def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
-    """Buckets that hold all gradients are the same, however large."""
+    """Yield changes of the exchange. Buckets that are larger than all gradients together are the same."""
     all_mb = 4 * facts["parameters"] / 2**20
     now = settings.get("bucket_mb", facts["bucket_mb"])
     grouped = settings.get("num_groups") is not None
@@ -121,7 +121,7 @@ def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any
     for milliseconds in CYCLES_MS:
         if milliseconds != settings.get("cycle_time_ms"):
             yield Change("exchange", "cycle_time_ms", milliseconds)
-    if facts["parameter_tensors"] > CACHE and "cache_capacity" not in settings:
+    if facts["parameter_tensors"] > CACHE_CAPACITY and "cache_capacity" not in settings:
         yield Change("exchange", "cache_capacity", 2 ** facts["parameter_tensors"].bit_length())
     if not settings:  # it takes over what the others set
         yield Change("exchange", "autotune", True)

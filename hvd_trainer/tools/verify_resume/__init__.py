@@ -1,1 +1,1 @@
-"""`verify-resume`: audit_job.py is killed again and again, at moments that kill.py finds."""
+"""`verify-resume`: cli.py plans kills of audit_job.py, injector.py carries them out, cli.py compares the runs."""

@@ -1,4 +1,4 @@
-"""The training that `verify-resume` disturbs: small, with dropout and batch norm, and every sample written down.
+"""The training that `verify-resume` kills: small, with dropout and batch norm, and with a record of every sample.
 
 <log-dir>/audit/rank-R      one line per step of rank R: step, epoch, and the numbers of the samples
 """
@@ -28,8 +28,8 @@ class VerifyOptions(TrainerOptions):
     """Train on numbered random samples and write down which, and when."""
 
 
-class Audited(nn.Module):
-    """A network whose first input is the sample's number, which it keeps to itself."""
+class RecordingNetwork(nn.Module):
+    """A network whose first input is the sample's number, which is recorded and not computed with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Audited(nn.Module):
         return result
 
 
-class Audit(Callback):
-    """Writes down each step's samples when it is done."""
+class SampleRecorder(Callback):
+    """Appends each step's samples to a file when the step is done."""
 
-    def __init__(self, model: Audited, folder: Path, rank: int) -> None:
+    def __init__(self, model: RecordingNetwork, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = model
         self.file = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(self.file, b"\n")  # ends a line that a kill has torn
+        os.write(self.file, b"\n")  # ends a line that a kill has cut off
 
     def on_step_end(self, run: RunView, result: Any) -> None:
         progress = run.progress
@@ -61,8 +61,8 @@ class Audit(Callback):
         os.write(self.file, " ".join(map(str, [progress.step, progress.epoch, *numbers])).encode() + b"\n")
 
 
-def numbered(count: int, seed: int) -> TensorData:
-    """Random samples of ten classes, each with its number in front."""
+def numbered_samples(count: int, seed: int) -> TensorData:
+    """Return random samples of ten classes, each with its number in front."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, CLASSES, (count,), generator=generator)
     inputs = torch.randn(count, FEATURES, generator=generator) + targets.view(-1, 1) / 4
@@ -70,15 +70,17 @@ def numbered(count: int, seed: int) -> TensorData:
 
 
 def train(options: VerifyOptions) -> None:
-    """Runs in each rank."""
+    """Train on this rank."""
     with Trainer(options) as trainer:
         count = STEPS_PER_EPOCH * options.train.batch_size * trainer.world.size
-        model = Audited()
+        model = RecordingNetwork()
         assert options.log.log_dir is not None
-        audit = Audit(model, Path(options.log.log_dir) / "audit", trainer.world.rank)
+        audit = SampleRecorder(model, Path(options.log.log_dir) / "audit", trainer.world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loss = nn.functional.cross_entropy
-        trainer.fit(model, optimizer, loss, numbered(count, 1), numbered(256, 2), callbacks=[audit])
+        trainer.fit(
+            model, optimizer, loss, numbered_samples(count, 1), numbered_samples(256, 2), callbacks=[audit]
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from hvd_trainer.checkpoint import storage
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.runner.command import command_for
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
-from hvd_trainer.tools.verify_resume.kill import Hit, Plan, RunningJob
+from hvd_trainer.tools.verify_resume.injector import FaultInjector, Kill, PlannedKill
 from hvd_trainer.utils.text import COMMAND
 
 STEPS_PER_KILL = 2 * STEPS_PER_EPOCH
@@ -32,7 +32,7 @@ BATCH, SAVE_EVERY = 16, 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 if nothing was lost, else 1.
+    """Run the command, and return the exit code: 0 if nothing was lost, else 1.
 
     Raises:
         OptionError: an option is out of its range.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(options: argparse.Namespace, folder: Path) -> int:
-    """Runs the job undisturbed and disturbed, prints what happened, and compares."""
+    """Run the job undisturbed and with kills, print what happened, and compare the two runs."""
     epochs = (options.kills + 4) * STEPS_PER_KILL // STEPS_PER_EPOCH
     launcher = options.launcher or {"horovod": "horovodrun", "ddp": "torchrun"}[options.backend]
     job = [
@@ -76,65 +76,65 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
     ]
     job += ["--epochs", str(epochs), "--save-every-steps", str(SAVE_EVERY), "--log-every", "1000000"]
 
-    def start(name: str, *more: str) -> RunningJob:
+    def start(name: str, *more: str) -> FaultInjector:
         command = command_for(launcher, options.num_processes, [*job, "--log-dir", str(folder / name), *more])
-        return RunningJob(command, folder / name, options.num_processes)
+        return FaultInjector(command, folder / name, options.num_processes)
 
     print(f"{epochs * STEPS_PER_EPOCH} steps of {options.num_processes} ranks on {options.backend}, by {launcher}")
     with start("undisturbed") as whole:
         whole.finish()
-    hits: list[Hit] = []
+    kills: list[Kill] = []
     draw = random.Random(options.seed)
-    plans = plans_for(options.kills, options.num_processes, draw)
+    planned = plan_kills(options.kills, options.num_processes, draw)
     while True:
-        with start("disturbed", "--resume", "auto") as running:
-            if len(hits) == options.kills or plans[len(hits)].place != "start":
-                recovered = running.wait_for_a_step()
-                for hit in hits:
-                    hit.recovery_s = hit.recovery_s or recovered - hit.at
-            if len(hits) == options.kills:
-                running.finish()
+        with start("disturbed", "--resume", "auto") as injector:
+            if len(kills) == options.kills or planned[len(kills)].place != "start":
+                recovered = injector.wait_for_a_step()
+                for kill in kills:
+                    kill.recovery_s = kill.recovery_s or recovered - kill.at
+            if len(kills) == options.kills:
+                injector.finish()
                 break
-            struck = running.hunt(plans[len(hits)])
-            if struck is None:
-                raise LaunchError(f"The job ended before kill {len(hits) + 1}:\n{running.output()[-2000:]}")
-            hits.append(struck)
-            show(len(hits), struck)
-    return report(hits, folder, epochs, options.num_processes)
+            latest = injector.inject(planned[len(kills)])
+            if latest is None:
+                raise LaunchError(f"The job ended before kill {len(kills) + 1}:\n{injector.output()[-2000:]}")
+            kills.append(latest)
+            print_kill(len(kills), latest)
+    return report(kills, folder, epochs, options.num_processes)
 
 
-def plans_for(kills: int, size: int, draw: random.Random) -> list[Plan]:
-    """Each place as often as every other, in a random order, each at a random rank and moment."""
+def plan_kills(kills: int, size: int, draw: random.Random) -> list[PlannedKill]:
+    """Return kills at all places, equally often and in random order, each with a random rank and moment."""
     places = [PLACES[number % len(PLACES)] for number in range(kills)]
     draw.shuffle(places)
-    plans = []
+    planned: list[PlannedKill] = []
     for number, place in enumerate(places):
         step = number * STEPS_PER_KILL + draw.randrange(2, STEPS_PER_KILL)
         # Only rank 0 writes.
         rank = 0 if place in ("save", "write") else draw.randrange(size)
-        plans.append(Plan(place, rank, step, draw.random()))
-    return plans
+        planned.append(PlannedKill(place, rank, step, draw.random()))
+    return planned
 
 
-def show(number: int, hit: Hit) -> None:
-    """One line per kill."""
-    who = "the launcher" if hit.rank is None else f"rank {hit.rank}, {hit.place}"
-    print(f"kill {number}: in step {hit.step + 1}, {who}", flush=True)
+def print_kill(number: int, kill: Kill) -> None:
+    """Print a line about a kill."""
+    who = "the launcher" if kill.rank is None else f"rank {kill.rank}, {kill.place}"
+    print(f"kill {number}: in step {kill.step + 1}, {who}", flush=True)
 
 
-def report(hits: Sequence[Hit], folder: Path, epochs: int, size: int) -> int:
-    """Prints the table; returns the exit code."""
-    seconds = sorted(hit.recovery_s for hit in hits)
-    lost = samples_lost(folder / "disturbed" / "audit", epochs, size)
-    bits = bits_different(*(folder / name / "checkpoints" for name in ("undisturbed", "disturbed")))
-    left = sum(hit.left_behind for hit in hits)
+def report(kills: Sequence[Kill], folder: Path, epochs: int, size: int) -> int:
+    """Print the table, and return the exit code."""
+    seconds = sorted(kill.recovery_s for kill in kills)
+    lost = count_lost_samples(folder / "disturbed" / "audit", epochs, size)
+    bits = count_different_bits(*(folder / name / "checkpoints" for name in ("undisturbed", "disturbed")))
+    left = sum(kill.left_behind for kill in kills)
     rows: list[tuple[str, object]] = [
-        (f"kills in {place}", count) for place, count in sorted(Counter(hit.place for hit in hits).items())
+        (f"kills in {place}", count) for place, count in sorted(Counter(kill.place for kill in kills).items())
     ]
     rows += [
-        ("kills", len(hits)),
-        ("recovery, s, p50", f"{at(seconds, 0.5):.1f}"),
-        ("recovery, s, p95", f"{at(seconds, 0.95):.1f}"),
+        ("kills", len(kills)),
+        ("recovery, s, p50", f"{percentile(seconds, 0.5):.1f}"),
+        ("recovery, s, p95", f"{percentile(seconds, 0.95):.1f}"),
         ("samples lost or repeated", lost),
         ("bits different", bits),
         ("processes left behind", left),
@@ -144,15 +144,15 @@ def report(hits: Sequence[Hit], folder: Path, epochs: int, size: int) -> int:
     return int(bool(lost or bits or left))
 
 
-def at(values: Sequence[float], share: float) -> float:
-    """The value below or at which this share of the sorted values lies."""
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below or at which this share of the sorted values lies."""
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
-def samples_lost(folder: Path, epochs: int, size: int) -> int:
-    """How many samples of all epochs were not trained on exactly once, in the history that led to the end.
+def count_lost_samples(folder: Path, epochs: int, size: int) -> int:
+    """Return how many samples of all epochs were not trained on exactly once, in the history that led to the end.
 
-    A step that was lost by a kill is written down again when it is made again, and the last time counts.
+    A step that a kill has undone is recorded again when it is repeated; the last record of a step counts.
     """
     steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
     for rank in range(size):
@@ -167,28 +167,28 @@ def samples_lost(folder: Path, epochs: int, size: int) -> int:
     return sum(seen[place] != 1 for place in wanted) + len(seen.keys() - wanted)
 
 
-def bits_different(first: Path, second: Path) -> int:
+def count_different_bits(first: Path, second: Path) -> int:
     """In the tensors of two runs' last checkpoints: weights, statistics and the optimizer's."""
     states = []
     for folder in (first, second):
         (_, path), *_ = storage.whole(folder)[0]
         states.append(storage.load(path))
-    ours, theirs = (dict(tensors_in([state["model"], state["optimizer"]])) for state in states)
+    ours, theirs = (dict(flatten_tensors([state["model"], state["optimizer"]])) for state in states)
     if ours.keys() != theirs.keys():
         raise LaunchError("The two runs' last checkpoints do not hold the same tensors.")
-    return sum(differing_bits(ours[place], theirs[place]) for place in ours)
+    return sum(different_bits(ours[place], theirs[place]) for place in ours)
 
 
-def tensors_in(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
-    """All tensors of nested dictionaries and lists, by their places."""
+def flatten_tensors(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Return all tensors of nested dictionaries and lists, by their paths."""
     if isinstance(value, torch.Tensor):
         return [(place, value)]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for key, item in items for found in tensors_in(item, f"{place}/{key}")]
+    return [found for key, item in items for found in flatten_tensors(item, f"{place}/{key}")]
 
 
-def differing_bits(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """Of two tensors of one type."""
+def different_bits(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """Return how many bits of two tensors of one type differ."""
     left, right = (tensor.contiguous().view(-1).view(torch.uint8).numpy() for tensor in (ours, theirs))
     if len(left) != len(right):
         return 8 * max(len(left), len(right))

@@ -1,4 +1,4 @@
-"""A job that is watched from outside and killed at a chosen moment: in which step and phase, its pages tell."""
+"""Kill a job at a chosen step and phase, which its ranks publish in shared memory (`faults/shared_status.py`)."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import detect
 
 MARK = "HVD_TRAINER_VERIFY"
+"""The environment variable by which the job's processes are found."""
 START_S, END_S, SETTLE_S = 180.0, 600.0, 10.0
-AIM_STEPS = 8
+MAX_MISSED_STEPS = 8
+"""Steps in which a phase is waited for; some last a few microseconds, and may be missed."""
 POLL_S = 5e-5
-"""Short beside most phases; without a pause it would take a whole core from the ranks."""
-START_UP_S = 3.0
-"""Kills before training strike within so many seconds of a rank's appearing."""
+"""Seconds between two looks at the phase: short beside most phases; without a pause it would take a whole core."""
+MAX_START_DELAY_S = 3.0
+"""Kills before the training come within this time after a rank's process appears."""
 
 
-class Plan(NamedTuple):
-    """Whom to kill, and when."""
+class PlannedKill(NamedTuple):
+    """Which process to kill, and when."""
 
     place: str
     """a phase, `write` for the background write of a checkpoint, or `launcher`"""
     rank: int
     step: int
-    """not before so many steps are done"""
+    """steps that must be done before"""
     moment: float
-    """from 0 to 1: how far into the start, where that is the place"""
+    """from 0 to 1: the fraction of the start, where that is the place"""
 
 
 @dataclass
-class Hit:
-    """A kill, and what followed."""
+class Kill:
+    """A kill, and what followed it."""
 
     rank: int | None
     place: str
@@ -56,8 +58,8 @@ class Hit:
     """from the kill to the next finished step"""
 
 
-class RunningJob:
-    """A started job. Nothing of it is left after the `with` block."""
+class FaultInjector:
+    """Starts a job and kills its processes as planned; all of them are ended when the context is closed."""
 
     def __init__(self, command: Sequence[str], folder: Path, size: int) -> None:
         self._size, self._folder = size, folder
@@ -73,10 +75,10 @@ class RunningJob:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._pages: dict[int, SharedStatus] = {}
+        self._statuses: dict[int, SharedStatus] = {}
         self._ranks: dict[int, psutil.Process] = {}
 
-    def __enter__(self) -> RunningJob:
+    def __enter__(self) -> FaultInjector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
@@ -85,15 +87,15 @@ class RunningJob:
                 process.kill()
         self._launcher.kill()
         self._launcher.wait()
-        for page in self._pages.values():
-            page.close()
+        for status in self._statuses.values():
+            status.close()
 
     def output(self) -> str:
-        """What it has printed."""
+        """Return what the job has printed."""
         return self._output.read_text(errors="replace")
 
     def finish(self) -> None:
-        """Waits for its end.
+        """Wait for the job's end.
 
         Raises:
             LaunchError: it failed, or takes too long.
@@ -106,52 +108,52 @@ class RunningJob:
             raise LaunchError(f"The job ended with code {code}:\n{self.output()[-2000:]}")
 
     def wait_for_a_step(self) -> float:
-        """Returns when rank 0 has finished a step in this start; the time, by `time.monotonic`."""
-        self._find_ranks(need_pages=True)
-        page = self._pages[0]
+        """Wait until rank 0 has finished a step since this start, and return the time, by `time.monotonic`."""
+        self._find_ranks(need_statuses=True)
+        status = self._statuses[0]
         first = None
-        for _ in self._patiently(START_S, "made no step"):
-            step, phase = page.read()
+        for _ in self._poll(START_S, "made no step"):
+            step, phase = status.read()
             if first is None:
                 first = None if phase == "start" else step
             elif step > first:
                 break
         return time.monotonic()
 
-    def hunt(self, plan: Plan) -> Hit | None:
-        """Kills as planned, and waits until all have ended; None if the job ended by itself before.
+    def inject(self, planned: PlannedKill) -> Kill | None:
+        """Kill as planned, and wait until all processes have ended; return None if the job ended by itself before.
 
         Raises:
             LaunchError: the job does not come to the step.
         """
-        if plan.place == "start":
-            self._find_ranks(need_pages=False)
-            strike = time.monotonic() + plan.moment * START_UP_S
-            while time.monotonic() < strike and not self._trains(plan.rank):
+        if planned.place == "start":
+            self._find_ranks(need_statuses=False)
+            kill_at = time.monotonic() + planned.moment * MAX_START_DELAY_S
+            while time.monotonic() < kill_at and not self._trains(planned.rank):
                 time.sleep(0.001)
-            return self._kill(plan.rank, "start")
-        self._find_ranks(need_pages=True)
-        page = self._pages[plan.rank]
+            return self._kill(planned.rank, "start")
+        self._find_ranks(need_statuses=True)
+        status = self._statuses[planned.rank]
         deadline = time.monotonic() + END_S
         while self._launcher.poll() is None:
             if time.monotonic() > deadline:
                 said = self.output()[-2000:]
-                raise LaunchError(f"The job did not come to step {plan.step} in {END_S:g} s:\n{said}")
-            step, phase = page.read()
-            # Some phases last a few microseconds: one that is not caught in so many steps is let go.
-            missed = step >= plan.step + AIM_STEPS
-            if missed or (step >= plan.step and self._is_at(plan.place, phase)):
-                place = phase if missed and plan.place == "write" else plan.place
-                return self._kill(None if plan.place == "launcher" else plan.rank, place)
+                raise LaunchError(f"The job did not come to step {planned.step} in {END_S:g} s:\n{said}")
+            step, phase = status.read()
+            # A phase that is not seen in so many steps is given up.
+            missed = step >= planned.step + MAX_MISSED_STEPS
+            if missed or (step >= planned.step and self._is_at(planned.place, phase)):
+                place = phase if missed and planned.place == "write" else planned.place
+                return self._kill(None if planned.place == "launcher" else planned.rank, place)
             time.sleep(POLL_S)
         return None
 
     def _trains(self, rank: int) -> bool:
-        page = self._pages.get(rank) or SharedStatus.find(self._ranks[rank].pid)
-        if page is None:
+        status = self._statuses.get(rank) or SharedStatus.find(self._ranks[rank].pid)
+        if status is None:
             return False
-        self._pages[rank] = page
-        return page.read()[1] != "start"
+        self._statuses[rank] = status
+        return status.read()[1] != "start"
 
     def _is_at(self, place: str, phase: str) -> bool:
         if place == "write":
@@ -160,28 +162,28 @@ class RunningJob:
             return False
         return place in (phase, "launcher")
 
-    def _kill(self, rank: int | None, place: str) -> Hit:
+    def _kill(self, rank: int | None, place: str) -> Kill:
         victim = self._launcher if rank is None else self._ranks[rank]
         with suppress(psutil.Error):
             victim.send_signal(signal.SIGKILL)
         now = time.monotonic()
-        page = self._pages.get(rank or 0)
-        step, phase = (0, "start") if page is None else page.read()
-        # What was aimed at may have passed when the signal came.
-        hit = Hit(rank, place if place in ("write", "launcher") else phase, step, now)
+        status = self._statuses.get(rank or 0)
+        step, phase = (0, "start") if status is None else status.read()
+        # The phase may have passed when the signal came.
+        kill = Kill(rank, place if place in ("write", "launcher") else phase, step, now)
         with suppress(subprocess.TimeoutExpired):
             self._launcher.wait(START_S)
         gone = time.monotonic() + SETTLE_S
         while self._processes() and time.monotonic() < gone:
             time.sleep(0.02)
-        hit.left_behind = len(self._processes()) + (self._launcher.poll() is None)
-        return hit
+        kill.left_behind = len(self._processes()) + (self._launcher.poll() is None)
+        return kill
 
-    def _find_ranks(self, *, need_pages: bool) -> None:
-        """Waits for the ranks' processes, and for the pages that they open when they have met."""
-        if len(self._pages) == self._size:
+    def _find_ranks(self, *, need_statuses: bool) -> None:
+        """Wait for the ranks' processes, and for the shared status that they open after the rendezvous."""
+        if len(self._statuses) == self._size:
             return
-        for _ in self._patiently(START_S, "did not start"):
+        for _ in self._poll(START_S, "did not start"):
             for process in self._processes():
                 with suppress(psutil.Error, LaunchError):
                     world = detect(process.environ())
@@ -190,17 +192,17 @@ class RunningJob:
                         and "hvd_trainer.tools.verify_resume.audit_job" in process.cmdline()
                     ):
                         self._ranks[world.rank] = process
-            if need_pages:
+            if need_statuses:
                 found = {rank: SharedStatus.find(process.pid) for rank, process in self._ranks.items()}
-                self._pages = {rank: page for rank, page in found.items() if page is not None}
-            if len(self._pages if need_pages else self._ranks) == self._size:
+                self._statuses = {rank: status for rank, status in found.items() if status is not None}
+            if len(self._statuses if need_statuses else self._ranks) == self._size:
                 return
 
-    def _patiently(self, limit_s: float, what: str) -> Iterator[None]:
-        """Yields a few thousand times a second.
+    def _poll(self, limit_s: float, what: str) -> Iterator[None]:
+        """Yield a few thousand times a second.
 
         Raises:
-            LaunchError: for too long, or the job has ended.
+            LaunchError: the limit is over, or the job has ended.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -210,7 +212,7 @@ class RunningJob:
             time.sleep(0.0005)
 
     def _processes(self) -> list[psutil.Process]:
-        """All of the job but the launcher itself."""
+        """Return all processes of the job but the launcher."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
