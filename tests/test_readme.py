@@ -122,6 +122,10 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         *("tests/test_benchmarks.py", '"benchmarks"'),
     ),
+    "python -m benchmarks --jobs resnet18 --rounds 5": ("tests/test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks --list": ("tests/test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks.growth --rounds 3": ("tests/test_benchmarks.py", "test_growth_measures_a_training"),
+    "make setup VENV=.venv-peers": (".ci/run", "make test"),
     "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
         *("tests/test_benchmarks.py", '"benchmarks.slow_link"'),
     ),
@@ -140,9 +144,9 @@ TYPED_ELSEWHERE = {
 }
 # With several hosts; tests/test_matrix.py starts each launcher on two nodes or names that one machine plays.
 SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
-# With programs that no test machine has: tests/test_image.py builds and runs the image with buildah, and
-# tests/test_kubernetes.py checks the files.
-CONTAINERS = re.compile(r"^(docker|apptainer|enroot|kubectl) ")
+# With programs that no test machine has (tests/test_image.py builds and runs the image with buildah, and
+# tests/test_kubernetes.py checks the files), or with the environment of the tools that benchmarks compares with.
+NOT_RUN = re.compile(r"^(docker|apptainer|enroot|kubectl|\.venv-peers/bin/\w+) ")
 
 OF_OTHERS = {
     "Open MPI": {"--allow-run-as-root", "--bind-to", "--mca", "--oversubscribe"},
@@ -166,7 +170,7 @@ OF_OTHERS = {
 
 
 def test_every_command_is_typed_somewhere() -> None:
-    others = re.compile(f"{SEVERAL_HOSTS.pattern}|{CONTAINERS.pattern}")
+    others = re.compile(f"{SEVERAL_HOSTS.pattern}|{NOT_RUN.pattern}")
     found = [command for command in documents.commands() if not others.search(command)]
     assert set(found) == {*TYPED_HERE, *TRANSCRIPTS, *TYPED_ELSEWHERE}
     for command, (place, shown) in TYPED_ELSEWHERE.items():
@@ -344,7 +348,7 @@ def test_options_in_commands_exist() -> None:
     """The plain scripts are left out: their every command is run, and each `--help` of theirs takes seconds."""
     wrong = []
     for command in documents.commands():
-        for line in [] if CONTAINERS.search(command) else command.splitlines():
+        for line in [] if NOT_RUN.search(command) else command.splitlines():
             ours = documents.own_part(line)
             if ours is None or "/plain_" in ours[0]:
                 continue
