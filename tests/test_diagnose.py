@@ -56,7 +56,7 @@ def figures(step: float, data: float = 0.0, straggler: float = 0.0, computing: S
     }
 
 
-def runs(**changed: Any) -> dict[str, Any]:
+def make_runs(**changed: Any) -> dict[str, Any]:
     """Ranks that compute 10 ms, fetch 4, exchange 3; a step has 2 ms of its own. Nothing else is lost."""
     normal = {
         "normal": figures(17, computing=(14, 14)),
@@ -78,12 +78,12 @@ def runs(**changed: Any) -> dict[str, Any]:
     return {names[name]: its for name, its in (normal | changed).items()}
 
 
-def found(**changed: Any) -> Shares:
-    return compute_shares(runs(**changed), LINE, 4e6, 1)
+def make_shares(**changed: Any) -> Shares:
+    return compute_shares(make_runs(**changed), LINE, 4e6, 1)
 
 
 def test_shares_are_differences_between_runs() -> None:
-    its = found()
+    its = make_shares()
     assert {k: round(1000 * v, 6) for k, v in its.seconds.items()} == {
         "data": 4,
         "exchange": 3,
@@ -101,7 +101,7 @@ def test_shares_are_differences_between_runs() -> None:
 
 def test_shares_of_straggler_and_contention() -> None:
     """Rank 1 computes 6 ms more, and both 5 ms more than one alone."""
-    its = found(
+    its = make_shares(
         normal=figures(28, straggler=3, computing=(19, 25)),
         no_data=figures(24),
         no_exchange=figures(22),
@@ -114,14 +114,14 @@ def test_shares_of_straggler_and_contention() -> None:
 
 def test_gain_of_one_thread_is_contention_not_exchange() -> None:
     """Too many threads hold up those that exchange, too: 1 ms of the 3 is left."""
-    its = found(one_thread=figures(15))
+    its = make_shares(one_thread=figures(15))
     assert its.seconds["contention"] == pytest.approx(0.002)
     assert its.seconds["exchange"] == pytest.approx(0.001)
-    assert found(one_thread=figures(30)).seconds == found().seconds
+    assert make_shares(one_thread=figures(30)).seconds == make_shares().seconds
 
 
 def test_contradicting_runs_are_doubtful() -> None:
-    its = found(no_data=figures(3), no_exchange=figures(4))
+    its = make_shares(no_data=figures(3), no_exchange=figures(4))
     assert its.is_doubtful
     report = Report(its, LINE, {}, FACTS, [], 2, "ddp")
     assert any(text.startswith("The runs contradict each other by ") for text in sentences(report))
@@ -129,10 +129,10 @@ def test_contradicting_runs_are_doubtful() -> None:
 
 def test_twice_the_batch_in_less_time_is_doubtful() -> None:
     """Seen beside other tests: 19.9 ms alone, 17.9 with twice the batch, of a step of 27.2."""
-    its = found(twice=figures(11, data=4))
+    its = make_shares(twice=figures(11, data=4))
     assert its.is_doubtful
     assert its.contradiction == pytest.approx(3 / 17)
-    assert not found(twice=figures(13.9, data=4)).is_doubtful
+    assert not make_shares(twice=figures(13.9, data=4)).is_doubtful
 
 
 def test_line_fits_latency_and_bandwidth() -> None:
@@ -144,7 +144,7 @@ def test_line_fits_latency_and_bandwidth() -> None:
 
 
 def advice(facts: Mapping[str, Any] | None = None, ranks: int = 2, **changed: Any) -> list[str]:
-    made = find_actions(found(**changed), runs(**changed), FACTS | (facts or {}), ranks)
+    made = find_actions(make_shares(**changed), make_runs(**changed), FACTS | (facts or {}), ranks)
     return [f"{action.text.partition(':')[0]} {action.speed:.2f}" for action in made]
 
 
@@ -236,7 +236,7 @@ if __name__ == "__main__":
 """
 
 
-def diagnosed(
+def diagnose_job(
     planted: str,
     tmp_path: Path,
     *job: str,
@@ -244,7 +244,7 @@ def diagnosed(
     env: Mapping[str, str] | None = None,
     inside: Sequence[str] = (),
 ) -> tuple[dict[str, Any], str]:
-    """The diagnosis of a job with a planted cause, and what was printed."""
+    """Diagnose a job with a planted cause; return the diagnosis and the output."""
     script = tmp_path / "job.py"
     script.write_text(JOB.format(planted=planted))
     tool = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out")]
@@ -257,8 +257,8 @@ def diagnosed(
     return result, said
 
 
-def advised(result: dict[str, Any], cause: str) -> str:
-    """What it says about a cause first."""
+def first_advice(result: dict[str, Any], cause: str) -> str:
+    """Return the first advice about a cause."""
     return next(action["text"] for action in result["advice"] if action["cause"] == cause)
 
 
@@ -267,10 +267,10 @@ def advised(result: dict[str, Any], cause: str) -> str:
 def test_diagnose_finds_slow_disk_and_slow_rank(tmp_path: Path) -> None:
     """128 ms to fetch a batch, and 60 ms more to compute on rank 1."""
     job = ("--batch-size", "64", "--workers", "0")
-    result, said = diagnosed("disk, rank 1", tmp_path, *job, options=("--try",))
+    result, said = diagnose_job("disk, rank 1", tmp_path, *job, options=("--try",))
     assert result["shares"]["ranked"][:2] == ["data", "straggler"], said
-    assert advised(result, "data").startswith("--workers")
-    assert advised(result, "straggler").startswith("rank 1 is the slowest")
+    assert first_advice(result, "data").startswith("--workers")
+    assert first_advice(result, "straggler").startswith("rank 1 is the slowest")
     (tried,) = [one for one in result["tried"] if one["action"]["cause"] == "data"]
     assert tried["after"] > 1.3 * tried["before"]
     assert "tried --workers" in said
@@ -281,9 +281,9 @@ def test_diagnose_finds_slow_disk_and_slow_rank(tmp_path: Path) -> None:
 @requires("horovod")
 def test_diagnose_finds_a_tiny_batch(tmp_path: Path) -> None:
     options = ("--backend", "horovod")
-    result, said = diagnosed("overhead", tmp_path, "--batch-size", "1", options=options)
+    result, said = diagnose_job("overhead", tmp_path, "--batch-size", "1", options=options)
     assert result["shares"]["ranked"][0] == "overhead", said
-    assert advised(result, "overhead").startswith("--batch-size 2")
+    assert first_advice(result, "overhead").startswith("--batch-size 2")
 
 
 @pytest.mark.nightly
@@ -294,7 +294,7 @@ def test_diagnose_finds_too_many_threads(tmp_path: Path) -> None:
     Three times a step alone is more than what other work on that core can make of a run.
     """
     (core, *_) = sorted(os.sched_getaffinity(0))
-    result, said = diagnosed(
+    result, said = diagnose_job(
         *("one core", tmp_path, "--batch-size", "512"),
         options=("--np", "3", "--threads", "2", "--seconds", "2"),
         inside=["taskset", "-c", str(core)],
@@ -329,7 +329,7 @@ def slow_network() -> Iterator[list[str]]:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_diagnose_finds_a_slow_network(slow_network: list[str], tmp_path: Path) -> None:
-    result, said = diagnosed("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
+    result, said = diagnose_job("exchange", tmp_path, "--batch-size", "32", inside=slow_network)
     assert result["shares"]["ranked"][0] == "exchange", said
     assert result["exchange"]["bytes_per_s"] < 50e6
     assert result["shares"]["bandwidth_s"] > result["shares"]["latency_s"]

@@ -95,7 +95,9 @@ def test_race_finds_the_fastest_and_drops_slow_ones_early() -> None:
 
 
 def test_race_among_equals_has_no_winner() -> None:
-    """Of 300 races of eight that are all alike, at the 95 % of the intervals, about 8 may have one by chance."""
+    """Race eight equal candidates 300 times: at the 95 % of the intervals about 8 races may have a winner by
+    chance.
+    """
     rng = random.Random(2)
     names = [str(number) for number in range(8)]
     won = 0
@@ -159,8 +161,7 @@ def test_search_skips_groups_that_cannot_gain() -> None:
 
 
 def test_search_ignores_noise_of_much_shorter_steps() -> None:
-    """Figures of a real search: without its slow disk the job ran at 5,064, 724 and 1,161 samples/s, and twice as
-    fast with loader processes was not told from that noise."""
+    """Repeat a real search, where twice the speed was lost in the noise of the job without its slow disk."""
     speeds = {
         AS_IT_IS: iter([223, 225, 221, 223, 217, 217, 221, 219, 222]),
         "--leave-out data": iter([5064, 724, 1161]),

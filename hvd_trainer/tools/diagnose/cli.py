@@ -10,7 +10,6 @@ each part costs.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +50,7 @@ from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import busy_warning
 from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once, split_job
 from hvd_trainer.tools.runner.step_stats import medians, read_figures
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import COMMAND, plural
 
 WARMUP_STEPS = 5
@@ -166,7 +166,7 @@ def diagnose(runner: TrialRunner, options: Options, folder: Path) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"a first look: {plural(options.np, 'rank')} on {options.backend}", flush=True)
     first = runner.run(Trial("to see how long a step takes", options.np, (), options.threads), MIN_STEPS)
-    facts = first["work"] | {"cores": len(os.sched_getaffinity(0))}
+    facts = first["work"] | {"cores": len(cpu_ids())}
     steps = min(MAX_STEPS, max(MIN_STEPS, round(options.seconds / first["step_s"])))
     trials = plan_trials(options, facts)
     count = options.rounds * len(trials)

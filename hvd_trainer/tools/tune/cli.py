@@ -10,7 +10,6 @@ run that has ended is recorded at once, so that the same command goes on where a
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections import Counter
@@ -53,6 +52,7 @@ from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Measure, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import COMMAND, plural
 
 WARMUP_STEPS = 5
@@ -168,7 +168,7 @@ class SettingsRunner:
         if run.state != "done" or "step_s" not in run.figures:
             raise OptionError(f"The job does not run as it is, on {self._backend}: {self._failure(run)}")
         self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self._options.seconds / run.figures["step_s"])))
-        return {**run.figures["work"], "cores": len(os.sched_getaffinity(0))}
+        return {**run.figures["work"], "cores": len(cpu_ids())}
 
     def _failure(self, run: RunRecord) -> str:
         """Return why a run has no figures."""

@@ -168,7 +168,7 @@ def count_lost_samples(folder: Path, epochs: int, size: int) -> int:
 
 
 def count_different_bits(first: Path, second: Path) -> int:
-    """In the tensors of two runs' last checkpoints: weights, statistics and the optimizer's."""
+    """Count the bits that differ in the tensors of two runs' last checkpoints: weights, statistics, optimizer."""
     states = []
     for folder in (first, second):
         (_, path), *_ = storage.whole(folder)[0]

@@ -32,7 +32,7 @@ MAX_START_DELAY_S = 3.0
 
 
 class PlannedKill(NamedTuple):
-    """Which process to kill, and when."""
+    """The process to kill, and the moment."""
 
     place: str
     """a phase, `write` for the background write of a checkpoint, or `launcher`"""
