@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import Callback, RunView, Trainer, TrainerOptions, run_job
-from hvd_trainer.tools.verify_resume.audit_job import Audited, numbered
+from hvd_trainer.tools.verify_resume.audit_job import RecordingNetwork, numbered_samples
 
 SAMPLES, GLOBAL_BATCH = 144, 24
 LONG_CALLBACK = "LONG_CALLBACK"
@@ -23,7 +23,7 @@ LONG_CALLBACK = "LONG_CALLBACK"
 
 
 class Audit(Callback):
-    def __init__(self, model: Audited, folder: Path) -> None:
+    def __init__(self, model: RecordingNetwork, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model, self.file = model, (folder / str(os.getpid())).open("w", buffering=1)
 
@@ -64,11 +64,11 @@ def trained_on(folder: Path) -> dict[int, Counter[int]]:
 
 def main(options: TrainerOptions) -> None:
     with Trainer(options) as trainer:
-        model = Audited()
+        model = RecordingNetwork()
         assert options.log.log_dir is not None
         audit = Audit(model, Path(options.log.log_dir) / "audit")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        trainer.fit(model, optimizer, nn.functional.cross_entropy, numbered(SAMPLES, 1), callbacks=[audit])
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, numbered_samples(SAMPLES, 1), callbacks=[audit])
 
 
 if __name__ == "__main__":
