@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvd_trainer.checkpoint import async_writer as saver_module
 from hvd_trainer.checkpoint import storage
-from hvd_trainer.checkpoint.async_writer import AsyncWriter, PinnedMemory, on_host, placed
+from hvd_trainer.checkpoint.async_writer import AsyncWriter, PinnedMemory, copy_to_host, place_in_blocks
 from hvd_trainer.checkpoint.manager import CheckpointManager
 from hvd_trainer.config.options import SaveOptions
 
@@ -63,26 +63,26 @@ def submit(saver: AsyncWriter, number: int) -> None:
 def test_on_host_reuses_pinned_memory(gpu: StandIn) -> None:
     """Each tensor had pinned memory of its own, allocated in the first save and rounded up to a power of two."""
     memory, first = PinnedMemory(), state(1)
-    copied = on_host(first, memory)
+    copied = copy_to_host(first, memory)
     assert equal(copied, first)
     assert type(copied["kinds"]) is collections.Counter
     assert gpu.calls == ["pin (512,) of torch.uint8", "synchronize cpu"], "of 320 bytes with what aligns them"
     gpu.calls.clear()
     places = [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()]
-    copied = on_host(state(2), memory)
+    copied = copy_to_host(state(2), memory)
     assert equal(copied, state(2))
     assert [copied["model"]["half"].data_ptr(), copied["model"]["image"].data_ptr()] == places
     assert gpu.calls == ["synchronize cpu"]
     gpu.calls.clear()
     larger = {**state(3), "more": torch.zeros(1000)}
-    assert equal(on_host(larger, memory), larger)
-    assert equal(on_host(state(4), memory), state(4))
+    assert equal(copy_to_host(larger, memory), larger)
+    assert equal(copy_to_host(state(4), memory), state(4))
     assert gpu.calls == ["pin (8192,) of torch.uint8", *["synchronize cpu"] * 2]
 
 
 def test_on_host_copies_cpu_tensors() -> None:
     before = state(1)
-    copied = on_host(before, PinnedMemory())
+    copied = copy_to_host(before, PinnedMemory())
     assert equal(copied, before)
     assert copied["model"]["image"].data_ptr() != before["model"]["image"].data_ptr()
 
@@ -101,13 +101,13 @@ def test_placed_packs_tensors_into_blocks(
     sizes: list[int], least: int, block: int, places: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "MAX_SINGLE_BLOCK_BYTES", 256)
-    assert placed(sizes, least) == (block, places)
+    assert place_in_blocks(sizes, least) == (block, places)
 
 
 def test_placed_wastes_little_memory() -> None:
     """Tensors of 172 MB, as in models of 7 billion parameters, took 1.5 times as much when rounded up."""
     sizes = [172 * 2**20] * 400
-    block, places = placed(sizes)
+    block, places = place_in_blocks(sizes)
     assert block * (places[-1][0] + 1) < 1.15 * sum(sizes)
 
 

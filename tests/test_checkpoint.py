@@ -123,7 +123,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_loaded(tmp_path: Path, d
     found = storage.restore(None, str(tmp_path))
     assert found.state is not None
     assert found.state["progress"] == {"step": 1}
-    assert any("step-000000002" in line for line in found.said), "what was refused is said"
+    assert any("step-000000002" in line for line in found.notes), "what was refused is said"
     with pytest.raises(CheckpointError, match="step-000000002"):
         storage.restore(None, str(newest))
 
@@ -134,7 +134,7 @@ def test_older_format_is_refused_in_one_line(tmp_path: Path) -> None:
     path.mkdir()
     (path / "state.safetensors").write_bytes(b"PK")
     manifest = {"format": 2, "number": 0, "step": 1, "epoch": 0, "figures": {}, "bytes": 2, "sha256": "0"}
-    (path / "manifest.json").write_text(json.dumps(manifest | {"self": storage._digest_of(manifest)}))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"self": storage._digest(manifest)}))
     for asked in (path, tmp_path):
         with pytest.raises(CheckpointError, match=r"step-000000001 has format 2, but this version reads 3\."):
             storage.restore(None, str(asked))
@@ -169,7 +169,7 @@ def test_any_manifest_is_read_or_refused(
     file = {"bytes": 1, "sha256": "0"}
     content = {"format": 3, "number": 0, "step": 1, "epoch": 0, "figures": {}, "tensors": file, "tree": file}
     content = {name: value for name, value in (content | changes).items() if name not in removed}
-    own = storage._digest_of(content) if fits else "0"
+    own = storage._digest(content) if fits else "0"
     (path / "manifest.json").write_text(json.dumps(content | {"self": own}))
     try:
         manifest = storage.read_manifest(path)
@@ -380,7 +380,7 @@ def test_job_ends_when_the_disk_fills_up(small_disk: Path) -> None:
     assert result.returncode == 2, result.stderr
     assert "Older ones are intact" in result.stderr
     assert "Traceback" not in result.stderr
-    whole, refused = storage.whole(small_disk / "log/checkpoints")
+    whole, refused = storage.find_checkpoints(small_disk / "log/checkpoints")
     assert whole
     assert not refused
     assert all(storage.load(path) for _, path in whole)

@@ -134,7 +134,7 @@ def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> 
             run.backend.activity.abort()
             return state
 
-        monkeypatch.setattr(manager, "on_host", copy)
+        monkeypatch.setattr(manager, "copy_to_host", copy)
 
     with pytest.raises(ExchangeAbortedError):
         figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)

@@ -50,7 +50,7 @@ def sealed(path: Path, state: Any, **content: bytes) -> Path:
     files["tree"].write_bytes(to_json(tree))
     for name, replaced in content.items():
         files[name].write_bytes(replaced)
-    known = {name: checkpoint._synced(file) for name, file in files.items()}
+    known = {name: checkpoint._sync(file) for name, file in files.items()}
     manifest = checkpoint.Manifest(format=checkpoint.FORMAT, number=0, step=1, epoch=0, figures={}, **known)
     resealed(path, msgspec.to_builtins(manifest))
     return path
@@ -58,7 +58,7 @@ def sealed(path: Path, state: Any, **content: bytes) -> Path:
 
 def resealed(path: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest with the checksum that it needs."""
-    own = checkpoint._digest_of(manifest)
+    own = checkpoint._digest(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"self": own}))
 
 

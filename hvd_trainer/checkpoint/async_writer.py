@@ -54,7 +54,7 @@ class AsyncWriter:
     def __enter__(self) -> AsyncWriter:
         self._last = time.monotonic()
         if self._folder is not None:
-            storage.sweep(self._folder)
+            storage.remove_leftovers(self._folder)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ class AsyncWriter:
         """
         self.wait()  # the new copy takes the memory of the previous one
         if self._folder is not None and state is not None:
-            copied = on_host(state, self._memory)
+            copied = copy_to_host(state, self._memory)
             self._writing = self._writer.submit(self._write, copied, step, epoch, dict(figures))
         self._last = time.monotonic()
         self.saves += 1
@@ -125,27 +125,26 @@ class PinnedMemory:
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return a contiguous tensor of each one's type and shape, in place of those of the call before."""
+    def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a contiguous tensor of each one's type and shape; those of the previous call are overwritten."""
         before = len(self._blocks[0]) if self._blocks else 0
-        size, places = placed([tensor.nbytes for tensor in tensors], before)
+        size, places = place_in_blocks([tensor.nbytes for tensor in tensors], before)
         if size > before:
             self._blocks.clear()
         while len(self._blocks) <= places[-1][0]:
             self._blocks.append(accelerator.pinned((size,), torch.uint8))
-        return [self._room(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
+        return [
+            self._blocks[block][offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, (block, offset) in zip(tensors, places, strict=True)
+        ]
 
-    def _room(self, tensor: Tensor, block: int, offset: int) -> Tensor:
-        content = self._blocks[block][offset : offset + tensor.nbytes]
-        return content.view(tensor.dtype).view(tensor.shape)
 
-
-def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, int]]]:
-    """Place tensors of so many bytes into blocks, one after the other.
+def place_in_blocks(sizes: Sequence[int], min_block_bytes: int = 0) -> tuple[int, list[tuple[int, int]]]:
+    """Place tensors into blocks of equal size, one after the other.
 
     Args:
-        sizes: of the tensors.
-        least: bytes that a block has at least.
+        sizes: of the tensors, in bytes.
+        min_block_bytes: least size of a block.
 
     Returns:
         The bytes of each block: enough for the largest tensor, for a sixteenth of all, and for all if they are
@@ -153,7 +152,7 @@ def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, i
     """
     sizes = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
     needed = max(*sizes, sum(sizes) // 16, min(sum(sizes), MAX_SINGLE_BLOCK_BYTES), 1)
-    block_size = max(least, 1 << (needed - 1).bit_length())
+    block_size = max(min_block_bytes, 1 << (needed - 1).bit_length())
     places, block, used = [], 0, 0
     for size in sizes:
         if used + size > block_size:
@@ -163,26 +162,26 @@ def placed(sizes: Sequence[int], least: int = 0) -> tuple[int, list[tuple[int, i
     return block_size, places
 
 
-def on_host(value: Any, memory: PinnedMemory | None = None) -> Any:
+def copy_to_host(value: Any, memory: PinnedMemory | None = None) -> Any:
     """Return a copy of nested plain values with every tensor copied to host memory.
 
-    Copies from an accelerator are started all together and waited for once. They come after the work that it has
-    been given: training goes on only when they are done, since its next forward pass changes buffers.
+    Copies from an accelerator are started all together and waited for once. They run after the work in its queue;
+    training waits for them, because its next forward pass changes buffers.
 
     Args:
         value: as for `utils.serialization.flatten`.
-        memory: for what comes from an accelerator, in place of what was copied there before; None: new memory.
+        memory: for copies from an accelerator; those of the previous call are overwritten. None: new memory.
 
     Raises:
         CheckpointError: it holds what a checkpoint cannot.
     """
     tree, tensors = storage.flatten_state(value)
-    sent = {name: tensor for name, tensor in tensors.items() if not accelerator.is_host(tensor.device)}
-    copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in sent}
-    if sent:
-        rooms = (memory or PinnedMemory()).like(list(sent.values()))
-        for (name, tensor), room in zip(sent.items(), rooms, strict=True):
-            copies[name] = room.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in sent.values()}:
+    remote = {name: tensor for name, tensor in tensors.items() if not accelerator.is_host(tensor.device)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in remote}
+    if remote:
+        pinned = (memory or PinnedMemory()).allocate_like(list(remote.values()))
+        for (name, tensor), copy in zip(remote.items(), pinned, strict=True):
+            copies[name] = copy.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in remote.values()}:
             accelerator.synchronize(device)
     return unflatten(tree, copies)

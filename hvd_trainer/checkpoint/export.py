@@ -1,4 +1,4 @@
-"""The weights, for whoever uses the model without this package."""
+"""Write weights as safetensors, for programs that use a model without this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ NAME = "model.safetensors"
 
 
 def export_weights(model: nn.Module, folder: Path | None) -> None:
-    """Writes `model.safetensors` with the module's own names (no `module.` prefix), whole or not at all.
+    """Write `model.safetensors` with the module's own names (no `module.` prefix), atomically.
+
+    Args:
+        model: the bare module; of tensors that it shares, one is written.
+        folder: None on the ranks that write nothing.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -25,7 +29,7 @@ def export_weights(model: nn.Module, folder: Path | None) -> None:
 
 
 def export_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """The same from a state dict; tensors that a model shares are each written.
+    """Write the tensors of a state dict to a file, atomically; tensors that share memory are each written.
 
     Raises:
         OSError: the file cannot be written.

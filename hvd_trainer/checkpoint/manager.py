@@ -16,7 +16,7 @@ import torch
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint import storage
-from hvd_trainer.checkpoint.async_writer import AsyncWriter, on_host
+from hvd_trainer.checkpoint.async_writer import AsyncWriter, copy_to_host
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import CheckpointError, OptionError
@@ -92,7 +92,7 @@ class CheckpointManager:
             found = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
         torch.manual_seed(seed + 1 + self._backend.world.rank)
-        said = list(found.said)
+        said = list(found.notes)
         if found.state is not None:
             said += self._state.restore(found.state, self._options.resume_partial)
             if self._snapshot.state is not None:
@@ -105,7 +105,7 @@ class CheckpointManager:
         self._log.open_at(
             self._progress.step,
             self._progress.epoch,
-            goes_on=found.goes_on,
+            goes_on=found.continues_run,
             finished=is_over(),
             names=self._in_this_fit(self._backend.session.job.names),
         )
@@ -131,8 +131,10 @@ class CheckpointManager:
         mine = snapshot.state if self._backend.world.rank == holder else None
         snapshot.state = self._backend.broadcast_object(mine, holder)
         # A copy, or training would change the snapshot.
-        state = on_host(snapshot.state)
-        return storage.LoadedCheckpoint(state, goes_on=True, said=["from the memory of the ranks that were here"])
+        state = copy_to_host(snapshot.state)
+        return storage.LoadedCheckpoint(
+            state, continues_run=True, notes=["from the memory of the ranks that were here"]
+        )
 
     def _from_disk(self) -> storage.LoadedCheckpoint:
         """Return the checkpoint that rank 0 reads for all. A collective."""
@@ -160,7 +162,7 @@ class CheckpointManager:
             and not self._options.resume_partial
         ):
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self._snapshot.state = on_host(found.state)
+            self._snapshot.state = copy_to_host(found.state)
         return found
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
@@ -181,7 +183,9 @@ class CheckpointManager:
         if backend.world.local_rank == 0 and not backend.world.is_first:
             again = self._log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
             found, _ = (
-                storage.whole(place / "checkpoints") if again or self._options.resume == "auto" else ([], [])
+                storage.find_checkpoints(place / "checkpoints")
+                if again or self._options.resume == "auto"
+                else ([], [])
             )
             newest = max((manifest.step for manifest, _ in found), default=-1)
         everyone = backend.all_gather_object(newest)
@@ -264,7 +268,7 @@ class CheckpointManager:
         state = self._state.collect(meter, everywhere=everywhere)
         step, epoch = self._progress.step, self._progress.epoch
         if everywhere:
-            copied = on_host(state)
+            copied = copy_to_host(state)
             self._backend.confirm_exchanges()
             self._snapshot.step, self._snapshot.state = step, copied
         if to_disk:

@@ -86,7 +86,7 @@ def save(
     temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
     tree, tensors = flatten_state(state)
     try:
-        number = 1 + max((manifest.number for manifest, _ in whole(folder)[0]), default=-1)
+        number = 1 + max((manifest.number for manifest, _ in find_checkpoints(folder)[0]), default=-1)
         temporary.mkdir(parents=True)
         with atomic_write(temporary / TENSORS) as file:
             serialize_file(tensor_specs(tensors), file)
@@ -97,12 +97,12 @@ def save(
             step=step,
             epoch=epoch,
             figures=_finite(figures or {}),
-            tensors=_synced(temporary / TENSORS),
-            tree=_synced(temporary / TREE),
+            tensors=_sync(temporary / TENSORS),
+            tree=_sync(temporary / TREE),
         )
         content = msgspec.to_builtins(manifest)
-        (temporary / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest_of(content)}))
-        _synced(temporary / MANIFEST)
+        (temporary / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest(content)}))
+        _sync(temporary / MANIFEST)
         _sync_folder(temporary)
         # A run that was taken back to an earlier step comes by the same step again.
         final = folder / name
@@ -146,7 +146,7 @@ def read_manifest(path: Path) -> Manifest:
             raise TypeError("it holds no object")
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {content.get('format')!r}, but this version reads {FORMAT}.")
-        if content.pop("self", None) != _digest_of(content):
+        if content.pop("self", None) != _digest(content):
             raise ValueError("it was changed")
         return msgspec.convert(content, Manifest)
     except FileNotFoundError as error:
@@ -178,7 +178,7 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def whole(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
+def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
     """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
     found, refused = [], []
     for path in _subfolders(folder):
@@ -200,20 +200,20 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
     Raises:
         CheckpointError: one cannot be removed.
     """
-    found, _ = whole(folder)
-    staying = {path for _, path in found[:keep]}
-    if best is not None and (champion := best_of(found, best)) is not None:
-        staying.add(champion)
+    found, _ = find_checkpoints(folder)
+    kept = {path for _, path in found[:keep]}
+    if best is not None and (best_path := find_best(found, best)) is not None:
+        kept.add(best_path)
     try:
-        for path in [path for _, path in found if path not in staying]:
+        for path in [path for _, path in found if path not in kept]:
             # Hidden first: a removal that is interrupted leaves no half checkpoint behind.
             path.rename(path.with_name(f".{path.name}.old"))
     except OSError as error:
         raise CheckpointError(f"An old checkpoint could not be removed from {folder}: {error}") from error
-    sweep(folder)
+    remove_leftovers(folder)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what interrupted saves and removals have left.
 
     Raises:
@@ -229,7 +229,7 @@ def sweep(folder: Path) -> None:
         raise CheckpointError(f"What is left of a checkpoint could not be removed: {error}") from error
 
 
-def best_of(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
+def find_best(found: list[tuple[Manifest, Path]], figure: str) -> Path | None:
     """Return the checkpoint with the lowest loss, or the highest of another figure; of equals the earliest."""
     sign = 1 if is_better_lower(figure) else -1
     rated = [(sign * m.figures[figure], m.number, path) for m, path in found if figure in m.figures]
@@ -241,10 +241,10 @@ class LoadedCheckpoint(NamedTuple):
 
     state: dict[str, Any] | None = None
     """None: from nothing"""
-    goes_on: bool = False
+    continues_run: bool = False
     """whether it is a checkpoint of the run in the log folder itself"""
-    said: Sequence[str] = ()
-    """what there is to say about it"""
+    notes: Sequence[str] = ()
+    """lines for the log: from where it is, and which newer ones were refused"""
 
 
 def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
@@ -269,18 +269,18 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
     folder = place / "checkpoints"
     if resume != "auto" and not folder.is_dir():
         folder = place
-    found, refused = whole(folder)
+    found, refused = find_checkpoints(folder)
     for _, path in found:
         try:
-            said = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
-            return LoadedCheckpoint(load(path), _is_in(path, log_folder), said)
+            notes = [*(f"not from this one: {error}" for error in refused), f"from {path}"]
+            return LoadedCheckpoint(load(path), _is_in(path, log_folder), notes)
         except CheckpointError as error:
             refused.append(error)
     if refused or resume != "auto":
         reasons = [*map(str, refused), f"{folder} has no checkpoint that can be used"]
         anew = ". To start anew: --resume none" if resume == "auto" else ""
         raise CheckpointError("; ".join(reasons) + anew)
-    return LoadedCheckpoint(said=[f"nothing to go on from in {folder}: a new start"])
+    return LoadedCheckpoint(notes=[f"nothing to go on from in {folder}: a new start"])
 
 
 def _is_in(path: Path, log_folder: Path | None) -> bool:
@@ -298,12 +298,12 @@ def _finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
-def _digest_of(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _synced(path: Path) -> FileChecksum:
-    """Have a file written to the disk; return what can be read of it."""
+def _sync(path: Path) -> FileChecksum:
+    """Have the system write a file to the disk; return its checksum, as it is read back."""
     with open_regular(path) as file:
         os.fsync(file.fileno())
         return _checksum(file)

@@ -1,10 +1,10 @@
-"""All that a run goes on from: collected from all ranks, and put back on as many ranks or on others.
+"""The state of a run: collected from all ranks, and restored on as many ranks or on another number.
 
-What is the same on all ranks is kept once; what is a rank's own is kept per rank:
+State that is equal on all ranks is kept once; state that differs is kept per rank:
 
     model optimizer scheduler scaler progress      rank 0's; batch-norm statistics as their mean
-    data                                           which samples, in which order: what the position in it means
-    ranks: random, metrics, buffers                with another number of ranks random numbers are drawn anew,
+    data                                           seed and size of the data set: they set the order of its samples
+    ranks: random, metrics, buffers                on another number of ranks random numbers are seeded anew,
                                                    metrics are added up, and buffers start from their mean
 """
 
@@ -27,10 +27,11 @@ from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
 
 MAX_LINES = 20
+"""Differences between a checkpoint's model and this one that are listed."""
 
 
 class Stateful(Protocol):
-    """What is part of a run's state."""
+    """An object with a state: an optimizer, a scheduler, a loss scaler."""
 
     def state_dict(self) -> Any: ...
 
@@ -38,7 +39,7 @@ class Stateful(Protocol):
 
 
 class ModelShards(Protocol):
-    """Which parts of a model and its optimizer a rank has; see `parallel/layout.py`."""
+    """The parts of a model and its optimizer that a rank has; see `parallel/layout.py`."""
 
     is_whole: bool
     seeds_itself: bool
@@ -59,10 +60,13 @@ class TrainState:
         backend: the engine.
         model: the bare module.
         progress: the counters.
-        others: optimizer, scheduler and scaler, by these names; those that there are.
+        others: optimizer, scheduler and scaler by these names, as far as the run has them.
         data: seed and number of samples of the training set.
-        parts: which parts of model and optimizer this rank has.
+        parts: the parts of model and optimizer that this rank has.
         reproducible: whether each step leaves equal buffers on all ranks.
+
+    Attributes:
+        metrics: the `Meter.state_dict` of this rank in a restored epoch; None at an epoch's start.
     """
 
     def __init__(
@@ -80,28 +84,26 @@ class TrainState:
         self._backend, self._model, self._progress = backend, model, progress
         self._others, self._data = others, data
         self.metrics: Mapping[str, Any] | None = None
-        """Where the metrics of a restored epoch stood on this rank; None at an epoch's start."""
 
     def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
-        """The state as it is now: on rank 0, and None on the others. A collective.
+        """Return the current state on rank 0, and None on the others. A collective.
 
         Args:
-            meter: what the running epoch has gathered; None between epochs.
-            everywhere: give it to the others too.
+            meter: of the running epoch; None between epochs.
+            everywhere: return it on the others, too.
         """
-        # At an epoch's end evaluation has made them equal, and a mean of equal numbers may round.
+        # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
         differ = meter is not None and not self._reproducible
         means = self._backend.mean_buffers(self._model) if differ else {}
         mine: dict[str, Any] = {"random": rng_state(self._backend.device)}
         if meter is not None:
             mine["metrics"] = meter.state_dict()
             own = dict(self._model.named_buffers())
-            # Through the host: a GPU's tensor would come out on the same GPU of each rank that receives it.
-            mine["buffers"] = {name: own[name].cpu() for name in means}
+            mine["buffers"] = {name: own[name] for name in means}
         ranks = self._backend.all_gather_object(mine)
         model = self._parts.merged({name: means.get(name, value) for name, value in self._owned().items()})
         if model is not None:
-            model = {name: model[name] for name in self._model.state_dict()}  # in their order, not the stages'
+            model = {name: model[name] for name in self._model.state_dict()}  # in the model's order
         others = {name: part.state_dict() for name, part in self._others.items()}
         others["optimizer"]["state"] = self._parts.merged_updates(others["optimizer"]["state"])
         if not (everywhere or self._backend.world.is_first):
@@ -116,11 +118,14 @@ class TrainState:
         }
 
     def _owned(self) -> dict[str, Any]:
-        """The model's state, as far as this rank has it: of other stages it knows names and shapes only."""
-        return {name: value for name, value in self._model.state_dict().items() if not is_elsewhere(value)}
+        """Return the model's state without the tensors of other stages, which have no contents here."""
+        return {name: value for name, value in self._model.state_dict().items() if not is_on_other_stage(value)}
 
     def export(self, folder: Path | None) -> None:
-        """Writes the weights of the whole model on rank 0, which has a folder. A collective.
+        """Write the weights of the whole model. A collective.
+
+        Args:
+            folder: to write to on rank 0; None on the others.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -133,20 +138,23 @@ class TrainState:
             export_tensors(weights, folder / WEIGHTS)
 
     def restore(self, state: Mapping[str, Any], partial: Collection[str] = ()) -> list[str]:
-        """Puts a state back, the same on all ranks; returns what there is to say about it.
+        """Restore a state, which is the same on all ranks.
 
         Args:
-            state: from `collect`, on as many ranks or on others, under this engine or another.
-            partial: what may be missing or different, and then starts anew: optimizer, scheduler, scaler, random,
-                data.
+            state: from `collect`, on this number of ranks or another, under this engine or another.
+            partial: parts that may be missing or different, and then start anew: optimizer, scheduler, scaler,
+                random, data.
+
+        Returns:
+            Lines for the log: what was restored, and what starts anew.
 
         Raises:
-            CheckpointError: something is missing or does not fit; nothing has been changed then, unless something
-                in it is of another kind than its name says.
+            CheckpointError: something is missing or does not fit. Nothing has been changed then, unless a value is
+                of another kind than its name says.
         """
         try:
-            wrong = self._mistakes(state, partial)
-            said = [] if wrong else self._put_back(state, partial)
+            wrong = self._find_mismatches(state, partial)
+            notes = [] if wrong else self._load(state)
         except UNREADABLE as error:
             wrong = [f"something in it is not what it should be ({type(error).__name__}: {first_line(error)})"]
         if wrong:
@@ -154,9 +162,9 @@ class TrainState:
                 f"The checkpoint does not fit: {'; '.join(wrong)}. Give the options of its run, or begin another: "
                 f"--resume none, or another --log-dir"
             )
-        return said
+        return notes
 
-    def _put_back(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+    def _load(self, state: Mapping[str, Any]) -> list[str]:
         restored, anew = ["model"], []
         # All names and shapes have been compared.
         self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
@@ -173,14 +181,13 @@ class TrainState:
         if state["data"] != self._data and self._progress.consumed:
             anew.append("data (the epoch begins again)")
             self._progress.consumed = 0
-        notes = self._restore_ranks(state["ranks"], partial, restored, anew)
-        said = [f"restored {', '.join(restored)}"]
-        said += [f"anew: {', '.join(anew)}"] if anew else []
-        return said + notes
+        notes = self._load_ranks(state["ranks"], restored, anew)
+        lines = [f"restored {', '.join(restored)}"]
+        lines += [f"anew: {', '.join(anew)}"] if anew else []
+        return lines + notes
 
-    def _restore_ranks(
-        self, ranks: Sequence[Mapping[str, Any]], partial: Collection[str], restored: list[str], anew: list[str]
-    ) -> list[str]:
+    def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], anew: list[str]) -> list[str]:
+        """Load the state that is kept per rank; append to `restored` and `anew`, and return further lines."""
         world, device = self._backend.world, self._backend.device
         same = len(ranks) == world.size
         mine = ranks[world.rank] if same else {}
@@ -195,11 +202,11 @@ class TrainState:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
             notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
         for name, buffer in mine.get("buffers", {}).items():
-            if not is_elsewhere(self._model.get_buffer(name)):
+            if not is_on_other_stage(self._model.get_buffer(name)):
                 self._model.get_buffer(name).copy_(buffer)
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
         if gathered:
-            # With other ranks, the first has gathered what all had.
+            # On another number of ranks, rank 0 has gathered everything, and the others nothing.
             whole = gathered[world.rank] if same else combined_state(gathered) if world.is_first else None
             self.metrics = whole
             restored.append("metrics")
@@ -208,19 +215,21 @@ class TrainState:
         return notes
 
     def _fits(self, state: Mapping[str, Any], name: str) -> bool:
+        """Return whether the state has this part, of the class that this run has."""
         return name in state and state["kinds"].get(name) == type(self._others[name]).__name__
 
-    def _mistakes(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+    def _find_mismatches(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
+        """Return one message per difference between a state and this run that `partial` does not allow."""
         missing = [name for name in ("model", "progress", "data", "kinds", "ranks") if name not in state]
         if missing:
             return [f"it has no {', '.join(missing)}, so it is not one of ours"]
         Progress().load_state_dict(state["progress"])
         for rank in state["ranks"]:
             self._check_rank(rank)
-        found = differences(self._model.state_dict(), state["model"])
+        found = find_differences(self._model.state_dict(), state["model"])
         for name in self._others:
             if self._fits(state, name):
-                found += [f"{key} of its {name} is no number" for key in self._not_numbers(state, name)]
+                found += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
             if name in partial or self._fits(state, name):
                 continue
             there = f"its {name} is {state['kinds'][name]}, not {type(self._others[name]).__name__}"
@@ -242,17 +251,21 @@ class TrainState:
         return found
 
     def _check_rank(self, rank: Mapping[str, Any]) -> None:
-        """What a rank has of its own, checked by all, or all but that one would go on."""
+        """Check the state of one rank, on all ranks: else all but that one would train on.
+
+        Raises:
+            TypeError, ValueError, LookupError, RuntimeError, AttributeError: it is none.
+        """
         if "random" in rank:
             check_rng_state(rank["random"])
         if "metrics" in rank:
             check_state(rank["metrics"])
         for name, buffer in rank.get("buffers", {}).items():
-            if _form(buffer) != _form(self._model.get_buffer(name)):
-                raise ValueError(f"{name} of a rank is {_form(buffer)}")
+            if _describe(buffer) != _describe(self._model.get_buffer(name)):
+                raise ValueError(f"{name} of a rank is {_describe(buffer)}")
 
-    def _not_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
-        """Settings that are numbers here and something else there: they would fail later, in a step."""
+    def _find_non_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
+        """Return the settings that are numbers here and not in the state: they would fail later, in a step."""
         ours, theirs = self._others[name].state_dict(), state[name]
         pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
         return [
@@ -263,26 +276,26 @@ class TrainState:
         ]
 
 
-def is_elsewhere(value: Any) -> bool:
-    """Whether another stage has this tensor."""
+def is_on_other_stage(value: Any) -> bool:
+    """Return whether this is a tensor whose contents another stage has."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """How the tensors of a saved model differ from this model's: by name, by shape, by type."""
+def find_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return how a saved model's tensors (`theirs`) differ from this model's in name, type and shape."""
     lines = []
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in theirs:
-            lines.append(f"{name} {_form(ours[name])} is not in it")
+            lines.append(f"{name} {_describe(ours[name])} is not in it")
         elif name not in ours:
-            lines.append(f"{name} {_form(theirs[name])} is not in this model")
-        elif _form(ours[name]) != _form(theirs[name]):
-            lines.append(f"{name} is {_form(theirs[name])}, and here {_form(ours[name])}")
+            lines.append(f"{name} {_describe(theirs[name])} is not in this model")
+        elif _describe(ours[name]) != _describe(theirs[name]):
+            lines.append(f"{name} is {_describe(theirs[name])}, and here {_describe(ours[name])}")
     more = len(lines) - MAX_LINES
     return [*lines[:MAX_LINES], f"and {more} more"] if more > 0 else lines
 
 
-def _form(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -28,5 +28,5 @@ def main(argv: Sequence[str]) -> int:
         export_tensors(found.state["model"], options.file)
     except (OSError, KeyError) as error:
         raise CheckpointError(f"{options.file} cannot be written: {error}") from error
-    print("\n".join([*found.said, f"weights are in {options.file}"]))
+    print("\n".join([*found.notes, f"weights are in {options.file}"]))
     return 0

@@ -171,7 +171,7 @@ def count_different_bits(first: Path, second: Path) -> int:
     """Count the bits that differ in the tensors of two runs' last checkpoints: weights, statistics, optimizer."""
     states = []
     for folder in (first, second):
-        (_, path), *_ = storage.whole(folder)[0]
+        (_, path), *_ = storage.find_checkpoints(folder)[0]
         states.append(storage.load(path))
     ours, theirs = (dict(flatten_tensors([state["model"], state["optimizer"]])) for state in states)
     if ours.keys() != theirs.keys():
