@@ -133,7 +133,7 @@ def _make_stage(
     group: dist.ProcessGroup,
     worked: Callable[[float], None],
 ) -> Any:
-    """A `PipelineStage` that says what it does, for the watch over the ranks and the measured bubble."""
+    """Create a `PipelineStage` that reports its phases, to the health monitor and for the measured bubble."""
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
