@@ -215,8 +215,10 @@ def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> No
     with selectors.DefaultSelector() as selector:
         listener = RankListener(LOOPBACK, 2, selector, on_rank=lambda rank, channel, messages: None)
         for message in (
-            b'{"token": "\\ud800", "rank": 1}',
-            b'{"token": 1, "rank": 1}',
+            b'{"kind": "hello", "token": "\\ud800", "rank": 1}',
+            b'{"kind": "hello", "token": "\xc3\xa9", "rank": 1}',
+            b'{"kind": "hello", "token": 1, "rank": 1}',
+            b'{"kind": "done"}',
             b"[1]",
             b'{"rank": true}',
             b"\xff",

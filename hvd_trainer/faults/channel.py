@@ -1,19 +1,21 @@
-"""A connection between the monitors of two ranks: JSON objects, one per line, over a socket."""
+"""A connection between the monitors of two ranks: messages as JSON, one per line, over a socket."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+
+import msgspec
+
+from hvd_trainer.faults.messages import Message
 
 MAX_HELLO_BYTES = 1 << 12
 """Of the first message, which has the token."""
 MAX_MESSAGE_BYTES = 1 << 24
 """Of a message of a rank, which may have its stacks."""
+_decoder = msgspec.json.Decoder(Message)
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -34,12 +36,12 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. Errors are ignored: that the other end is gone shows in `receive`."""
         with suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[Message] | None:
         """Return the messages that have arrived; None if the other end is gone, or sends something else."""
         try:
             data = self._socket.recv(1 << 16)
@@ -47,13 +49,10 @@ class Channel:
             return None
         *lines, self._unread = (self._unread + data).split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
+            messages = [_decoder.decode(line) for line in lines]
+        except (msgspec.MsgspecError, RecursionError):
             return None
-        is_valid = (
-            data and len(self._unread) < self.max_bytes and all(isinstance(message, dict) for message in messages)
-        )
-        return messages if is_valid else None
+        return messages if data and len(self._unread) < self.max_bytes else None
 
     def close(self) -> None:
         self._socket.close()

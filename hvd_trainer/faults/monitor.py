@@ -18,14 +18,15 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, Failure, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
+from hvd_trainer.faults.messages import Done, Message, RankEnded
 from hvd_trainer.faults.root_cause import Heartbeat, RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
@@ -83,7 +84,7 @@ class Monitor(ABC):
         self.selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self.selector.register(self._wake_receiver, selectors.EVENT_READ, self._handle_posted)
-        self._posted: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._decided = threading.Event()
         self._closing = False
         self._parent = os.getppid() if self.world.launcher in PARENT_LAUNCHERS else None
@@ -102,7 +103,7 @@ class Monitor(ABC):
     def report_done(self) -> None:
         """Tell the other ranks that this one has come to its end and waits for theirs."""
         self.activity.enter(END)
-        self._post({"kind": "done"})
+        self._post(Done())
 
     def report_error(self, error: BaseException) -> RootCause | None:
         """Tell the other ranks why this one fails; return the failure that ends the job, or None if unknown."""
@@ -119,7 +120,7 @@ class Monitor(ABC):
 
     def close(self) -> None:
         """End the monitor."""
-        self._post({"kind": "close"})
+        self._post(None)
         self._thread.join(2 * EXIT_GRACE_S)
         if self._exit_timer is not None:
             self._exit_timer.cancel()
@@ -128,34 +129,36 @@ class Monitor(ABC):
         self._wake_receiver.close()
         self.local_ranks.close()
 
-    def _post(self, message: dict[str, Any]) -> None:
+    def _post(self, message: Message | None) -> None:
+        """Have the monitor's thread handle a message; None ends the thread."""
         self._posted.put(message)
         self._wake_sender.send(b"!")
 
-    def _describe_error(self, error: BaseException) -> dict[str, Any]:
-        kind, detail = "raised", ""
+    def _describe_error(self, error: BaseException) -> RankEnded:
+        how: Literal["raised", "left", "interrupted"] = "raised"
+        detail = ""
         text = "".join(traceback.format_exception_only(error)).strip()
         if isinstance(error, KeyboardInterrupt):
-            kind, text = "interrupted", "was interrupted"
+            how, text = "interrupted", "was interrupted"
         elif isinstance(error, SystemExit):
-            kind, text = "left", f"called sys.exit({error.code}), and other ranks have not come to their end"
+            how, text = "left", f"called sys.exit({error.code}), and other ranks have not come to their end"
         elif isinstance(error, UserError):
             text = first_line(error)
         elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
-        return {
-            "kind": kind,
-            "text": text,
-            "detail": detail,
-            "in_exchange": self.activity.in_exchange,
-            "user": isinstance(error, UserError),
-            "heartbeat": asdict(self.own_heartbeat()),
-        }
+        return RankEnded(
+            how=how,
+            text=_encodable(text),
+            detail=_encodable(detail),
+            in_exchange=self.activity.in_exchange,
+            is_users=isinstance(error, UserError),
+            heartbeat=self.own_heartbeat(),
+        )
 
     # Called by the monitor's thread.
 
     @abstractmethod
-    def handle_posted(self, message: dict[str, Any]) -> None:
+    def handle_posted(self, message: Message) -> None:
         """Handle a message of this rank itself."""
 
     @abstractmethod
@@ -211,7 +214,7 @@ class Monitor(ABC):
         self._wake_receiver.recv(1 << 12)
         while not self._posted.empty():
             message = self._posted.get()
-            if message["kind"] == "close":
+            if message is None:
                 self._closing = True
             else:
                 self.handle_posted(message)
@@ -220,7 +223,7 @@ class Monitor(ABC):
         """Treat the death of this rank's launcher, which would have ended it, as a failure."""
         if self._parent is not None and os.getppid() != self._parent:
             self._parent = None
-            self.handle_posted({"kind": "orphaned", "text": f"its launcher, {self.world.launcher}, has ended"})
+            self.handle_posted(RankEnded(how="orphaned", text=f"its launcher, {self.world.launcher}, has ended"))
 
     def resume(self, seconds: float) -> None:
         """Go on after a suspension of so many seconds, which do not count as lack of progress."""
@@ -312,6 +315,11 @@ class Monitor(ABC):
             with suppress(OSError):
                 os.write(2, text.encode())
         os._exit(CRASH_EXIT_CODE)
+
+
+def _encodable(text: str) -> str:
+    """Return a text as UTF-8 can encode it: a file's name in an error may have other bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_debugged() -> bool:

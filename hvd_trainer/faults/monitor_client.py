@@ -7,8 +7,6 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +14,7 @@ from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.messages import Alive, Bye, Done, Hello, JobEnded, Message, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
     EXIT_GRACE_S,
@@ -50,7 +49,7 @@ class MonitorClient(Monitor):
             ) from error
         connection.settimeout(STACKS_TIMEOUT_S)
         self._channel = Channel(connection)
-        self._channel.send({"token": self._token, "rank": self.world.rank})
+        self._channel.send(Hello(token=self._token, rank=self.world.rank))
         self._last_message = time.monotonic()
         self._lost_at: float | None = None
         self._may_disconnect = False
@@ -59,12 +58,12 @@ class MonitorClient(Monitor):
         """the silent ranks of this machine that this rank acts for"""
         self.selector.register(self._channel, selectors.EVENT_READ, self._receive)
 
-    def handle_posted(self, message: dict[str, Any]) -> None:
-        self._may_disconnect = self._may_disconnect or message["kind"] == "done"
+    def handle_posted(self, message: Message) -> None:
+        self._may_disconnect = self._may_disconnect or isinstance(message, Done)
         self._channel.send(message)
 
     def send_heartbeat(self) -> None:
-        self._channel.send({"kind": "heartbeat", "heartbeat": asdict(self.own_heartbeat())})
+        self._channel.send(Alive(heartbeat=self.own_heartbeat()))
 
     def _receive(self) -> None:
         messages = self._channel.receive()
@@ -77,16 +76,16 @@ class MonitorClient(Monitor):
         for message in messages:
             self._handle(message)
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        match message["kind"]:
-            case "stacks":
-                self._silent = self.local_ranks.silent_neighbours(message["silent"])
+    def _handle(self, message: Message) -> None:
+        match message:
+            case StacksRequest(silent=silent):
+                self._silent = self.local_ranks.silent_neighbours(silent)
                 for rank in [self.world.rank, *self._silent]:
-                    self._channel.send({"kind": "stacks", "of": rank, "text": self.local_ranks.stacks_of(rank)})
-            case "end":
+                    self._channel.send(Stacks(rank=rank, text=self.local_ranks.stacks_of(rank)))
+            case JobEnded(cause=cause, exit_in_s=exit_in_s):
                 self.local_ranks.kill(self._silent)
-                self.end_job(RootCause(**message["cause"]), message["exit_in_s"])
-            case "bye":
+                self.end_job(cause, exit_in_s)
+            case Bye():
                 self._may_disconnect = True
 
     def check(self, now: float) -> None:
@@ -144,7 +143,7 @@ class MonitorClient(Monitor):
         return self._lost_at is not None and not self._may_disconnect
 
     def disconnect(self) -> None:
-        self._channel.send({"kind": "done"})
+        self._channel.send(Done())
         self._channel.close()
 
     def disconnect_if_done(self) -> bool:

@@ -6,14 +6,14 @@ import json
 import selectors
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.messages import Alive, Bye, Done, JobEnded, Message, RankEnded, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
     EXIT_GRACE_S,
@@ -78,7 +78,7 @@ class MonitorServer(Monitor):
         self._listener = RankListener(address, self.world.size, self.selector, self._add_rank)
         store.set("monitor", json.dumps([address, self._listener.port, self._listener.token]))
 
-    def _add_rank(self, rank: int, channel: Channel, messages: list[dict[str, Any]]) -> None:
+    def _add_rank(self, rank: int, channel: Channel, messages: list[Message]) -> None:
         self._channels[rank] = channel
         self._heartbeats[rank], self._last_message[rank] = Heartbeat(), time.monotonic()
         self.selector.register(channel, selectors.EVENT_READ, lambda: self._receive(rank))
@@ -98,28 +98,25 @@ class MonitorServer(Monitor):
         for message in messages:
             self._handle(rank, message)
 
-    def handle_posted(self, message: dict[str, Any]) -> None:
+    def handle_posted(self, message: Message) -> None:
         self._handle(0, message)
 
-    def _handle(self, rank: int, message: dict[str, Any]) -> None:
-        if "heartbeat" in message:
-            self._heartbeats[rank] = Heartbeat(**message["heartbeat"])
-        match message["kind"]:
-            case "done":
+    def _handle(self, rank: int, message: Message) -> None:
+        if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
+            self._heartbeats[rank] = message.heartbeat
+        match message:
+            case Done():
                 self._done.add(rank)
-            case "stacks":
+            case Stacks():
                 if self._stall is not None:
-                    self._stall.stacks[message["of"]] = message["text"]
-            case "raised" | "left" | "interrupted" | "orphaned" as kind:
-                is_users = message.get("user", False)
-                event = Event(
-                    kind, rank, message["text"], message.get("detail", ""), message.get("in_exchange", False)
-                )
-                if self.cause is None and rank == 0 and (is_users or kind == "interrupted"):
+                    self._stall.stacks[message.rank] = message.text
+            case RankEnded(how=how):
+                if self.cause is None and rank == 0 and (message.is_users or how == "interrupted"):
                     # All ranks have the same error, and rank 0's main thread prints it.
-                    self._end_all(RootCause(0, event.text, reported=kind == "interrupted"), EXIT_GRACE_S)
+                    self._end_all(RootCause(0, message.text, reported=how == "interrupted"), EXIT_GRACE_S)
                 else:
-                    self._add_event(event, certain=not is_users)
+                    event = Event(how, rank, message.text, message.detail, message.in_exchange)
+                    self._add_event(event, certain=not message.is_users)
 
     def _add_event(self, event: Event, certain: bool = True) -> None:
         if not self._events:
@@ -130,7 +127,7 @@ class MonitorServer(Monitor):
 
     def send_heartbeat(self) -> None:
         for channel in self._channels.values():
-            channel.send({"kind": "heartbeat"})
+            channel.send(Alive())
 
     def check(self, now: float) -> None:
         if self.cause is not None:
@@ -187,7 +184,7 @@ class MonitorServer(Monitor):
     def _end_all(self, cause: RootCause, exit_in_s: float) -> None:
         """Tell all ranks why the job ends, and in how many seconds they have to."""
         for channel in self._channels.values():
-            channel.send({"kind": "end", "cause": asdict(cause), "exit_in_s": exit_in_s})
+            channel.send(JobEnded(cause=cause, exit_in_s=exit_in_s))
         self.end_job(cause, exit_in_s + RANK_0_DELAY_S)
 
     # Ranks that stall.
@@ -204,7 +201,7 @@ class MonitorServer(Monitor):
         silent = stall.ranks if stall.kind == "silent" else ()
         for rank, channel in self._channels.items():
             if rank not in silent:
-                channel.send({"kind": "stacks", "silent": silent})
+                channel.send(StacksRequest(silent=silent))
         for rank in [0, *self.local_ranks.silent_neighbours(silent)]:
             self._stall.stacks[rank] = self.local_ranks.stacks_of(rank)
 
@@ -249,7 +246,7 @@ class MonitorServer(Monitor):
 
     def disconnect(self) -> None:
         for channel in self._channels.values():
-            channel.send({"kind": "bye"})
+            channel.send(Bye())
             channel.close()
         self._listener.close()
 

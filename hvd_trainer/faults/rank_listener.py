@@ -7,9 +7,9 @@ import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from hvd_trainer.faults.channel import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, Channel
+from hvd_trainer.faults.messages import Hello, Message
 
 MAX_UNAUTHENTICATED = 256
 """Connections that have not sent the token yet, beyond as many as there are ranks. The oldest is closed first."""
@@ -35,7 +35,7 @@ class RankListener:
         address: str,
         size: int,
         selector: selectors.BaseSelector,
-        on_rank: Callable[[int, Channel, list[dict[str, Any]]], None],
+        on_rank: Callable[[int, Channel, list[Message]], None],
     ) -> None:
         self.token = secrets.token_hex(16)
         self._max_unauthenticated = MAX_UNAUTHENTICATED + size
@@ -69,7 +69,7 @@ class RankListener:
         if messages == []:
             return  # not a whole line yet
         match messages:
-            case [{"token": str(token), "rank": int(rank)}, *rest] if (
+            case [Hello(token=token, rank=rank), *rest] if (
                 secrets.compare_digest(ascii(token), ascii(self.token)) and rank in self._awaited
             ):
                 del self._unauthenticated[channel]
