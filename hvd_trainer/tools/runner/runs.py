@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import psutil
 
 from hvd_trainer.errors import LaunchError, OptionError
@@ -129,11 +129,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[RunRecord]:
-    """Return the records of all runs that have ended, in their order; incomplete lines are left out.
+    """Return the records of all runs that have ended, in their order; lines that are no records are left out.
 
     Args:
-        are_figures: whether these can be a run's that is done. The folder may come from elsewhere, and a line in
-            which they are something else is none either.
+        folder: that of the tool; it may come from elsewhere, so that a line may hold anything.
+        are_figures: whether these can be the figures of a run that is done.
 
     Raises:
         OptionError: the file cannot be read.
@@ -142,25 +142,13 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
     try:
         with suppress(FileNotFoundError), open_regular(folder / RUNS) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
-                with suppress(ValueError, TypeError, RecursionError):
-                    run = RunRecord(**json.loads(line))
-                    if _is_run(run) and (run.state != "done" or are_figures(run.figures)):
+                with suppress(msgspec.MsgspecError, RecursionError):
+                    run = msgspec.json.decode(line, type=RunRecord)
+                    if run.state != "done" or are_figures(run.figures):
                         runs.append(run)
     except OSError as error:
         raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
     return runs
-
-
-def _is_run(run: RunRecord) -> bool:
-    return (
-        isinstance(run.identity, dict)
-        and type(run.round) is int
-        and run.state in ("done", "failed", "killed")
-        and all(isinstance(value, int | float) and math.isfinite(value) for value in (run.seconds, run.began_at))
-        and isinstance(run.note, str)
-        and isinstance(run.output, str)
-        and isinstance(run.figures, dict)
-    )
 
 
 def append_run(folder: Path, run: RunRecord) -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import yaml
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
 from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s
@@ -38,7 +38,38 @@ MAX_STEPS = 10_000_000
 """Steps of a run whose figures are read from a file."""
 RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "base_memory_mb")
 
+Positive = Annotated[float, Meta(gt=0)]
 Steps = Mapping[str, Any]
+
+
+class Work(Struct):
+    """What `read_figures` and `read_probed` say of a run's work, as far as it is computed with."""
+
+    steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
+    rates: list[tuple[float, int]]
+    """learning rates, each with the number of its steps"""
+    global_batch_size: Positive | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if sum(count for _, count in self.rates) != self.steps:
+            raise ValueError("as many rates as steps are needed")
+
+
+Parts = msgspec.defstruct("Parts", [(name, float) for name in STEP_PARTS])
+Figures = msgspec.defstruct(
+    "Figures",
+    [
+        ("work", Work),
+        ("first_step_at", float),
+        ("parts", Parts | UnsetType, UNSET),
+        *((name, float | UnsetType, UNSET) for name in (*RESULTS, "bubble")),
+        *((name, Positive | UnsetType, UNSET) for name in SPEEDS),
+        *((name, list[float] | UnsetType, UNSET) for name in LISTS),
+        ("curve", list[tuple[float, float]] | UnsetType, UNSET),
+        ("weights", str | None, None),
+    ],
+)
+"""The types of the figures of a run."""
 
 
 def read_steps(log: Path) -> list[Steps]:
@@ -104,30 +135,10 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
 def are_figures(figures: Mapping[str, Any]) -> bool:
     """Return whether figures from a file, which may hold anything, are like those of a run."""
     try:
-        work, parts = figures["work"], [figures[name] for name in ("parts",) if name in figures]
-        steps = work["steps"]
-        numbers = [figures["first_step_at"], *(figures[name] for name in RESULTS if name in figures)]
-        numbers += [its[name] for its in parts for name in STEP_PARTS]
-        numbers += [figures[name] for name in ("bubble",) if name in figures]
-        numbers += [number for name in LISTS for number in figures.get(name, [])]
-        numbers += [number for point in figures.get("curve", []) for number in _pair(point)]
-        numbers += [rate for rate, _ in map(_pair, work["rates"])]
-        speeds = [figures[name] for name in SPEEDS if name in figures]
-        speeds += [work[name] for name in ("global_batch_size",) if name in work]
-        return (
-            all(isinstance(number, int | float) and math.isfinite(number) for number in [*numbers, *speeds])
-            and all(speed > 0 for speed in speeds)
-            and 0 <= steps <= MAX_STEPS
-            and sum(operator.index(count) for _, count in work["rates"]) == steps
-            and isinstance(figures.get("weights"), str | None)
-        )
-    except (TypeError, ValueError, LookupError, AttributeError):
+        msgspec.convert(figures, Figures)
+    except msgspec.ValidationError:
         return False
-
-
-def _pair(value: Sequence[Any]) -> Sequence[Any]:
-    first, second = value
-    return first, second
+    return True
 
 
 def _started(ranks: Sequence[Steps]) -> dict[str, float]:
