@@ -222,7 +222,7 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         held = _watched_cuts(whole)
         layout.prepare(whole, optimizer, lambda: None)
         mine = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
-        merged, updates = layout.merged(mine), layout.merged_updates(optimizer.state_dict()["state"])
+        merged, updates = layout.gather_state(mine), layout.gather_optimizer_state(optimizer.state_dict()["state"])
         layout.close()
         if merged is None or updates is None:
             return backend.world.rank, {"held": held}

@@ -22,14 +22,20 @@ from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.step import StepParts
 from hvd_trainer.parallel import sharded_optimizer
-from hvd_trainer.parallel.device_pipeline import ticks
+from hvd_trainer.parallel.device_pipeline import clock_cycles
 from hvd_trainer.parallel.grid import check_stages, make_grid
-from hvd_trainer.parallel.microbatch import cut
-from hvd_trainer.parallel.partition import balanced, block_names, make_parts, read_balance
+from hvd_trainer.parallel.microbatch import split_batch
+from hvd_trainer.parallel.partition import balance_weights, block_names, make_partitions, parse_balance
 from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.parallel.pipeline_layout import refuse_stages_on_gloo
 from hvd_trainer.parallel.schedule import bubble, check_chunks
-from hvd_trainer.parallel.sharded_optimizer import BUCKET_BYTES, UNDER_WAY, ShardedOptimizer, buckets, share_out
+from hvd_trainer.parallel.sharded_optimizer import (
+    BUCKET_BYTES,
+    MAX_BUCKETS_IN_FLIGHT,
+    ShardedOptimizer,
+    assign_owners,
+    make_buckets,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +77,9 @@ def every_cut(weights: Sequence[float], parts: int) -> list[tuple[float, float]]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_balanced_finds_the_best_cut(weights: list[int], data: st.DataObject) -> None:
+def test_balance_weights_finds_the_best_cut(weights: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(weights)))
-    sizes = balanced([float(weight) for weight in weights], parts)
+    sizes = balance_weights([float(weight) for weight in weights], parts)
     assert len(sizes) == parts
     assert min(sizes) >= 1
     rest = iter(weights)
@@ -85,12 +91,12 @@ def test_balanced_finds_the_best_cut(weights: list[int], data: st.DataObject) ->
 def test_parts_are_balanced_by_bytes_hand_or_time() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     names = block_names(model, "--stages 2")
-    by_bytes = make_parts(model, names, 2, "bytes", "--stages 2", None)
+    by_bytes = make_partitions(model, names, 2, "bytes", "--stages 2", None)
     assert [part.names for part in by_bytes] == [("0",), ("1", "2", "3")]
     assert [part.parameters for part in by_bytes] == [72, 90]
-    by_hand = make_parts(model, names, 2, "3,1", "--stages 2", None)
+    by_hand = make_partitions(model, names, 2, "3,1", "--stages 2", None)
     assert [list(part.blocks) for part in by_hand] == [[0, 1, 2], [3]]
-    by_time = make_parts(model, names, 2, "time", "--stages 2", [0.1, 0.7, 0.1, 0.1])
+    by_time = make_partitions(model, names, 2, "time", "--stages 2", [0.1, 0.7, 0.1, 0.1])
     assert [part.names for part in by_time] == [("0", "1"), ("2", "3")]
     assert by_time[0].seconds == pytest.approx(0.8)
 
@@ -98,7 +104,7 @@ def test_parts_are_balanced_by_bytes_hand_or_time() -> None:
 @pytest.mark.parametrize("text", ["", "3,", "a", "3,-1", "3,0,1", "4,1", "1,2", "5"])
 def test_balance_by_hand_must_fit(text: str) -> None:
     with pytest.raises(OptionError, match="--balance 3,2|none of them empty. Type for instance: --balance 2,2"):
-        read_balance(text, 4, 2)
+        parse_balance(text, 4, 2)
 
 
 def test_block_names_refuses_models_that_cannot_be_cut() -> None:
@@ -110,8 +116,8 @@ def test_block_names_refuses_models_that_cannot_be_cut() -> None:
         block_names(tied, "--stages 2")
 
 
-def test_ticks_order_parts_on_several_devices() -> None:
-    drawn = [" ".join(f"{part}:{chunk}" for part, chunk in tick) for tick in ticks(2, 3)]
+def test_clock_cycles_order_parts_on_several_devices() -> None:
+    drawn = [" ".join(f"{part}:{chunk}" for part, chunk in tick) for tick in clock_cycles(2, 3)]
     assert drawn == ["0:0", "0:1 1:0", "0:2 1:1", "1:2"]
 
 
@@ -131,19 +137,19 @@ def test_check_chunks_refuses_counts_without_an_order() -> None:
         check_chunks("interleaved", 4, 9)
 
 
-def test_cut_pads_a_short_batch() -> None:
+def test_split_batch_pads_a_short_batch() -> None:
     numbers = torch.arange(10)
-    chunks = cut((numbers, numbers), 4, 3)
+    chunks = split_batch((numbers, numbers), 4, 3)
     assert [chunk.inputs.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
     assert [chunk.targets.tolist() for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    assert [chunk.samples for chunk in cut((numbers[:2], numbers[:2]), 3, 2)] == [2, 0, 0]
+    assert [chunk.samples for chunk in split_batch((numbers[:2], numbers[:2]), 3, 2)] == [2, 0, 0]
 
 
 def test_broadcast_buckets_are_small() -> None:
     """Engines keep what they have sent last: copies of all parameters cost the memory that sharding saves."""
     sizes = [5, 3 * 2**18, 2**20, 2**22, 2**18, 7]  # 2**20 of them are a bucket
     parameters = [torch.zeros(size) for size in sizes] + [torch.zeros(4, dtype=torch.float64)]
-    found = buckets(parameters)
+    found = make_buckets(parameters)
     assert [parameter for bucket in found for parameter in bucket] == parameters
     assert [[parameter.numel() for parameter in bucket] for bucket in found] == [
         *([5, 3 * 2**18], [2**20], [2**22]),
@@ -191,18 +197,18 @@ def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPa
         activity=SimpleNamespace(waiting=nullcontext),
         broadcast_to_replicas=broadcast_to_replicas,
     )
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * UNDER_WAY)]  # two fit into a bucket
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * MAX_BUCKETS_IN_FLIGHT)]  # two fit into a bucket
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     updates = ShardedOptimizer(backend, optimizer)
     for parameter in parameters:
         parameter.grad = torch.ones(1)
     optimizer.step()
-    assert sent == [[0] * UNDER_WAY, [1] * UNDER_WAY]
+    assert sent == [[0] * MAX_BUCKETS_IN_FLIGHT, [1] * MAX_BUCKETS_IN_FLIGHT]
     assert [p.item() for p in parameters] == [-1 if updates.owns(p) else 7 for p in parameters]
 
 
-def test_share_out_balances_sizes() -> None:
-    assert share_out([10, 1, 1, 8, 2], 2) == [0, 0, 1, 1, 1]
+def test_assign_owners_balances_sizes() -> None:
+    assert assign_owners([10, 1, 1, 8, 2], 2) == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

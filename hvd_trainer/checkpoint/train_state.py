@@ -44,13 +44,13 @@ class ModelShards(Protocol):
     is_whole: bool
     seeds_itself: bool
 
-    def merged(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+    def gather_state(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
 
-    def merged_updates(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
+    def gather_optimizer_state(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None: ...
 
-    def local_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]: ...
+    def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def local(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
+    def local_optimizer_state(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
 
 
 class TrainState:
@@ -101,11 +101,11 @@ class TrainState:
             own = dict(self._model.named_buffers())
             mine["buffers"] = {name: own[name] for name in means}
         ranks = self._backend.all_gather_object(mine)
-        model = self._parts.merged({name: means.get(name, value) for name, value in self._owned().items()})
+        model = self._parts.gather_state({name: means.get(name, value) for name, value in self._owned().items()})
         if model is not None:
             model = {name: model[name] for name in self._model.state_dict()}  # in the model's order
         others = {name: part.state_dict() for name, part in self._others.items()}
-        others["optimizer"]["state"] = self._parts.merged_updates(others["optimizer"]["state"])
+        others["optimizer"]["state"] = self._parts.gather_optimizer_state(others["optimizer"]["state"])
         if not (everywhere or self._backend.world.is_first):
             return None
         return {
@@ -133,7 +133,7 @@ class TrainState:
         if self._parts.is_whole:
             export_weights(self._model, folder)
             return
-        weights = self._parts.merged(self._owned())
+        weights = self._parts.gather_state(self._owned())
         if folder is not None and weights is not None:
             export_tensors(weights, folder / WEIGHTS)
 
@@ -167,12 +167,12 @@ class TrainState:
     def _load(self, state: Mapping[str, Any]) -> list[str]:
         restored, anew = ["model"], []
         # All names and shapes have been compared.
-        self._model.load_state_dict(self._parts.local_model(self._model, state["model"]), strict=False)
+        self._model.load_state_dict(self._parts.local_model_state(self._model, state["model"]), strict=False)
         for name, part in self._others.items():
             if self._fits(state, name):
                 its = state[name]
                 if name == "optimizer":
-                    its = {**its, "state": self._parts.local(part, its["state"])}
+                    its = {**its, "state": self._parts.local_optimizer_state(part, its["state"])}
                 part.load_state_dict(its)
                 restored.append(name)
             else:

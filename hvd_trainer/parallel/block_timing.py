@@ -1,4 +1,4 @@
-"""How long each block of a model takes, measured."""
+"""Measured time of each block of a model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from hvd_trainer.optim.step import mixed_precision
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import isolated_rng
 
-WARM_UP, ROUNDS = 2, 7
-ENOUGH_S = 1.0
-"""For one block, if it has been measured at all: large ones vary less."""
+NUM_WARM_UP, NUM_ROUNDS = 2, 7
+MAX_BLOCK_S = 1.0
+"""Time limit for one block, after its first measured round: slow blocks vary less."""
 
 
 def time_blocks(
     blocks: Sequence[nn.Module], inputs: Any, device: torch.device, precision: str = "fp32"
 ) -> list[float]:
-    """The median seconds of forward and backward of each block, for one chunk.
+    """Return the median time of forward and backward of each block for one micro-batch, in seconds.
 
     One block at a time is copied to the device, so that the model need not fit there.
 
     Args:
-        inputs: of one chunk.
-        precision: as in training.
+        blocks: in order.
+        inputs: of one micro-batch.
+        device: to measure on.
+        precision: fp32, bf16 or fp16.
     """
     value, times = inputs, []
     with isolated_rng(device), torch.enable_grad():
@@ -38,16 +40,16 @@ def time_blocks(
             here = copy.deepcopy(block).to(device).train()
             taken: list[float] = []
             start = _now(device)
-            for number in range(WARM_UP + ROUNDS):
+            for number in range(NUM_WARM_UP + NUM_ROUNDS):
                 began = _now(device)
-                if taken and began - start > ENOUGH_S:
+                if taken and began - start > MAX_BLOCK_S:
                     break
                 with mixed_precision(device, precision):
                     outputs = here(value)
                 roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 if roots:
                     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-                if number >= WARM_UP:
+                if number >= NUM_WARM_UP:
                     taken.append(_now(device) - began)
             times.append(median(taken))
             value = tree_map_only(Tensor, _as_input, outputs)
@@ -55,7 +57,7 @@ def time_blocks(
 
 
 def _as_input(tensor: Tensor) -> Tensor:
-    """As it comes into the next block: one that backward goes through as well."""
+    """Return a tensor as an input of the next block: a leaf that requires a gradient if the output did."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

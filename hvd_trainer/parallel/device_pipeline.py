@@ -1,11 +1,11 @@
-"""Several devices of one process, each with a part of the model.
+"""Pipeline over several devices of one process, each with a partition of the model.
 
-    ticks       0    1    2    3    4          chunk 1 is on the first device while chunk 0 is on the second
+    cycles      0    1    2    3    4          chunk 1 is on the first device while chunk 0 is on the second
     cuda:0      F0   F1   F2
     cuda:1           F0   F1   F2
     cuda:2                F0   F1   F2
 
-What is asked of a GPU, copies too, goes into its queue, and Python goes on to the next one. The order is that of
+Work for a GPU, copies too, goes into its queue, and Python goes on to the next GPU. The order is that of
 torchgpipe (Kim et al., 2020). Backward goes chunk by chunk, and overlaps for the same reason.
 """
 
@@ -23,18 +23,18 @@ from hvd_trainer.parallel.microbatch_loss import MicroBatchLoss
 from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
 
 
-def ticks(parts: int, chunks: int) -> Iterator[list[tuple[int, int]]]:
-    """What is computed at the same time: (part, chunk) pairs, tick by tick."""
-    for tick in range(parts + chunks - 1):
-        yield [(part, tick - part) for part in range(parts) if 0 <= tick - part < chunks]
+def clock_cycles(parts: int, chunks: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the (part, chunk) pairs that are computed at the same time, cycle by cycle."""
+    for cycle in range(parts + chunks - 1):
+        yield [(part, cycle - part) for part in range(parts) if 0 <= cycle - part < chunks]
 
 
 class DevicePipeline:
-    """All parts in this process, one after the other on their devices.
+    """Run all partitions in this process, each on its device.
 
     Args:
-        parts: the model's, in order; outputs come back to the first one's device.
-        devices: of the parts.
+        parts: all partitions of the model, in order; outputs return to the first one's device.
+        devices: one per partition.
     """
 
     def __init__(self, parts: Sequence[StageModule], devices: Sequence[torch.device]) -> None:
@@ -42,27 +42,27 @@ class DevicePipeline:
         self.group: dist.ProcessGroup | None = None
 
     def train(
-        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, draws: Callable[[int], MicroBatchRNG]
+        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, rng: Callable[[int], MicroBatchRNG]
     ) -> None:
-        """Forward and backward of all chunks."""
+        """Run forward and backward of all micro-batches."""
         for part in self._parts:
-            part.draws_of = draws
+            part.rng_of = rng
         for share in self._forward(chunks, loss):
             share.backward()
 
     def evaluate(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
-        """Forward of all chunks."""
+        """Run forward of all micro-batches."""
         self._forward(chunks, loss)
 
     def _forward(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> list[Tensor]:
         values = [chunk.inputs for chunk in chunks]
-        for together in ticks(len(self._parts), len(chunks)):
+        for together in clock_cycles(len(self._parts), len(chunks)):
             for part, chunk in together:
                 self._parts[part].chunk = chunk
-                values[chunk] = self._parts[part](moved(values[chunk], self._devices[part]))
-        return [loss(moved(value, self._devices[0]), number) for number, value in enumerate(values)]
+                values[chunk] = self._parts[part](move_to(values[chunk], self._devices[part]))
+        return [loss(move_to(value, self._devices[0]), number) for number, value in enumerate(values)]
 
 
-def moved(value: object, device: torch.device) -> object:
-    """A copy on the device, of which Python does not wait for the end; the value itself if it is there."""
+def move_to(value: object, device: torch.device) -> object:
+    """Start to copy a value to a device; return it unchanged if it is there."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)

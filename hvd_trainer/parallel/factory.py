@@ -1,4 +1,4 @@
-"""The layout of a job, by its options."""
+"""The choice of a layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_trainer.parallel.pipeline_layout import PipelineLayout
 def make_layout(
     backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
 ) -> Layout:
-    """How this job's ranks share model and data. The engine must have started.
+    """Return how this job's ranks share model and data. The engine must have started.
 
     Raises:
         OptionError: the options do not fit each other, or the ranks.

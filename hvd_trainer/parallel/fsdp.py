@@ -1,11 +1,11 @@
-"""Parameters, gradients and optimizer state shared out among copies of a model: PyTorch's fully_shard (FSDP2).
+"""Parameters, gradients and optimizer state sharded over replicas: PyTorch's fully_shard (FSDP2).
 
-    block        0        1        2          a rank has a slice of each parameter
+    block        0        1        2          a rank has a shard of each parameter
     forward      gather   gather   gather     and the whole of one block at a time, while it is computed
-    backward     <------- gather, and the sum of its gradients is sent back in slices
+    backward     <------- gather, then reduce-scatter of its gradients
 
-Of a model in stages, the copies of a stage do so among themselves; within a step its blocks stay gathered, as they
-are needed for each chunk. Each parameter is a `DTensor`; its name and shape stay those of the whole.
+Of a model in stages, the ranks of a replica group shard their stage; within a step its blocks stay gathered,
+because each micro-batch needs them. Each parameter is a `DTensor`, whose name and shape are those of the whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hvd_trainer.utils.tensors import parameters_of
 
 
 class FSDPShards:
-    """Hold the slices that this rank has of a model's parameters, or of a stage's.
+    """Shard the parameters of a model, or of a stage, over the replica group.
 
     Args:
         backend: the engine.
@@ -47,7 +47,7 @@ class FSDPShards:
         self.is_first = backend.replica_group[0] == backend.world.rank
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that is in slices already, or that has nothing to train.
+        """Refuse a model that is sharded already, or that has nothing to train.
 
         Raises:
             OptionError: it is one of these.
@@ -60,46 +60,48 @@ class FSDPShards:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise OptionError("The model has no parameter that requires a gradient: there is nothing to train")
 
-    def cut(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
-        """Leave this rank its slices of the first rank's parameters, also in the optimizer. A collective.
+    def shard(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
+        """Replace parameters and optimizer state by this rank's shards of the first rank's. A collective.
 
         The model may be on the host, and need not fit on the device: one block at a time is there whole, as in
         training.
 
         Args:
-            roots: what is called in training.
-            blocks: what is gathered at once; what roots have besides is one more block each.
-            optimizer: knows the same of the parameters on all ranks.
+            roots: the modules that are called in training.
+            blocks: the modules that are gathered one at a time; what a root has besides is one more.
+            optimizer: with the same state on all ranks.
         """
         with self._backend.activity.waiting(), torch.no_grad():
             for root in roots:
                 self._equalize(list(root.buffers()))
             for module in [*(block for block in blocks if list(block.parameters())), *roots]:
-                self._cut(module, optimizer)
-        optimizer.load_state_dict(optimizer.state_dict())  # what was not cut follows its parameter to the device
+                self._shard_block(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())  # which moves the other state to its parameter's device
 
-    def _cut(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Cut one block; when this returns, nothing holds its whole parameters any more."""
+    def _shard_block(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Shard one block, leaving no reference to its whole parameters."""
         whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
         self._equalize(list(whole.values()))
         fully_shard(module, mesh=self._mesh, mp_policy=self._policy)
-        slices = dict(module.named_parameters())
-        replaced = {id(parameter): slices[name] for name, parameter in whole.items()}
+        shards = dict(module.named_parameters())
+        replaced = {id(parameter): shards[name] for name, parameter in whole.items()}
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
         for name, parameter in whole.items():
             if parameter in optimizer.state:
                 its = optimizer.state.pop(parameter)
-                optimizer.state[slices[name]] = {key: _sliced(value, slices[name]) for key, value in its.items()}
+                optimizer.state[shards[name]] = {
+                    key: _local_shard(value, shards[name]) for key, value in its.items()
+                }
 
     def _equalize(self, tensors: Sequence[Tensor]) -> None:
-        """Move tensors to the device and give them the values of the column's first rank."""
+        """Move tensors to the device and give them the values of the replica group's first rank."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._backend.device).contiguous()
         self._backend.broadcast_to_replicas([(tensor.data, self._backend.replica_group[0]) for tensor in tensors])
 
-    def completed(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
-        """Return whole tensors in host memory, on the column's first rank; None on the others. A collective.
+    def gather(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
+        """Return whole tensors in host memory on the replica group's first rank, None on others. A collective.
 
         One tensor at a time is whole on the device.
         """
@@ -112,24 +114,26 @@ class FSDPShards:
             done: dict[Any, Any] = tree_map_only(DTensor, complete, dict(owned))
         return done if self.is_first else None
 
-    def of_optimizer(self, optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
-        """Return this rank's slices of what an optimizer knows of parameters, by their numbers.
+    def shard_optimizer_state(self, optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+        """Return this rank's shards of an optimizer's state, by the parameters' numbers.
 
         Args:
             state: of whole tensors on the host, the same on all ranks.
         """
         parameters = list(parameters_of(optimizer))
         return {
-            number: {key: _sliced(value, parameters[number]) for key, value in its.items()}
+            number: {key: _local_shard(value, parameters[number]) for key, value in its.items()}
             for number, its in state.items()
         }
 
-    def of_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same of the state of a model, by name."""
-        return {name: _sliced(state[name], ours) for name, ours in model.state_dict().items() if name in state}
+    def shard_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's shards of a model's state, by name."""
+        return {
+            name: _local_shard(state[name], ours) for name, ours in model.state_dict().items() if name in state
+        }
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
-        """Every rank computes as often as the one with most batches: none can gather a block alone."""
+        """Yield this rank's batches, then None until no rank has any left: no rank can gather a block alone."""
         batches = loader.evaluation()
         while True:
             batch = next(batches, None)
@@ -139,52 +143,55 @@ class FSDPShards:
 
 
 class FSDPStep(TrainStep):
-    """A step whose gradients come averaged out of backward, each rank's slice of them."""
+    """A step whose backward leaves each rank its shard of the averaged gradients."""
+
+    _last_batch: Batch | None = None
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
-        self._some_batch = batch
+        self._last_batch = batch
         super().backward(batch, weight, meter)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
         norm = super().total_norm(grads)
-        # Of slices it is a slice itself, which nothing that only reads it understands.
+        # The norm of shards is a shard itself, which its readers do not know.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         if batch is None:
-            # For the others, who gather each block with this rank; nobody counts it.
-            super().evaluate(self._some_batch, Meter({}, self.backend))
+            # The other ranks gather each block together with this one; the result is not counted.
+            assert self._last_batch is not None
+            super().evaluate(self._last_batch, Meter({}, self.backend))
         else:
             super().evaluate(batch, meter)
 
 
 class FSDPStageStep(FSDPStep, StageStep):
-    """The same in micro-batches, through one stage or several."""
+    """An FSDP step in micro-batches, through one stage or several."""
 
     def norms(self, grads: Sequence[Tensor]) -> Tensor:
-        slices = [grad for grad in grads if isinstance(grad, DTensor)]
-        squares = super().norms([grad.to_local() for grad in slices]).square()
+        shards = [grad for grad in grads if isinstance(grad, DTensor)]
+        squares = super().norms([grad.to_local() for grad in shards]).square()
         with self.backend.activity.waiting():
-            dist.all_reduce(squares, group=slices[0].device_mesh.get_group())
+            dist.all_reduce(squares, group=shards[0].device_mesh.get_group())
         return squares.sqrt()
 
 
 def gathering_policy(device: torch.device, precision: str) -> MixedPrecisionPolicy:
-    """Return in which type blocks are gathered for the computation: half the bytes in bf16, on an accelerator.
+    """Return the type in which blocks are gathered: bf16 on an accelerator, if training is, for half the bytes.
 
-    Slices, the sums of gradients and the update stay fp32, and autocast goes on choosing what each operation is
-    computed in. But parameters that it would use in fp32, those of norms and embeddings, are rounded by this. On
-    the CPU the numbers stay those of whole copies.
+    Shards, sums of gradients and the update stay fp32, and autocast still chooses each operation's type. But
+    parameters that it would use in fp32, those of norms and embeddings, are rounded by this. On the CPU the
+    numbers stay those of unsharded replicas.
     """
     if precision != "bf16" or accelerator.is_host(device):
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _sliced(value: Any, like: Any) -> Any:
-    """Return this rank's slice of a tensor that has the shape of a sharded one, on the device; others as they are.
+def _local_shard(value: Any, like: Any) -> Any:
+    """Return this rank's shard of a tensor with the shape of a sharded one, on the device; others unchanged.
 
-    Cut where the value is, so that the device never has all of it.
+    It is cut on the tensor's device, so that the training device never has all of it.
     """
     if not (isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape):
         return value

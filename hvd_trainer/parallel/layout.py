@@ -1,10 +1,10 @@
-"""Which part of the model and which share of the data a rank has; the rest of the trainer does not ask.
+"""Which part of the model and which shard of the data a rank has; only this layer knows.
 
-WholeModelLayout  each rank has all blocks, and its own share of each batch
-PipelineLayout    the ranks of a stage group share a copy of the model, a stage each, and a share of the batch
+WholeModelLayout  each rank has all blocks, and its own shard of the data
+PipelineLayout    the ranks of a stage group have a stage of one replica each, and the same shard of the data
 
-With either, copies of the model may share out the updates (`sharded_optimizer.py`), or all that they have, in
-slices (`fsdp.py`).
+With either, a replica group may shard the optimizer's state (`sharded_optimizer.py`), or parameters and gradients,
+too (`fsdp.py`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ V = TypeVar("V")
 
 
 class Layout(ABC):
-    """What all ways to lay out a job have in common.
+    """The distribution of one training over ranks and devices.
 
     Args:
-        backend: the engine.
+        backend: the engine, started.
         options: of the layout.
         train: of the training.
-        exchange: whether copies of the model average their gradients.
+        exchange: whether replicas average their gradients.
 
     Attributes:
-        share: of each batch, for this rank.
+        shard: this rank's shard of the data.
         seeds_itself: whether each step seeds its own random numbers.
-        is_whole: whether the model is in one place, as it was given.
+        is_whole: whether this rank has the whole model unsharded.
+
+    Raises:
+        OptionError: the options do not fit each other, or the ranks.
     """
 
     shard: DataShard
@@ -61,33 +64,33 @@ class Layout(ABC):
     ) -> None:
         self._backend, self._options, self._train = backend, options, train
         self._exchange = exchange and train.reproducible is None
-        self._updates: ShardedOptimizer | None = None
-        self._everyone: dist.ProcessGroup | None = None
-        self._slices: FSDPShards | None = None
+        self._sharded_optimizer: ShardedOptimizer | None = None
+        self._all_ranks: dist.ProcessGroup | None = None
+        self._fsdp: FSDPShards | None = None
         if backend.session.driver is not None and (options.stages > 1 or options.shard != "none"):
             raise OptionError(
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
                 "Start without --host-discovery-script, or leave them out"
             )
         if options.shard == "optimizer" and backend.world.size > 1:
-            self._everyone = backend.group_of([range(backend.world.size)])
+            self._all_ranks = backend.group_of([range(backend.world.size)])
         if options.shard == "full" and len(backend.replica_group) > 1:
-            # Tensors in slices are half a second of imports that only this needs.
+            # Importing DTensor takes half a second, which only this needs.
             from hvd_trainer.parallel.fsdp import FSDPShards
 
-            self._slices = FSDPShards(backend, train.precision)
-        self.is_whole = options.stages == 1 and self._slices is None
+            self._fsdp = FSDPShards(backend, train.precision)
+        self.is_whole = options.stages == 1 and self._fsdp is None
 
     @abstractmethod
     def check_batch(self, batch_size: int) -> None:
-        """Takes note of the samples of a batch.
+        """Learn the number of samples per batch.
 
         Raises:
-            OptionError: they are fewer than the chunks.
+            OptionError: they are fewer than the micro-batches.
         """
 
     def compile(self, model: nn.Module) -> None:
-        """Compile a model in place, if that is asked for."""
+        """Compile a model in place, if the options ask for it."""
         if self._train.compile:
             self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
 
@@ -95,57 +98,61 @@ class Layout(ABC):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
-        """The module to train with and the optimizer, alike on all ranks.
+        """Return the module to train with and the optimizer, alike on all ranks.
 
         Args:
-            inputs: gives those of one batch, for measurements; a collective.
+            model: the user's.
+            optimizer: over all its parameters.
+            inputs: returns the inputs of one batch, for measurements; a collective.
         """
 
-    def _share_updates(self, optimizer: Optimizer) -> None:
-        """Lets each replica update a share of the parameters, if that is wanted."""
-        if self._everyone is not None:
-            self._updates = ShardedOptimizer(self._backend, optimizer)
+    def _shard_optimizer(self, optimizer: Optimizer) -> None:
+        """Let each rank of the replica group update some parameters only, if the options ask for it."""
+        if self._all_ranks is not None:
+            self._sharded_optimizer = ShardedOptimizer(self._backend, optimizer)
             drop_other_state(optimizer, self.owns)
 
-    def local(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Of what an optimizer knows of all parameters, by their numbers, what this rank needs. A collective."""
+    def local_optimizer_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return what this rank needs of an optimizer's state, by the parameters' numbers. A collective."""
         mine = {number for number, parameter in enumerate(parameters_of(optimizer)) if self.owns(parameter)}
         kept = {number: its for number, its in state.items() if number in mine}
-        return kept if self._slices is None else self._slices.of_optimizer(optimizer, kept)
+        return kept if self._fsdp is None else self._fsdp.shard_optimizer_state(optimizer, kept)
 
-    def local_model(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for the state of the model, by name. A collective."""
+    def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this rank needs of the model's state, by name. A collective."""
         kept = {name: state[name] for name, ours in model.state_dict().items() if not ours.is_meta}
-        return kept if self._slices is None else self._slices.of_model(model, kept)
+        return kept if self._fsdp is None else self._fsdp.shard_model_state(model, kept)
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:
-        """This rank's batches of a test set; None: it has none left, and others still need it. A collective."""
-        return loader.evaluation() if self._slices is None else self._slices.evaluation(loader)
+        """Yield this rank's batches of a test set; None if it has none left but others need it. A collective."""
+        return loader.evaluation() if self._fsdp is None else self._fsdp.evaluation(loader)
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates a parameter."""
-        return not parameter.is_meta and (self._updates is None or self._updates.owns(parameter))
+        return not parameter.is_meta and (
+            self._sharded_optimizer is None or self._sharded_optimizer.owns(parameter)
+        )
 
     @abstractmethod
     def make_step(self, parts: StepParts) -> TrainStep:
-        """What the loop calls."""
+        """Return the step that the loop calls."""
 
-    def merged(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """What the stages of the first replica have together, on rank 0; None elsewhere. A collective."""
-        whole = owned if self._slices is None else self._slices.completed(owned)
-        return None if whole is None else self._of_all_stages(whole)
+    def gather_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        """Return what the stages of the first replica have together, on rank 0; else None. A collective."""
+        whole = owned if self._fsdp is None else self._fsdp.gather(owned)
+        return None if whole is None else self._gather_stages(whole)
 
     @abstractmethod
-    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """The same from whole tensors."""
+    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        """Return what the stages of the first replica have together, given this rank's unsharded tensors."""
 
-    def merged_updates(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        """The same for what the optimizer knows of the parameters, which replicas may have shared out."""
-        return self.merged(owned) if self._everyone is None else self._gathered(owned, self._everyone)
+    def gather_optimizer_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+        """Return the optimizer's state of all parameters, on rank 0; else None. A collective."""
+        return self.gather_state(owned) if self._all_ranks is None else self._gathered(owned, self._all_ranks)
 
     def _gathered(self, owned: Mapping[K, V], group: dist.ProcessGroup) -> dict[K, V] | None:
-        """What the ranks of a group have, on rank 0 of all; None on the others."""
-        # Through the host: a GPU's tensor would come out on the same GPU of the rank that receives it.
+        """Return what the ranks of a group have together, on rank 0 of all; else None."""
+        # Through the host, because a GPU's tensor would arrive on the GPU of the same number.
         mine = tree_map_only(Tensor, Tensor.cpu, dict(owned))
         first = self._backend.world.is_first
         everyone: list[Any] | None = [None] * dist.get_world_size(group) if first else None
@@ -155,34 +162,34 @@ class Layout(ABC):
 
     @property
     def busy_s(self) -> float | None:
-        """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
+        """How long this rank has computed in this epoch, in seconds; None unless it is a stage on a CPU."""
         return None
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """What an epoch's record has besides. A collective.
+        """Return further figures of an epoch's record. A collective.
 
         Args:
-            seconds: that the epoch took.
+            seconds: the duration of the epoch.
         """
         return {}
 
     def lines(self) -> dict[str, str]:
-        """What the banner says of it."""
-        if self._slices is not None:
+        """Return its lines of the start-up summary."""
+        if self._fsdp is not None:
             return {"shard": "each copy has a slice of all parameters, gradients and optimizer state (FSDP2)"}
-        if self._updates is None:
+        if self._sharded_optimizer is None:
             return {}
         return {"shard": "each copy of the model updates some parameters, and has the optimizer's state of these"}
 
     def close(self) -> None:
-        """Drops what holds connections."""
-        self._everyone = self._slices = None
-        if self._updates is not None:
-            self._updates.close()
+        """Drop what holds connections of the engine."""
+        self._all_ranks = self._fsdp = None
+        if self._sharded_optimizer is not None:
+            self._sharded_optimizer.close()
 
 
 class WholeModelLayout(Layout):
-    """Each rank has the whole model."""
+    """Train a whole replica on each rank."""
 
     def __init__(
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
@@ -192,34 +199,34 @@ class WholeModelLayout(Layout):
         self.seeds_itself = train.reproducible is not None
 
     def check_batch(self, batch_size: int) -> None:
-        """Nothing is cut."""
+        """Accept any, because batches are not split."""
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
         to_train = self._blocks_of(model)
-        if self._slices is not None:
-            self._slices.check(model)
+        if self._fsdp is not None:
+            self._fsdp.check(model)
             synchronize(self._backend, to_train, optimizer)
             blocks = []
             if isinstance(model, nn.Sequential):
-                block_names(model, "--shard full")  # a parameter of two blocks would become two
+                block_names(model, "--shard full")  # refuses a parameter of two blocks, which would become two
                 blocks = list(model.children())
-            self._slices.cut([to_train], blocks, optimizer)
+            self._fsdp.shard([to_train], blocks, optimizer)
             self._backend.set_parameter_names(model)
             return to_train, optimizer
-        if self._everyone is not None:
-            # Of an optimizer that was shared out before, each rank knows the state of its own share.
+        if self._all_ranks is not None:
+            # After an earlier training each rank has only the state of the parameters that it updated.
             before = optimizer.state_dict()
-            state = self.merged_updates(before["state"])
+            state = self.gather_optimizer_state(before["state"])
             if state is not None:
                 optimizer.load_state_dict({**before, "state": state})
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
-        self._share_updates(optimizer)
+        self._shard_optimizer(optimizer)
         return prepared
 
     def _blocks_of(self, model: nn.Module) -> nn.Module:
-        """The module to train with: the model, or its blocks, whose activations are computed anew in backward."""
+        """Return the module to train with: the model, or its blocks with activation checkpointing."""
         if self._options.activation_checkpointing == "none":
             return model
         block_names(model, "--activation-checkpointing blocks")
@@ -227,18 +234,18 @@ class WholeModelLayout(Layout):
         return StageModule(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
 
     def make_step(self, parts: StepParts) -> TrainStep:
-        if self._slices is None:
+        if self._fsdp is None:
             return TrainStep(parts)
         from hvd_trainer.parallel.fsdp import FSDPStep
 
         return FSDPStep(replace(parts, bare=parts.model))
 
-    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         return dict(owned)
 
 
 def drop_other_state(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
-    """Forgets what the optimizer knows of parameters that others update."""
+    """Drop the optimizer's state of parameters that other ranks update."""
     mine = {id(p) for p in parameters_of(optimizer) if owns(p)}
     for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in mine]:
         del optimizer.state[parameter]

@@ -1,4 +1,4 @@
-"""The loss of a batch that comes chunk by chunk."""
+"""The loss of a batch in micro-batches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.optim.step import ForwardResult, LossFunction
-from hvd_trainer.parallel.microbatch import MicroBatch, take
+from hvd_trainer.parallel.microbatch import MicroBatch, slice_samples
 
 
 class MicroBatchLoss:
-    """The loss of each chunk of one batch, as the schedule asks for it.
+    """Compute the loss of each micro-batch of one batch, in the order of the schedule.
 
     Args:
-        loss: gives the mean loss from outputs and targets.
-        chunks: of the batch.
+        loss: returns the mean loss, given outputs and targets.
+        chunks: the micro-batches of the batch.
         weight: of the batch in its step.
-        finish: makes of a chunk's share what backward begins with.
+        finish: returns the tensor to start backward from, given a micro-batch's share of the loss.
+
+    Attributes:
+        passes: the forward results, by the micro-batch's number.
     """
 
     def __init__(
@@ -36,12 +39,12 @@ class MicroBatchLoss:
         self.passes: dict[int, ForwardResult] = {}
 
     def __call__(self, outputs: Any, number: Tensor | int) -> Tensor:
-        """What backward starts from, of the chunk of this number."""
+        """Return the tensor to start backward from, given a micro-batch's outputs and number."""
         chunk = self._chunks[int(number)]
         if not chunk.samples:
-            # Nothing real is in it. Backward goes through it all the same, with a gradient of zeros.
+            # All padding: backward still goes through it, with gradients of zero.
             return self._finish(_first_tensor(outputs).sum() * 0)
-        outputs = take(outputs, 0, chunk.samples)
+        outputs = slice_samples(outputs, 0, chunk.samples)
         loss = self._loss(outputs, chunk.targets)
         if loss.numel() != 1:
             raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
@@ -50,7 +53,7 @@ class MicroBatchLoss:
         return self._finish(loss if share == 1 else loss * share)
 
     def mean(self) -> Tensor | None:
-        """The mean loss of the batch; None where no outputs are."""
+        """Return the mean loss of the batch; None on stages without outputs."""
         if not self.passes:
             return None
         parts = [passed.loss * (passed.samples / self._samples) for _, passed in sorted(self.passes.items())]

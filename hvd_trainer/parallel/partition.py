@@ -1,7 +1,7 @@
-"""Where a sequence of blocks is cut: by hand, by the bytes of their parameters, or by measured time.
+"""Partitions of a sequence of blocks: by hand, by the bytes of their parameters, or by measured time.
 
 blocks   embedding  layer0  layer1  layer2  head        weights 4 2 2 2 1
-2 parts  |--- 6 ----------|  |------ 5 -------|         the largest part is as small as can be
+2 parts  |--- 6 ----------|  |------ 5 -------|         the largest part is as small as possible
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Partition:
-    """Consecutive blocks: `first` and as many as `names`."""
+    """Consecutive blocks of a model: `len(names)` of them from number `first` on."""
 
     first: int
     names: tuple[str, ...]
     parameters: int
     bytes: int
     seconds: float | None
-    """for one chunk, if that was measured"""
+    """for one micro-batch, if measured"""
 
     @property
     def blocks(self) -> range:
+        """The numbers of its blocks in the model."""
         return range(self.first, self.first + len(self.names))
 
 
 def block_names(model: nn.Module, why: str) -> list[str]:
-    """The names of a model's blocks.
+    """Return the names of a model's blocks.
 
     Args:
-        why: the option that needs them, for the message.
+        model: a sequence of blocks.
+        why: the option that needs them, for the error.
 
     Raises:
         OptionError: the model is not a sequence of blocks, or two blocks share a parameter.
@@ -61,16 +63,16 @@ def block_names(model: nn.Module, why: str) -> list[str]:
     return [name for name, _ in model.named_children()]
 
 
-def bytes_of(block: nn.Module) -> int:
-    """The bytes of a block's parameters and buffers."""
+def num_bytes(block: nn.Module) -> int:
+    """Return the bytes of a block's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*block.parameters(), *block.buffers()))
 
 
-def read_balance(text: str, blocks: int, parts: int) -> list[int]:
-    """The numbers of blocks that `--balance 3,2` gives by hand.
+def parse_balance(text: str, blocks: int, parts: int) -> list[int]:
+    """Parse `--balance 3,2` and return the number of blocks in each part.
 
     Raises:
-        OptionError: it is not of that form, or does not fit the blocks and the parts.
+        OptionError: it has another form, or does not fit the blocks and the parts.
     """
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
         raise OptionError(
@@ -78,7 +80,7 @@ def read_balance(text: str, blocks: int, parts: int) -> list[int]:
         )
     sizes = [int(number) for number in text.split(",")]
     if len(sizes) != parts or sum(sizes) != blocks or 0 in sizes:
-        example = ",".join(map(str, balanced([1.0] * blocks, parts)))
+        example = ",".join(map(str, balance_weights([1.0] * blocks, parts)))
         raise OptionError(
             f"--balance {text} makes {len(sizes)} parts of {sum(sizes)} blocks, but {parts} parts of {blocks} "
             f"blocks are needed, none of them empty. Type for instance: --balance {example}"
@@ -86,46 +88,48 @@ def read_balance(text: str, blocks: int, parts: int) -> list[int]:
     return sizes
 
 
-def make_parts(
+def make_partitions(
     model: nn.Module, names: Sequence[str], parts: int, balance: str, why: str, times: Sequence[float] | None
 ) -> list[Partition]:
-    """Cuts a model into so many parts.
+    """Partition a model.
 
     Args:
+        model: a sequence of blocks.
         names: of its blocks.
+        parts: number of partitions.
         balance: bytes, time, or the numbers of blocks by hand.
-        why: the option that asks for it, for the messages.
-        times: of the blocks, in seconds, if they were measured.
+        why: the option that asks for it, for errors.
+        times: of the blocks, in seconds, if measured.
 
     Raises:
-        OptionError: the model has fewer blocks, or cannot be cut so.
+        OptionError: the model has fewer blocks, or `balance` does not fit it.
     """
     blocks = list(model.children())
     if parts > len(blocks):
         raise OptionError(f"{why} makes {parts} parts, and the model has only {len(blocks)} blocks to share out")
-    weights = times or [float(bytes_of(block)) for block in blocks]
+    weights = times or [float(num_bytes(block)) for block in blocks]
     by_hand = balance not in ("bytes", "time")
-    sizes = read_balance(balance, len(blocks), parts) if by_hand else balanced(weights, parts)
+    sizes = parse_balance(balance, len(blocks), parts) if by_hand else balance_weights(weights, parts)
     made = []
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         start = end - size
         chosen = blocks[start:end]
         count = sum(p.numel() for block in chosen for p in block.parameters())
         seconds = None if times is None else sum(times[start:end])
-        made.append(Partition(start, tuple(names[start:end]), count, sum(map(bytes_of, chosen)), seconds))
+        made.append(Partition(start, tuple(names[start:end]), count, sum(map(num_bytes, chosen)), seconds))
     return made
 
 
-def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Cuts a sequence into consecutive parts so that the largest sum of weights is as small as possible.
+def balance_weights(weights: Sequence[float], parts: int) -> list[int]:
+    """Split a sequence into consecutive parts so that the largest sum of weights is as small as possible.
 
     The exact optimum by dynamic programming over prefixes, in O(parts x n^2): chains-on-chains partitioning, as in
     Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", J. Parallel Distrib. Comput.
-    64 (2004). Among the optima, the one with the smallest sum of squares: the other parts are even too.
+    64 (2004). Of the optima it is the one with the smallest sum of squares, which balances the other parts.
 
     Args:
         weights: of the blocks, none negative.
-        parts: how many, at most as many as there are blocks.
+        parts: at most as many as there are blocks.
 
     Returns:
         The number of blocks in each part, at least one.
@@ -138,14 +142,15 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 def _cheapest(
     sums: Sequence[float], parts: int, extended: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least cost of all ways to cut, and the sizes of its parts.
+    """Return the least cost of all ways to split, and the sizes of its parts.
 
     Args:
         sums: of the first 0, 1, 2, ... weights.
-        extended: the cost with one part more, from that without it and the part's weight.
+        parts: how many.
+        extended: returns the cost with one more part, given the cost without it and the part's weight.
     """
     n = len(sums) - 1
-    # Of the first `end` blocks in so many parts: the cost, and where the last part begins.
+    # best[parts][end]: cost of the first `end` blocks in that many parts, and where the last part begins.
     best = [[(0.0, 0)] + [(inf, 0)] * n]
     for part in range(1, parts + 1):
         before = best[-1]

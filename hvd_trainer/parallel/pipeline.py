@@ -1,12 +1,12 @@
 """One optimizer step in micro-batches, in one stage or through several.
 
-    batch       0 1 2 3 4 5 6 7                 each chunk counts by its samples, so that their losses' sum is the
-    chunks      0 1 | 2 3 | 4 5 | 6 7           mean of the batch, whatever the number of chunks
+    batch       0 1 2 3 4 5 6 7                 chunks are weighted by their samples, so that the sum of losses is
+    chunks      0 1 | 2 3 | 4 5 | 6 7           the mean of the batch, whatever the number of chunks
     stage 0     F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 1     .  F0 B0 F1 B1 F2 B2 F3 B3 .    activations go down, their gradients come up (torch.distributed)
 
-Every stage adds up its gradients chunk by chunk, in their order; and the random numbers of a block depend on the
-step, the replica, the chunk and the block alone. So the numbers are the same bits for any number of stages.
+Every stage adds up its gradients chunk by chunk, in their order; and the random numbers of a block depend only on
+step, replica, chunk and block. So the numbers are the same bits for any number of stages.
 """
 
 from __future__ import annotations
@@ -27,48 +27,52 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
-from hvd_trainer.parallel.microbatch import MicroBatch, cut
+from hvd_trainer.parallel.microbatch import MicroBatch, split_batch
 from hvd_trainer.parallel.microbatch_loss import MicroBatchLoss
 from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
 from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
 from hvd_trainer.utils.tensors import parameters_of
 
 
-class OneStage:
-    """All blocks in this process: chunk after chunk."""
+class SingleStage:
+    """Run all blocks in this process, micro-batch after micro-batch.
+
+    Args:
+        blocks: the whole model's.
+    """
 
     def __init__(self, blocks: StageModule) -> None:
         self._blocks = blocks
         self.group: dist.ProcessGroup | None = None
 
     def train(
-        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, draws: Callable[[int], MicroBatchRNG]
+        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, rng: Callable[[int], MicroBatchRNG]
     ) -> None:
-        """Forward and backward of all chunks."""
-        self._blocks.draws_of = draws
+        """Run forward and backward of all micro-batches."""
+        self._blocks.rng_of = rng
         for number, chunk in enumerate(chunks):
             self._blocks.chunk = number
             loss(self._blocks(chunk.inputs), number).backward()
 
     def evaluate(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
-        """Forward of all chunks."""
+        """Run forward of all micro-batches."""
         for number, chunk in enumerate(chunks):
             loss(self._blocks(chunk.inputs), number)
 
 
-class ManyStages:
-    """Some of the parts in this process, the others in those of its row: by torch.distributed.pipelining.
+class StagePipeline:
+    """Run this process's partitions, and the others in the processes of its stage group, by torch's pipelining.
 
     Args:
-        parts: those of this process, by their number among all.
+        parts: of this process, by their number among all.
         num_parts: of the whole model.
-        chunks: of a batch.
+        chunks: micro-batches of a batch.
         schedule: a name in `schedule.CLASSES`.
-        group: the row.
+        group: the stage group.
         backend: the engine.
 
     Attributes:
-        busy_s: how long this process has computed in training, in seconds; the rest it waited, sent and received.
+        busy_s: how long this process has computed in training, in seconds, without waiting, sending and receiving.
     """
 
     def __init__(
@@ -86,15 +90,16 @@ class ManyStages:
         self._is_first, self._is_last = 0 in parts, num_parts - 1 in parts
         self._loss: MicroBatchLoss | None = None
         stages = [
-            _make_stage(part, number, num_parts, backend, group, self._worked) for number, part in parts.items()
+            _make_stage(part, number, num_parts, backend, group, self._add_busy_time)
+            for number, part in parts.items()
         ]
         kind = getattr(pipelining, CLASSES[schedule])
-        what = stages[0] if schedule in ONE_PART else stages
-        self._schedule = kind(what, chunks, loss_fn=self._loss_of, scale_grads=False)
+        its_stages = stages[0] if schedule in ONE_PART else stages
+        self._schedule = kind(its_stages, chunks, loss_fn=self._loss_of, scale_grads=False)
         self._numbers = torch.arange(chunks)
         self.busy_s = 0.0
 
-    def _worked(self, seconds: float) -> None:
+    def _add_busy_time(self, seconds: float) -> None:
         self.busy_s += seconds
 
     def _loss_of(self, outputs: Any, number: Tensor) -> Tensor:
@@ -102,26 +107,26 @@ class ManyStages:
         return self._loss(outputs, number)
 
     def train(
-        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, draws: Callable[[int], MicroBatchRNG]
+        self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss, rng: Callable[[int], MicroBatchRNG]
     ) -> None:
-        """Forward and backward of all chunks, through all stages."""
+        """Run forward and backward of all micro-batches, through all stages."""
         for part in self._parts.values():
-            part.draws_of = draws
+            part.rng_of = rng
         self._run(self._schedule.step, chunks, loss)
 
     def evaluate(self, chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
-        """Forward of all chunks, through all stages."""
+        """Run forward of all micro-batches, through all stages."""
         busy_s = self.busy_s
         self._run(self._schedule.eval, chunks, loss)
         self.busy_s = busy_s
 
     def _run(self, run: Callable[..., Any], chunks: Sequence[MicroBatch], loss: MicroBatchLoss) -> None:
         self._loss = loss
-        inputs = _joined([chunk.inputs for chunk in chunks]) if self._is_first else ()
-        # The schedule cuts up what it is given, and the loss finds the chunk by its number.
-        how: dict[str, Any] = {"target": self._numbers, "losses": []} if self._is_last else {}
+        inputs = _concatenate([chunk.inputs for chunk in chunks]) if self._is_first else ()
+        # The schedule splits its target, too: by the numbers in it the loss finds the micro-batch.
+        target: dict[str, Any] = {"target": self._numbers, "losses": []} if self._is_last else {}
         with self._backend.activity.waiting():
-            run(*inputs, **how)
+            run(*inputs, **target)
         self._loss = None
 
 
@@ -133,7 +138,7 @@ def _make_stage(
     group: dist.ProcessGroup,
     worked: Callable[[float], None],
 ) -> Any:
-    """Create a `PipelineStage` that reports its phases, to the health monitor and for the measured bubble."""
+    """Make a `PipelineStage` that tells the health monitor its phase, and `worked` how long it has computed."""
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
@@ -143,7 +148,7 @@ def _make_stage(
                 try:
                     return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
                 except RuntimeError as error:
-                    # PyTorch wraps what a block raises into a list of its inputs.
+                    # PyTorch wraps a block's error in one that lists its inputs.
                     raise error.__cause__ or error from None
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,20 +169,19 @@ def _make_stage(
     return Stage(part, number, num_parts, backend.device, group=group)
 
 
-Runner = OneStage | DevicePipeline | ManyStages
+Runner = SingleStage | DevicePipeline | StagePipeline
 
 
 class StageStep(TrainStep):
-    """A step in micro-batches; see the drawing above.
+    """A step in micro-batches.
 
     Args:
-        parts: with an optimizer that has all parameters of the model; those of other stages never get a gradient
-            here.
-        runner: the stage or stages of this process.
+        parts: with an optimizer of all the model's parameters; those of other stages get no gradients here.
+        runner: runs the stage or stages of this process.
         chunks: micro-batches of a batch.
         chunk_size: samples of each.
         seed: of the run.
-        replica: the number of this copy of the model.
+        replica: the number of this replica.
     """
 
     def __init__(
@@ -188,14 +192,14 @@ class StageStep(TrainStep):
         self._runner, self._chunks, self._chunk_size = runner, chunks, chunk_size
         self._seed, self._replica = seed, replica
         self._batch = 0
-        self._there: list[int] = []
+        self._present: list[int] = []
         self._places = torch.empty(0, dtype=torch.long)
         if self.scaler is not None and runner.group is not None:
-            # Where one stage overflows, all must leave the step out.
+            # All stages must skip the update when one overflows.
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
             self.scaler = ShardedGradScaler(backend.device.type, process_group=runner.group)
-            # Its scale is made when it is first asked for, and only the last stage has a loss.
+            # The scale is created by the first call, and only the last stage has a loss to scale.
             self.scaler.scale(torch.zeros(1, device=backend.device))
 
     def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
@@ -203,14 +207,14 @@ class StageStep(TrainStep):
         return super().__call__(batches, meter, prefetch)
 
     def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
-        """All chunks of one batch, through all stages."""
+        """Run forward and backward of one batch in micro-batches, through all stages."""
         self.backend.activity.enter("forward")
         loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), weight, self._begin)
-        draws = functools.partial(MicroBatchRNG, self._seed, self.progress.step, self._replica, self._batch)
+        rng = functools.partial(MicroBatchRNG, self._seed, self.progress.step, self._replica, self._batch)
         self._batch += 1
-        self._runner.train(chunks, loss, draws)
+        self._runner.train(chunks, loss, rng)
         mean = loss.mean()
-        # All ranks count as many losses, or they would not look at them together.
+        # One loss per batch on all ranks, because they are checked in a collective.
         self._losses.append(torch.zeros(()) if mean is None else mean)
         for _, passed in sorted(loss.passes.items()):
             if self.skips:
@@ -226,38 +230,38 @@ class StageStep(TrainStep):
             meter.add(*passed)
 
     def _cut(self, batch: Batch) -> list[MicroBatch]:
-        return cut(batch, self._chunks, self._chunk_size)
+        return split_batch(batch, self._chunks, self._chunk_size)
 
     def _begin(self, share: Tensor) -> Tensor:
         scaled = share if self.scaler is None else self.scaler.scale(share)
         return scaled * self.guard.seed(scaled)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Of all stages' gradients: the same bits wherever the model is cut."""
+        """Return the norm of all stages' gradients: the same bits for any partition of the model."""
         parameters = list(parameters_of(self.optimizer))
-        there = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+        present = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         norms = torch.zeros(len(parameters), device=self.backend.device)
-        if there:
-            if there != self._there:
-                # A copy to an accelerator waits for it, and these are the same in each step.
-                self._there, self._places = there, torch.tensor(there, device=norms.device)
+        if present:
+            if present != self._present:
+                # Kept, because a copy to an accelerator waits for it, and these are the same in each step.
+                self._present, self._places = present, torch.tensor(present, device=norms.device)
             norms[self._places] = self.norms(grads)
         if self._runner.group is not None:
             with self.backend.activity.waiting():
-                # One stage has each of them, and zeros change nothing.
+                # Only one stage has each norm, and the others add zeros.
                 dist.all_reduce(norms, group=self._runner.group)
         whole: Tensor = torch.linalg.vector_norm(norms)
         return whole
 
     def norms(self, grads: Sequence[Tensor]) -> Tensor:
-        """The norm of each gradient."""
+        """Return the norm of each gradient."""
         return torch.stack(
             [norm.to(self.backend.device, torch.float32) for norm in torch._foreach_norm(list(grads))]
         )
 
 
-def _joined(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The inputs of all chunks, as the arguments of the first stage.
+def _concatenate(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the inputs of all micro-batches, concatenated, as arguments of the first stage.
 
     Raises:
         OptionError: they are neither tensors nor tuples of tensors.

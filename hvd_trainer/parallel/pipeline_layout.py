@@ -1,4 +1,4 @@
-"""A model cut into stages, or batches into micro-batches: what a rank keeps of it, and who it works with."""
+"""Models in stages and batches in micro-batches: what a rank keeps of the model, and its groups."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hvd_trainer.parallel.block_timing import time_blocks
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
 from hvd_trainer.parallel.grid import make_grid
 from hvd_trainer.parallel.layout import K, Layout, V, drop_other_state
-from hvd_trainer.parallel.microbatch import take
-from hvd_trainer.parallel.partition import MB, Partition, block_names, make_parts
-from hvd_trainer.parallel.pipeline import ManyStages, OneStage, Runner, StageStep
+from hvd_trainer.parallel.microbatch import slice_samples
+from hvd_trainer.parallel.partition import MB, Partition, block_names, make_partitions
+from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, StageStep
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
 
-MEASURED: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
-"""How long the blocks of models take, in seconds."""
+_BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+"""Measured time of each block of a model, in seconds."""
 
 
 class PipelineLayout(Layout):
-    """Several ranks share one copy of the model; or one has it, and cuts its batch."""
+    """Train a replica in stages on several ranks, or on one rank in micro-batches."""
 
     seeds_itself = True
 
@@ -45,6 +45,8 @@ class PipelineLayout(Layout):
         self.place = self.grid.place(backend.world.rank)
         self.shard = DataShard(self.place.replica, self.grid.num_replicas)
         self._chunk_size = 0
+        self.parts: list[Partition] = []
+        self._mine: dict[int, StageModule] = {}
         check_chunks(options.schedule, options.stages, options.num_chunks)
         self._num_parts = options.num_devices if options.stages == 1 else options.stages * options.parts_of_each
         self._group: dist.ProcessGroup | None = None
@@ -65,63 +67,63 @@ class PipelineLayout(Layout):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
-        # Blocks of other stages lose their tensors, but not their names and shapes.
+        # Blocks of other stages keep names and shapes, but no tensors.
         options, backend = self._options, self._backend
         why = f"--stages {options.stages}" if options.stages > 1 else f"--chunks {options.num_chunks}"
         if options.num_devices > 1:
             why = f"--devices-per-rank {options.num_devices}"
         names = block_names(model, why)
         timed = options.balance == "time" and self._num_parts > 1
-        times = self._measured(model, inputs) if timed else None
-        self.parts = make_parts(model, names, self._num_parts, options.balance, why, times)
+        times = self._block_times(model, inputs) if timed else None
+        self.parts = make_partitions(model, names, self._num_parts, options.balance, why, times)
         refuse_batch_norm(model, options.num_chunks)
         refuse_in_place(model, self.parts)
-        if self._slices is not None:
-            self._slices.check(model)
-        # Of a model that has been cut before, each stage knows the state of its own part.
+        if self._fsdp is not None:
+            self._fsdp.check(model)
+        # After an earlier training each stage has only the state of its own part.
         before = optimizer.state_dict()
-        state = self.merged(before["state"])
+        state = self.gather_state(before["state"])
         synchronize(backend, model, optimizer, None if state is None else {**before, "state": state})
         mine = range(self.place.stage, len(self.parts), options.stages)
-        refuse_what_is_elsewhere(model, [self.parts[number] for number in mine])
+        refuse_missing_blocks(model, [self.parts[number] for number in mine])
         for number, part in enumerate(self.parts):
             if number not in mine:
-                leave_out(model, part, optimizer)
+                drop_tensors(model, part, optimizer)
         self._mine = {number: self._blocks(model, number) for number in mine}
         drop_other_state(optimizer, self.owns)
-        optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters
+        optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters' devices
         stage = nn.ModuleList(self._mine.values())
-        if self._slices is None:
+        if self._fsdp is None:
             backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)
         else:
             blocks = [block for part in self._mine.values() for block in part.blocks]
-            self._slices.cut(list(stage), blocks, optimizer)
+            self._fsdp.shard(list(stage), blocks, optimizer)
         backend.set_parameter_names(model)
-        self._share_updates(optimizer)
+        self._shard_optimizer(optimizer)
         return model, optimizer
 
-    def _measured(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
-        """The seconds that each block takes for one chunk, as rank 0 finds it; the others wait meanwhile.
+    def _block_times(self, model: nn.Module, inputs: Callable[[], Any]) -> list[float]:
+        """Return the seconds that each block takes for one micro-batch, measured by rank 0. A collective.
 
-        Once for a model: if it has been cut, each rank has only what the times of then have left it.
+        Measured once per model: after its partition by these times, a rank has no longer all of its blocks.
         """
         backend = self._backend
-        if model not in MEASURED:
+        if model not in _BLOCK_TIMES_S:
             batch, times = inputs(), []
             if backend.world.is_first:
-                chunk = take(batch, 0, self._chunk_size)
+                chunk = slice_samples(batch, 0, self._chunk_size)
                 times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
-            MEASURED[model] = backend.broadcast_object(times)
-        return MEASURED[model]
+            _BLOCK_TIMES_S[model] = backend.broadcast_object(times)
+        return _BLOCK_TIMES_S[model]
 
     def _device(self, number: int) -> torch.device:
-        """Where a part is computed."""
+        """Return the device of a partition."""
         return self._backend.session.devices[number if self._options.stages == 1 else 0]
 
     def _blocks(self, model: nn.Module, number: int) -> StageModule:
-        """One part, on its device; those that are to be cut into slices stay where they are."""
+        """Return one partition as a module on its device; to be sharded, it stays where it is."""
         blocks, device = list(model.children()), self._device(number)
-        if self._slices is None:
+        if self._fsdp is None:
             for i in self.parts[number].blocks:
                 blocks[i].to(device)
         return StageModule(
@@ -135,8 +137,8 @@ class PipelineLayout(Layout):
     def make_step(self, parts: StepParts) -> TrainStep:
         options = self._options
         self._pipeline = self._runner()
-        kind = StageStep
-        if self._slices is not None:
+        kind: type[StageStep] = StageStep
+        if self._fsdp is not None:
             from hvd_trainer.parallel.fsdp import FSDPStageStep
 
             kind = FSDPStageStep
@@ -152,14 +154,14 @@ class PipelineLayout(Layout):
     def _runner(self) -> Runner:
         options = self._options
         if self._group is not None:
-            return ManyStages(
+            return StagePipeline(
                 self._mine, len(self.parts), options.num_chunks, options.schedule, self._group, self._backend
             )
         if options.num_devices > 1:
             return DevicePipeline(list(self._mine.values()), self._backend.session.devices)
-        return OneStage(self._mine[0])
+        return SingleStage(self._mine[0])
 
-    def _of_all_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
+    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         if self._group is None:
             return dict(owned)
         if self.place.replica > 0:
@@ -168,14 +170,14 @@ class PipelineLayout(Layout):
 
     @property
     def busy_s(self) -> float | None:
-        # On a GPU the clock would only tell how long Python takes to ask for the work.
-        if not isinstance(self._pipeline, ManyStages) or not accelerator.is_host(self._backend.device):
+        # On a GPU the clock would only show how long Python takes to queue the work.
+        if not isinstance(self._pipeline, StagePipeline) or not accelerator.is_host(self._backend.device):
             return None
         return self._pipeline.busy_s
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """The fraction of its time that stages waited, or sent and received."""
-        if not isinstance(self._pipeline, ManyStages) or self.busy_s is None:
+        """Return the fraction of their time in which stages waited, sent or received. A collective."""
+        if not isinstance(self._pipeline, StagePipeline) or self.busy_s is None:
             return {}
         busy, whole = self._backend.all_reduce(torch.tensor([self.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0
@@ -184,16 +186,16 @@ class PipelineLayout(Layout):
     def lines(self) -> dict[str, str]:
         options, grid = self._options, self.grid
         chunks, stages = options.num_chunks, options.stages
-        waits = bubble(options.schedule, stages, chunks, options.parts_of_each)
+        idle = bubble(options.schedule, stages, chunks, options.parts_of_each)
         if stages == 1:
-            waits = bubble("gpipe", options.num_devices, chunks)
+            idle = bubble("gpipe", options.num_devices, chunks)
         copies = f"{grid.num_replicas} {'copy' if grid.num_replicas == 1 else 'copies'}"
         cut_up = f"{chunks} {'chunk' if chunks == 1 else 'chunks'} of {self._chunk_size}"
         lines = super().lines() | {"stages": f"{stages} x {copies} of the model, batches in {cut_up}"}
         if len(self.parts) == 1:
             return lines
         how = options.schedule if stages > 1 else f"{options.num_devices} devices each"
-        lines["stages"] += f", {how}: {waits:.1%} of a step is waiting, if all parts take equally long"
+        lines["stages"] += f", {how}: {idle:.1%} of a step is waiting, if all parts take equally long"
         for number, part in enumerate(self.parts):
             names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} to {part.names[-1]}"
             took = "" if part.seconds is None else f", {part.seconds * 1000:.2f} ms per chunk"
@@ -208,7 +210,7 @@ class PipelineLayout(Layout):
 
 
 def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
-    """Refuse stages that would send each other an accelerator's tensors by Gloo, which takes them for the host's.
+    """Refuse stages that would send an accelerator's tensors by Gloo, which takes them for the host's.
 
     Raises:
         OptionError: they would.
@@ -223,10 +225,10 @@ def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
-    """Refuses batch norm over chunks: it would normalise by each chunk's own statistics, and learn from each.
+    """Refuse batch norm over micro-batches, whose statistics would take the place of the batch's.
 
     Raises:
-        OptionError: the model has some, and the batch is cut.
+        OptionError: the model has batch norm, and there are several micro-batches.
     """
     for name, module in model.named_modules():
         if chunks > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
@@ -238,7 +240,7 @@ def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
 
 
 def refuse_in_place(model: nn.Module, parts: Sequence[Partition]) -> None:
-    """Refuses parts that begin by overwriting what they receive, which backward needs as it came.
+    """Refuse partitions that begin by overwriting their input, which backward needs.
 
     Raises:
         OptionError: one does.
@@ -254,8 +256,8 @@ def refuse_in_place(model: nn.Module, parts: Sequence[Partition]) -> None:
             )
 
 
-def refuse_what_is_elsewhere(model: nn.Module, parts: Sequence[Partition]) -> None:
-    """Refuses parts of which an earlier training has left this rank nothing.
+def refuse_missing_blocks(model: nn.Module, parts: Sequence[Partition]) -> None:
+    """Refuse partitions whose tensors an earlier training has dropped on this rank.
 
     Raises:
         OptionError: there is one.
@@ -269,8 +271,8 @@ def refuse_what_is_elsewhere(model: nn.Module, parts: Sequence[Partition]) -> No
         )
 
 
-def leave_out(model: nn.Module, part: Partition, optimizer: Optimizer) -> None:
-    """Drops the tensors of a part's blocks; the optimizer keeps their places, so that its numbering stays."""
+def drop_tensors(model: nn.Module, part: Partition, optimizer: Optimizer) -> None:
+    """Drop the tensors of a partition's blocks, but not their numbers in the optimizer."""
     blocks = list(model.children())
     replaced: dict[int, nn.Parameter] = {}
     for number in part.blocks:

@@ -1,12 +1,12 @@
-"""The optimizer's state shared out among replicas: each updates some parameters, and gives them to the others.
+"""The optimizer's state sharded over a replica group: each rank updates and then broadcasts some parameters.
 
     gradients   a b c d     averaged, on all replicas
-    rank 0      a b         updates these, and has the optimizer's state of them alone
+    rank 0      a b         updates these, and has only their optimizer state
     rank 1          c d
-    parameters  a b c d     sent round by the rank that has updated them
+    parameters  a b c d     broadcast by the rank that has updated them
 
-The first stage of ZeRO (Rajbhandari et al., 2020). By whole parameters, so that any optimizer does it unchanged,
-and gives the same bits as if each rank updated all of them.
+ZeRO stage 1 (Rajbhandari et al., 2020), by whole parameters, so that any optimizer works unchanged and gives the
+same bits as if each rank updated all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.utils.tensors import parameters_of
 
 BUCKET_BYTES = 4 * 2**20
-"""Of parameters that are sent together: a copy of them is made, and the engines hold on to the last ones."""
-UNDER_WAY = 16
-"""Buckets that are sent before the first is waited for: so many copies there are at once."""
+"""Size of the parameters that are sent together. Each bucket is a copy, and engines keep the last ones alive."""
+MAX_BUCKETS_IN_FLIGHT = 16
+"""How many buckets, which are copies, are sent before the first is waited for."""
 
 
-def share_out(sizes: Sequence[int], owners: int) -> list[int]:
-    """Gives each parameter to an owner: the largest first, always to the one that has least so far.
+def assign_owners(sizes: Sequence[int], owners: int) -> list[int]:
+    """Assign each parameter to an owner: the largest first, always to the one with the least so far.
 
     Returns:
         The owner of each, from 0 on.
@@ -40,8 +40,8 @@ def share_out(sizes: Sequence[int], owners: int) -> list[int]:
     return owner
 
 
-def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """In the order given, of one type and device each; a parameter of `BUCKET_BYTES` or more has one to itself."""
+def make_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group parameters by type and device into buckets; one of `BUCKET_BYTES` or more has a bucket to itself."""
     found: list[list[Tensor]] = []
     for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
         room = 0
@@ -56,17 +56,17 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class ShardedOptimizer:
-    """Has an optimizer update only this rank's share of the parameters, and completes the others' after each step.
+    """Let an optimizer update only this rank's parameters, and receive the others after each step.
 
     Args:
-        backend: the engine; the parameters are shared out among its column.
-        optimizer: keeps its class and its groups, and loses the state of parameters that others update.
+        backend: the engine; the parameters are divided among its replica group.
+        optimizer: gets hooks before and after its step.
     """
 
     def __init__(self, backend: Backend, optimizer: Optimizer) -> None:
         self._backend = backend
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
-        owners = share_out([p.numel() for p in parameters], len(backend.replica_group))
+        owners = assign_owners([p.numel() for p in parameters], len(backend.replica_group))
         self._by_owner: list[list[Tensor]] = [[] for _ in backend.replica_group]
         for parameter, owner in zip(parameters, owners, strict=True):
             self._by_owner[owner].append(parameter)
@@ -83,18 +83,18 @@ class ShardedOptimizer:
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         for parameter in parameters_of(optimizer):
             if not self.owns(parameter):
-                parameter.grad = None  # which optimizers leave alone
+                parameter.grad = None  # optimizers skip it then
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         owned = zip(self._backend.replica_group, self._by_owner, strict=True)
-        waiting = [(bucket, rank) for rank, parameters in owned for bucket in buckets(parameters)]
+        waiting = [(bucket, rank) for rank, parameters in owned for bucket in make_buckets(parameters)]
         with self._backend.activity.waiting():
-            for first in range(0, len(waiting), UNDER_WAY):
-                self._send(waiting[first : first + UNDER_WAY])
+            for first in range(0, len(waiting), MAX_BUCKETS_IN_FLIGHT):
+                self._send(waiting[first : first + MAX_BUCKETS_IN_FLIGHT])
 
     def _send(self, sent: Sequence[tuple[Sequence[Tensor], int]]) -> None:
-        """Send buckets, each in one piece from the rank that has updated it."""
+        """Broadcast buckets, each from the rank that has updated it."""
         pieces = [(_in_one_piece(parameters), rank) for parameters, rank in sent]
         self._backend.broadcast_to_replicas(pieces)
         for (parameters, rank), (piece, _) in zip(sent, pieces, strict=True):
@@ -103,7 +103,7 @@ class ShardedOptimizer:
                     parameter.copy_(part.view_as(parameter))
 
     def close(self) -> None:
-        """The optimizer updates all that it has again."""
+        """Let the optimizer update all its parameters again."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""Consecutive blocks of a model as one module: what a rank, or a device, computes."""
+"""Consecutive blocks of a model as one module, for one rank or device."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from hvd_trainer.utils.rng import derive_seed, seed_all
 
 
 class MicroBatchRNG(NamedTuple):
-    """What the random numbers of a block depend on, besides the block: so they are the same wherever it is."""
+    """The seeds of a block's random numbers, besides its number: the same wherever the block is."""
 
     seed: int
     step: int
     replica: int
     batch: int
-    """its number among those of the step"""
+    """number of the batch in the step"""
     chunk: int
 
 
 class StageModule(nn.Module):
-    """Some blocks, one after the other.
+    """Run some blocks one after the other.
 
-    Between them goes one value: a tensor or a tuple; of floating point where another process takes over.
+    They pass on one value, a tensor or a tuple; of floating point if another process has the next block.
 
     Args:
         blocks: with their numbers in the whole model.
         device: where they are.
         precision: fp32, bf16 or fp16.
-        recompute: keep only what goes into each block, and compute the rest anew in backward.
+        recompute: activation checkpointing: keep only each block's input, and recompute the rest in backward.
         sends: whether another process has the next block.
 
     Attributes:
-        chunk: the number of the chunk that comes next.
-        draws_of: gives what the random numbers of a chunk depend on; None: they come as they come.
+        chunk: the number of the next micro-batch.
+        rng_of: returns the seeds for a micro-batch; None: the global random state is used.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class StageModule(nn.Module):
         self._device, self._precision = device, precision
         self._recompute, self._sends = recompute, sends
         self.chunk = 0
-        self.draws_of: Callable[[int], MicroBatchRNG] | None = None
+        self.rng_of: Callable[[int], MicroBatchRNG] | None = None
 
     def forward(self, *inputs: Any) -> Any:
-        value = received(inputs)
+        value = unpack_received(inputs)
         with mixed_precision(self._device, self._precision):
             for number, block in zip(self._numbers, self.blocks, strict=True):
                 value = self._compute(number, block, value)
-        return sendable(value) if self._sends else value
+        return check_sendable(value) if self._sends else value
 
     def _compute(self, number: int, block: nn.Module, value: Any) -> Any:
-        draws = self.draws_of(self.chunk) if self.draws_of is not None and block.training else None
+        rng = self.rng_of(self.chunk) if self.rng_of is not None and block.training else None
 
         def compute(value: Any) -> Any:
-            if draws is not None:
-                seed_all(derive_seed(*draws, number), self._device)
+            if rng is not None:
+                seed_all(derive_seed(*rng, number), self._device)
             return block(value)
 
         if self._recompute and torch.is_grad_enabled():
@@ -80,8 +80,8 @@ class StageModule(nn.Module):
         return compute(value)
 
 
-class Arrived(torch.autograd.Function):
-    """What came from another process. Its gradients can be sent back: each there, in one piece of memory."""
+class ReceivedActivations(torch.autograd.Function):
+    """Make the gradients of received activations fit to be sent back: none missing, all contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -89,25 +89,25 @@ class Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        # A tensor that leads to no loss, such as a mask, has got zeros.
+        # Autograd has filled in zeros for a tensor that does not affect the loss, such as a mask.
         return tuple(grad.contiguous() for grad in grads)
 
 
-def received(values: Sequence[Any]) -> Any:
-    """The value that goes into the first block, from what came in."""
+def unpack_received(values: Sequence[Any]) -> Any:
+    """Return the input of the first block, given the arguments of the module."""
     if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        values = Arrived.apply(*values)
+        values = ReceivedActivations.apply(*values)
     else:
-        # A slice of a batch begins anywhere in memory, and products of matrices may round by where that is.
+        # A slice of a batch may begin at any address, on whose alignment the rounding of matrix products depends.
         values = tree_map_only(Tensor, Tensor.clone, tuple(values))
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def sendable(value: Any) -> Any:
-    """The value as it goes to another process, if it can.
+def check_sendable(value: Any) -> Any:
+    """Return a value in contiguous memory, to be sent to another process.
 
     Raises:
-        OptionError: it is not of floating point, which is all that pipelines send back and forth.
+        OptionError: it is not of floating point, as pipelines need.
     """
     for tensor in value if isinstance(value, tuple) else (value,):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
