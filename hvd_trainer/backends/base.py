@@ -111,7 +111,7 @@ class Backend(ABC):
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
-        """Refuse what this engine cannot do: all mistakes at once.
+        """Check options for this engine, and report all mistakes at once.
 
         Raises:
             OptionError: an option that differs from its default has no meaning on this engine.
@@ -170,16 +170,17 @@ class Backend(ABC):
         return self
 
     def _connect(self) -> None:
+        """Meet the other ranks, and learn what follows from who they are."""
         session = self.session
         session.connect()
         if self.uses_nccl:
             session.prepare_nccl()
+        session.begin_monitoring(self.abort_exchanges)
         runs_ahead = session.world.size > 1 and not accelerator.is_host(session.device)
         self._exchange_monitor = ExchangeMonitor(session.device) if runs_ahead else None
         self.replica_groups = [[*range(session.world.size)]]
         if self._grouping is not None:
             self.replica_groups = self._grouping([peer.node for peer in session.peers])
-        session.begin_monitoring(self.abort_exchanges)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None or isinstance(error, PreemptedError):
