@@ -46,6 +46,6 @@ TOKEN = re.compile(r"/[0-9a-f]{32}(?=/)")
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line without a full stop and a job's token; its type where it says nothing."""
+    """Return an error's text in one line, without a full stop and a job's token; its type where it has no text."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return TOKEN.sub("", said)

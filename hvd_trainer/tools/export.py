@@ -13,7 +13,7 @@ from hvd_trainer.utils.text import COMMAND
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the weights; returns the exit code.
+    """Write the weights; return the exit code.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or the file cannot be written.

@@ -112,7 +112,7 @@ def _style(salt: str) -> AbstractContextManager[None]:
 
 
 def set_heading(figure: Figure, heading: str) -> None:
-    """Writes it over the figure, in as many lines as it takes, for which the figure grows."""
+    """Write a heading over the figure, and make the figure higher for each line that it takes."""
     lines = textwrap.wrap(heading, int(figure.get_figwidth() * LETTERS_PER_INCH), break_on_hyphens=False)
     figure.suptitle("\n".join(lines), fontsize=HEADING_SIZE)
     figure.set_figheight(figure.get_figheight() + (len(lines) - 1) * HEADING_SIZE * 1.2 / 72)

@@ -76,7 +76,7 @@ def pictures(comparison: Comparison) -> list[Picture]:
 
 
 def _svg(comparison: Comparison, draw: Callable[[Comparison, Axes], bool], rows: int = 0) -> str:
-    """The drawing as an element of a page; empty if there is nothing to draw."""
+    """Return the drawing as an element of a page; empty if there is nothing to draw."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -46,7 +46,7 @@ class Probe:
         self._depth, self._gradients = 0, False
 
     def install(self) -> None:
-        """Hook every optimizer that this process will make, and every `Tensor.backward`."""
+        """Add hooks to every optimizer that this process will make, and to `Tensor.backward`."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         original: Any = torch.Tensor.backward
