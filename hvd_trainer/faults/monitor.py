@@ -188,7 +188,7 @@ class Monitor(ABC):
             traceback.print_exc()
             if self.cause is not None:
                 os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would end this rank
-            logger.error("The watch over the ranks has failed, and training goes on without it.")
+            logger.error("The monitor of the ranks has failed, and training goes on without it.")
             self.disconnect()
 
     def _loop(self) -> None:
