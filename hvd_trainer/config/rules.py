@@ -205,7 +205,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
         ),
         Conflict(
-            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > o.train.batch_size,
+            lambda o: o.train.global_batch_size is None and (o.parallel.chunks or 0) > max(o.train.batch_size, 0),
             "--chunks {parallel.chunks} cuts --batch-size {train.batch_size} into less than one sample",
         ),
         Conflict(
