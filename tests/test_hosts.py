@@ -397,9 +397,9 @@ def test_sigterm_to_launcher_lets_all_ranks_save(where: str, shared: Path) -> No
             first.run(["mount", "--bind", "/bin/bash", "/bin/sh"])
         options = ["--epochs", "9", "--log-every", "1", "--seconds-per-step", "8", "--no-quiet"]
         words = [str(HOROVODRUN), "-np", "2", "-H", slots, sys.executable, JOB, *options, "--batch-size", "32"]
-        with (shared / "output-hosta").open("wb") as output:
+        with (shared / "output-hosta").open("wb") as file:
             command = first.command([*words, "--log-dir", str(shared / "log")])
-            with subprocess.Popen(command, stdout=output, stderr=output, env=first.environ) as running:
+            with subprocess.Popen(command, stdout=file, stderr=file, env=first.environ) as running:
                 wait_for(lambda: steps(shared) > 0, shared)
                 first.run(["pkill", "-TERM", "-f", "horovodrun -np"])
                 assert finish([running], shared, 60) != [0]
