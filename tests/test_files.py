@@ -69,7 +69,7 @@ def test_token_cache_follows_umask(umask: int, tmp_path: Path) -> None:
     """Other users of a shared cache could not read it, and each built their own."""
     source = fake_imdb.write_archive(tmp_path / archive.ARCHIVE, fake_imdb.reviews())
     tokens = tokenizer.encode(archive.read(source), 300, 16)
-    tokenizer.save(tokens, tmp_path / "cache/tokens.npz")
+    tokenizer.save(tokens, tmp_path / "cache/of.tokens")
     assert rights(tmp_path / "cache") == wanted(tmp_path / "cache", umask)
 
 

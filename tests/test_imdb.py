@@ -383,7 +383,7 @@ def test_nodes_with_different_reviews_are_an_error(tmp_path: Path, folder: Path)
         load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(folder)], str(tmp_path))
     )
     assert one == two
-    assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.npz"))) == 2
+    assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.tokens"))) == 2
     for error in run_ranks(
         load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(other)], str(tmp_path))
     ):

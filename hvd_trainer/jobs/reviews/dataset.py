@@ -81,6 +81,15 @@ def load_texts(
     if options.dataset == "synthetic":
         return synthetic(options.synthetic_reviews, vocabulary, sequence_length, seed)
     place = Path(options.data_dir).expanduser() if options.data_dir else default_data_dir()
+    tokens = _load_tokens(place, backend, vocabulary, sequence_length, say)
+    train, test = (TensorData(tokens.ids[split], tokens.labels[split].long(), Ids(), "IMDB") for split in SPLITS)
+    return Texts(train, test, _note(tokens), tokens.tokenizer)
+
+
+def _load_tokens(
+    place: Path, backend: Backend, vocabulary: int, sequence_length: int, say: Callable[[str], None]
+) -> Tokens:
+    """Make tokens of the reviews on one rank of each node, and read them on the others. A collective."""
     made: list[Tokens] = []
     node, call = backend.session.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
 
@@ -88,9 +97,8 @@ def load_texts(
         fetch(place, DOWNLOAD_S)
         file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
         made.append(tokens)
-        backend.session.store.set(
-            f"{call}.{node}", json.dumps({"file": str(file), "tokens": tokens.fingerprint()})
-        )
+        entry = {"file": str(file), "tokens": tokens.fingerprint()}
+        backend.session.store.set(f"{call}.{node}", json.dumps(entry))
 
     trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
     if trouble:
@@ -103,7 +111,7 @@ def load_texts(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
             f"the same {ARCHIVE}, and the same version of the package tokenizers."
         )
-    return _as_texts(made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length))
+    return made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length)
 
 
 def fetch(place: Path, limit_s: float) -> None:
@@ -147,11 +155,6 @@ def prepare_tokens(
     tokens = imdb_tokens.encode(archive.read(source), vocabulary, sequence_length)
     imdb_tokens.save(tokens, file)
     return file, tokens
-
-
-def _as_texts(tokens: Tokens) -> Texts:
-    train, test = (TensorData(tokens.ids[split], tokens.labels[split].long(), Ids(), "IMDB") for split in SPLITS)
-    return Texts(train, test, _note(tokens), tokens.tokenizer)
 
 
 def _note(tokens: Tokens) -> str:

@@ -7,23 +7,21 @@ beginning and, three times as long, its end, where the verdict stands.
 from __future__ import annotations
 
 import hashlib
-import json
 import operator
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.reviews.archive import LABELS, MARKUP, SPLITS, Reviews
-from hvd_trainer.utils.files import atomic_write, open_regular
+from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular
+from hvd_trainer.utils.serialization import pack, unpack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,12 +33,7 @@ PAD = "[PAD]"
 """The name of id 0: no token."""
 ENCODE_BATCH = 1000
 COUNTED = ("not_utf8", "empty", "strange")
-"""The counts of `Reviews` that the cache keeps."""
-DAMAGED = (
-    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError, RecursionError, NotImplementedError),
-    *(ValueError, KeyError, TypeError),
-)
-"""The exceptions that reading a file raises which is no cache."""
+"""The counts of `Reviews` that are kept."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int) -> Path:
     """Return the file for the tokens of these reviews."""
-    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.npz"
+    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.tokens"
 
 
 def save(tokens: Tokens, file: Path) -> None:
@@ -144,15 +137,12 @@ def save(tokens: Tokens, file: Path) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    about = json.dumps({"counts": dict(tokens.counts), "tokenizer": tokens.tokenizer}).encode()
-    arrays: dict[str, Any] = {"about": np.frombuffer(about, np.uint8)}
-    for split in SPLITS:
-        arrays |= {f"{split}_ids": tokens.ids[split].numpy(), f"{split}_labels": tokens.labels[split].numpy()}
+    content = pack({**vars(tokens), "fingerprint": tokens.fingerprint()})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Nodes that share the folder may write at the same time.
         with atomic_write(file) as temporary, temporary.open("wb") as opened:
-            np.savez(opened, **arrays)
+            opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as error:
@@ -163,7 +153,7 @@ def save(tokens: Tokens, file: Path) -> None:
 
 
 def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
-    """Read the cache. Each of its arrays has a checksum.
+    """Read the cache.
 
     Args:
         vocabulary, sequence_length: as for `encode`.
@@ -173,27 +163,20 @@ def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
     """
     try:
         with open_regular(file) as opened:
-            tokens = _read(opened)
+            content = unpack(opened.read())
+        fingerprint = content.pop("fingerprint")
+        tokens = Tokens(**content)
         for split in SPLITS:
             _check(tokens.ids[split], tokens.labels[split], vocabulary, sequence_length)
+        for name in (*COUNTED, "cut"):
+            operator.index(tokens.counts[name])
+        if fingerprint != tokens.fingerprint():
+            raise ValueError("its values were changed")
         return tokens
     except FileNotFoundError as error:
         raise DataError(f"there is no {file}") from error
-    except DAMAGED as error:
+    except (*UNREADABLE, SafetensorError) as error:
         raise DataError(f"{file} is damaged: {error}") from error
-
-
-def _read(file: BinaryIO) -> Tokens:
-    with zipfile.ZipFile(file) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("it is packed, and would unpack to more than its own size")
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as arrays:
-        about = json.loads(arrays["about"].tobytes())
-        ids = {split: torch.from_numpy(arrays[f"{split}_ids"]) for split in SPLITS}
-        labels = {split: torch.from_numpy(arrays[f"{split}_labels"]) for split in SPLITS}
-    counts = {name: operator.index(about["counts"][name]) for name in (*COUNTED, "cut")}
-    return Tokens(ids, labels, counts, str(about["tokenizer"]))
 
 
 def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
