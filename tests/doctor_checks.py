@@ -15,22 +15,21 @@ from typing import Any
 
 from launchers import Result, launch
 
-from hvd_trainer.horovod_build.facts import TorchFacts
+from hvd_trainer.horovod_build.facts import Facts, TorchFacts
 from hvd_trainer.tools.doctor import cli
 from hvd_trainer.tools.doctor.context import Context, Options, look_up, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
 from hvd_trainer.tools.doctor.programs import Programs, start_threads
-from hvd_trainer.tools.doctor.torch_facts import ProbeResult, VisibleTorch
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
-TORCH = VisibleTorch(
+TORCH = TorchFacts(
     version="2.15.0+cu132",
     cuda="13.2",
     kind="cuda",
     nccl="2.30.7",
+    nccl_version="2.30.7",
     architectures=("sm_80", "sm_90", "compute_90"),
 )
-FACTS = TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_version="2.30.7")
 STATUSES = ("ok", "warning", "error")
 OTHER = "127.0.0.2"
 """Another host, as it seems: it is this machine, too, but none of its interfaces has that address."""
@@ -63,7 +62,7 @@ def document(result: Result) -> dict[str, Any]:
 def run_checks(
     *names: str,
     environ: Mapping[str, str] | None = None,
-    probe_result: ProbeResult | None = None,
+    facts: Facts | None = None,
     limit_s: float = 40.0,
     look_up: Callable[[str], list[str]] = look_up,
     **options: Any,
@@ -74,8 +73,8 @@ def run_checks(
     variables = {**os.environ, **(environ or {})}
     known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
     lookups = dict(zip(known, start_threads([partial(look_up, name) for name in known]), strict=True))
-    probe: Future[ProbeResult] = Future()
-    probe.set_result(probe_result or ProbeResult(VisibleTorch(version="2.15.0")))
+    probe: Future[Facts] = Future()
+    probe.set_result(facts or Facts(TorchFacts(version="2.15.0")))
     with Programs(variables, time.monotonic() + limit_s) as programs:
         context = Context(chosen, hosts, variables, programs, probe, lookups)
         return cli.run_checks(context, {name: cli.CHECKS[name] for name in names})

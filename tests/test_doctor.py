@@ -17,19 +17,18 @@ from pathlib import Path
 import process_tree
 import pytest
 import torch
-from doctor_checks import DOCTOR, FACTS, OTHER, PATIENT, STATUSES, TORCH, document, run, run_checks, write_ssh
+from doctor_checks import DOCTOR, OTHER, PATIENT, STATUSES, TORCH, document, run, run_checks, write_ssh
 from launchers import launch, requires, start
 
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.errors import BackendError
-from hvd_trainer.horovod_build.facts import Facts, HorovodFacts
+from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor import all_reduce, cli
 from hvd_trainer.tools.doctor.all_reduce_job import check_sum
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
 from hvd_trainer.tools.doctor.programs import Programs
 from hvd_trainer.tools.doctor.report import lines_of, summary
-from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult, VisibleTorch
 
 # The whole.
 
@@ -188,24 +187,17 @@ def test_run_reports_missing_launcher(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_engines_and_devices_of_run() -> None:
-    facts = Facts(FACTS, HorovodFacts())
     gpu = Gpu("A", 1, "9.0")
-    assert all_reduce.engines(ProbeResult(TORCH, facts)) == ["ddp", "horovod"]
-    assert (
-        all_reduce.engines(ProbeResult(TORCH, Facts(FACTS, None)))
-        == all_reduce.engines(ProbeResult(TORCH))
-        == ["ddp"]
-    )
-    assert all_reduce.engines(ProbeResult(VisibleTorch(error="broken"))) == []
-    devices = [
-        all_reduce.device_of(ProbeResult(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)
-    ]
+    assert all_reduce.engines(Facts(TORCH, HorovodFacts())) == ["ddp", "horovod"]
+    assert all_reduce.engines(Facts(TORCH)) == all_reduce.engines(Facts(TORCH, ended="killed")) == ["ddp"]
+    assert all_reduce.engines(Facts(TorchFacts(error="broken"))) == []
+    devices = [all_reduce.device_of(Facts(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
     assert devices == ["cpu", "cpu", "cuda"]
     pair = replace(TORCH, gpus=[gpu] * 2)
-    assert all_reduce.device_of(ProbeResult(pair, facts), "horovod") == "cpu"
-    with_nccl = Facts(FACTS, HorovodFacts(record={"cuda": "13.0"}))
-    assert all_reduce.device_of(ProbeResult(pair, with_nccl), "horovod") == "cuda"
-    assert all_reduce.device_of(ProbeResult(replace(pair, kind="xpu"), facts), "ddp") == "xpu"
+    assert all_reduce.device_of(Facts(pair, HorovodFacts()), "horovod") == "cpu"
+    with_nccl = HorovodFacts(record={"cuda": "13.0"})
+    assert all_reduce.device_of(Facts(pair, with_nccl), "horovod") == "cuda"
+    assert all_reduce.device_of(Facts(replace(pair, kind="xpu"), HorovodFacts()), "ddp") == "xpu"
 
 
 def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from doctor_checks import TORCH, only, run_checks
 from launchers import REPOSITORY
 from slurm_cluster import SlurmCluster
 
+from hvd_trainer.horovod_build.facts import Facts, Gpu
 from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nodes_by_state
-from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult
 
 # The shell.
 
@@ -138,12 +138,12 @@ def test_rank_that_sees_only_its_gpu_is_warned(ranks: str, num_gpus: int, words:
         "SLURM_STEP_TASKS_PER_NODE": ranks,
         "SLURM_NODEID": "1",
     }
-    probe_result = ProbeResult(replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * num_gpus))
-    found = run_checks("visible GPUs", environ=step, probe_result=probe_result)
+    facts = Facts(replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * num_gpus))
+    found = run_checks("visible GPUs", environ=step, facts=facts)
     assert [finding.status for finding in found] == ["warning"] * bool(words)
     assert all(words in finding.found for finding in found)
     assert all("--gres=gpu:4 --gpu-bind=none" in finding.remedy for finding in found)
-    assert run_checks("visible GPUs", environ={"SLURM_STEP_ID": "0"}, probe_result=probe_result) == []
+    assert run_checks("visible GPUs", environ={"SLURM_STEP_ID": "0"}, facts=facts) == []
 
 
 def test_nodes_of_several_partitions_count_once() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_checks import FACTS, TORCH, run_checks
+from doctor_checks import TORCH, run_checks
 from launchers import requires
 
+from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
-from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts
+from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts, parse_facts
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
-from hvd_trainer.tools.doctor import torch_facts
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.gpus import (
     Driver,
@@ -29,9 +29,7 @@ from hvd_trainer.tools.doctor.gpus import (
     read_links,
     read_module,
 )
-from hvd_trainer.tools.doctor.programs import Answer
 from hvd_trainer.tools.doctor.software import judge_horovod, judge_torch
-from hvd_trainer.tools.doctor.torch_facts import Gpu, ProbeResult, VisibleTorch
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # PyTorch and Horovod.
@@ -39,7 +37,7 @@ from hvd_trainer.utils.text import INSTALL_HOROVOD
 RECORD = {
     "horovod": VERSION,
     "patch_set": PATCH_SET,
-    "torch": FACTS.version,
+    "torch": TORCH.version,
     "python": python_tag(),
     "cuda": None,
     "nccl": None,
@@ -52,17 +50,17 @@ RECORD = {
     ("torch", "status", "words"),
     [
         (TORCH, "ok", "2.15.0+cu132, built for CUDA 13.2, no GPU visible"),
-        (VisibleTorch(version="2.12.1+cpu"), "ok", "2.12.1+cpu, built for the CPU only, no GPU visible"),
-        (VisibleTorch(version="2.4.0"), "error", "too old, 2.11 to 2.15 are tested"),
-        (VisibleTorch(version="2.16.0"), "warning", "2.11 to 2.15 are tested"),
+        (TorchFacts(version="2.12.1+cpu"), "ok", "2.12.1+cpu, built for the CPU only, no GPU visible"),
+        (TorchFacts(version="2.4.0"), "error", "too old, 2.11 to 2.15 are tested"),
+        (TorchFacts(version="2.16.0"), "warning", "2.11 to 2.15 are tested"),
         (
-            VisibleTorch(error="OSError: libtorch.so: cannot open"),
+            TorchFacts(error="OSError: libtorch.so: cannot open"),
             "error",
             "cannot be imported: OSError: libtorch.so",
         ),
     ],
 )
-def test_torch_versions(torch: VisibleTorch, status: str, words: str) -> None:
+def test_torch_versions(torch: TorchFacts, status: str, words: str) -> None:
     found = judge_torch(torch)
     assert found.status == status
     assert words in found.found
@@ -71,33 +69,33 @@ def test_torch_versions(torch: VisibleTorch, status: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("horovod", "torch", "status", "words", "remedy"),
     [
-        (None, FACTS, "warning", "not installed, so only --backend ddp works", "install-horovod"),
-        (HorovodFacts(record=RECORD), FACTS, "ok", f"{VERSION}, built for this torch with Gloo only", ""),
+        (None, TORCH, "warning", "not installed, so only --backend ddp works", "install-horovod"),
+        (HorovodFacts(record=RECORD), TORCH, "ok", f"{VERSION}, built for this torch with Gloo only", ""),
         (
             HorovodFacts(record={**RECORD, "cuda": "13.0", "nccl": "2.30.7", "mpi": "4.1.4"}),
-            FACTS,
+            TORCH,
             "ok",
             "with Gloo and NCCL 2.30.7, and MPI",
             "",
         ),
         (
             HorovodFacts(record={**RECORD, "torch": "2.14.0"}),
-            FACTS,
+            TORCH,
             "error",
             "it was built for torch 2.14.0, and this is 2.15.0+cu132",
             "python -m hvd_trainer install-horovod    (until then",
         ),
         (
             HorovodFacts(record={**RECORD, "patch_set": 0, "mpi": "4.1.4"}),
-            FACTS,
+            TORCH,
             "error",
             "it was built for patch_set 0",
             "install-horovod --mpi",
         ),
-        (HorovodFacts(record={}), FACTS, "warning", "CVE-2024-10190 is open in it", "install-horovod"),
+        (HorovodFacts(record={}), TORCH, "warning", "CVE-2024-10190 is open in it", "install-horovod"),
         (
             HorovodFacts(error="it has no PyTorch extension"),
-            FACTS,
+            TORCH,
             "error",
             "it has no PyTorch extension",
             "install",
@@ -108,7 +106,7 @@ def test_torch_versions(torch: VisibleTorch, status: str, words: str) -> None:
 def test_horovod_must_fit_torch(
     horovod: HorovodFacts | None, torch: TorchFacts, status: str, words: str, remedy: str
 ) -> None:
-    found = judge_horovod(horovod, torch, TORCH)
+    found = judge_horovod(horovod, torch)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
 
 
@@ -116,36 +114,29 @@ def test_horovod_must_fit_torch(
 def test_horovod_without_nccl_beside_gpus() -> None:
     """Warn of a Horovod with which training refuses GPUs; also on ROCm, where the installer counts none."""
     pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
-    found = judge_horovod(HorovodFacts(record=RECORD), FACTS, pair)
+    found = judge_horovod(HorovodFacts(record=RECORD), pair)
     assert found.status == "warning"
     assert "with this build horovod does not train on GPUs" in found.found
     for words in (f"{INSTALL_HOROVOD} --gpu nccl", "--device cpu", "--backend ddp"):
         assert words in found.remedy
     with_nccl = HorovodFacts(record={**RECORD, "cuda": "13.0", "nccl": "2.30.7"})
-    assert judge_horovod(with_nccl, FACTS, pair).status == "ok"
-    intel = judge_horovod(HorovodFacts(record=RECORD), FACTS, replace(pair, kind="xpu"))
+    assert judge_horovod(with_nccl, pair).status == "ok"
+    intel = judge_horovod(HorovodFacts(record=RECORD), replace(pair, kind="xpu"))
     assert intel.remedy == "--backend ddp    (or --device cpu: Horovod exchanges no tensors of xpu)"
 
 
 def test_partial_output_of_probe_is_used() -> None:
-    torch = json.dumps({"version": "2.15.0", "gpus": [{"name": "A", "memory": 1, "capability": "9.0"}]})
-    rest = json.dumps({"torch": {"version": "2.15.0"}, "horovod": {"path": "x", "record": {}}})
-    whole = torch_facts.parse_probe(Answer(0, f"{torch}\nnoise\n\n{rest}\n", ""))
-    assert whole == ProbeResult(
-        VisibleTorch(version="2.15.0", gpus=[Gpu("A", 1, "9.0")]),
-        Facts(TorchFacts(version="2.15.0"), HorovodFacts(path="x")),
-    )
-    assert whole.horovod is not None
-    crashed = torch_facts.parse_probe(Answer(-11, f"{torch}\n", ""))
-    assert (crashed.torch.version, crashed.facts, crashed.ended) == ("2.15.0", None, "it was killed by signal 11")
-    said = run_checks("horovod", probe_result=crashed)[0]
+    its = TorchFacts(version="2.15.0", architectures=["sm_90"], gpus=[Gpu("A", 1, "9.0")])
+    torch, rest = json.dumps({"torch": asdict(its)}), json.dumps({"horovod": {"path": "x", "record": {}}})
+    assert parse_facts(f"{torch}\nnoise\n7\n\n{rest}\n", 0, "") == Facts(its, HorovodFacts(path="x"))
+    assert parse_facts(f'{torch}\n{{"horovod": null}}', 0, "") == Facts(its)
+    crashed = parse_facts(f"{torch}\n", -11, "")
+    assert crashed == Facts(its, ended="it was killed by signal 11")
+    said = run_checks("horovod", facts=crashed)[0]
     assert (said.status, said.found) == ("error", "cannot be imported: it was killed by signal 11")
-    slow = torch_facts.parse_probe(Answer(None, torch[:20], ""))
-    assert [finding.found for finding in run_checks("torch", "horovod", probe_result=slow)] == [
-        "no answer in 9 s"
-    ] * 2
-    broken = torch_facts.parse_probe(Answer(1, "", "Traceback\nImportError: no libc"))
-    assert broken.torch.error == "ImportError: no libc"
+    slow = parse_facts(torch[:20], None, "no answer in time")
+    assert [finding.found for finding in run_checks("torch", "horovod", facts=slow)] == ["no answer in 9 s"] * 2
+    assert parse_facts("", 1, "ImportError: no libc").torch.error == "ImportError: no libc"
 
 
 # GPUs: recorded output, as there may be none here.
@@ -269,7 +260,7 @@ def test_gpus_and_their_memory() -> None:
         ),
         (
             Driver("570.1", {"a": 1}),
-            VisibleTorch(version="2.15.0+cpu"),
+            TorchFacts(version="2.15.0+cpu"),
             {},
             "warning",
             "built without CUDA",
@@ -286,7 +277,7 @@ def test_gpus_and_their_memory() -> None:
     ],
 )
 def test_driver_and_visible_gpus(
-    driver: Driver, torch: VisibleTorch, environ: dict[str, str], status: str, words: str, remedy: str
+    driver: Driver, torch: TorchFacts, environ: dict[str, str], status: str, words: str, remedy: str
 ) -> None:
     found = judge_cuda(driver, torch, environ)
     assert (found.status, words in found.found, remedy in found.remedy) == (status, True, True), found
@@ -294,14 +285,14 @@ def test_driver_and_visible_gpus(
 
 def test_accelerators_of_other_makers() -> None:
     """Accept Intel's GPUs, and name accelerators on which ranks cannot train."""
-    intel = VisibleTorch(
+    intel = TorchFacts(
         version="2.15.0+xpu", kind="xpu", gpus=[Gpu("Intel Data Center GPU Max 1550", 2**36, "")] * 2
     )
     assert judge_torch(intel).found == "2.15.0+xpu, built for xpu, 2 GPUs visible"
     assert judge_cuda(Driver(), intel, {}) == ok("CUDA", "xpu, torch sees 2 GPUs")
     assert judge_gpu(0, intel.gpus[0], intel, Driver()) == ok("GPU 0", "Intel Data Center GPU Max 1550, 64.0 GB")
-    assert judge_nccl(None, intel, {}) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
-    apple = judge_cuda(Driver(), VisibleTorch(version="2.15.0", unsupported="mps"), {})
+    assert judge_nccl(intel, {}) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
+    apple = judge_cuda(Driver(), TorchFacts(version="2.15.0", unsupported="mps"), {})
     assert (apple.status, apple.found[:37]) == ("warning", "mps is here, and ranks cannot train o")
     assert "--device cpu" in apple.remedy
 
@@ -310,7 +301,7 @@ def test_probe_lists_intel_gpus() -> None:
     gpu = SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**36, uuid="5baec991")
     xpu = SimpleNamespace(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
     torch = SimpleNamespace(version=SimpleNamespace(hip=None), get_device_module={"xpu": xpu}.get)
-    found, error = torch_facts._gpus(torch, "xpu")
+    found, error = facts._gpus(torch, "xpu")
     assert found == [Gpu(gpu.name, gpu.total_memory, "", gpu.uuid)] * 2
     assert error is None
 
@@ -322,9 +313,9 @@ def test_machine_with_recorded_nvidia_smi(tmp_path: Path) -> None:
     smi.write_text(f"#!/bin/sh\nif [ $1 = topo ]; then cat {tmp_path}/topology; else printf '{SMI}'; fi\n")
     smi.chmod(0o755)
     gpu = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, "9.0", "5baec991-de63-c196-1766-04c38407e133")
-    probe_result = ProbeResult(replace(TORCH, gpus=[gpu, replace(gpu, uuid="02c05ee3")]))
+    found = Facts(replace(TORCH, gpus=[gpu, replace(gpu, uuid="02c05ee3")]))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    found = run_checks("CUDA", "NCCL", "GPU links", probe_result=probe_result, environ=environ)
+    found = run_checks("CUDA", "NCCL", "GPU links", facts=found, environ=environ)
     assert [finding.name for finding in found] == ["CUDA", "GPU 0", "GPU 1", "NCCL", "GPU links"]
     assert all(finding.status == "ok" for finding in found), found
     assert "driver 570.124.06, torch sees 2 GPUs" in found[0].found
@@ -333,9 +324,9 @@ def test_machine_with_recorded_nvidia_smi(tmp_path: Path) -> None:
 
 def test_nccl_is_needed_and_not_slowed() -> None:
     pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
-    assert judge_nccl("2.30.7", TORCH, {}).found == "2.30.7, for GPUs only: CPUs exchange by Gloo"
-    assert judge_nccl("2.30.7", pair, {"NCCL_IB_DISABLE": "0"}) == ok("NCCL", "2.30.7")
-    slowed = judge_nccl("2.30.7", pair, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
+    assert judge_nccl(TORCH, {}).found == "2.30.7, for GPUs only: CPUs exchange by Gloo"
+    assert judge_nccl(pair, {"NCCL_IB_DISABLE": "0"}) == ok("NCCL", "2.30.7")
+    slowed = judge_nccl(pair, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
     assert (slowed.status, slowed.remedy[:38]) == ("warning", "unset NCCL_P2P_DISABLE NCCL_IB_DISABLE")
-    assert judge_nccl(None, replace(pair, nccl=None), {}).status == "error"
-    assert judge_nccl(None, VisibleTorch(version="2.15.0"), {}).status == "ok"
+    assert judge_nccl(replace(pair, nccl=None), {}).status == "error"
+    assert judge_nccl(TorchFacts(version="2.15.0"), {}).status == "ok"

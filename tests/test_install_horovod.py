@@ -311,6 +311,21 @@ def test_cpu_build_beside_gpus_says_so(no_cuda: TorchFacts, gpu: str, capsys: py
     assert (gpu == "auto") == last.startswith("For GPUs type: python -m hvd_trainer install-horovod --gpu nccl")
 
 
+def test_horovod_that_ends_its_process_is_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Horovod whose import crashed was taken for a PyTorch that cannot be imported, and nothing was built."""
+    (tmp_path / "horovod").mkdir()
+    crash = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+    (tmp_path / "horovod/__init__.py").write_text(crash)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    facts = probe()
+    assert facts.torch.error is None
+    assert not tool._already_usable(tool.Options(), facts)
+    said = capsys.readouterr().out
+    assert said == "the installed Horovod cannot be imported: it was killed by signal 11\n"
+
+
 def test_usable_horovod_is_kept(tmp_path: Path) -> None:
     facts = probe()
     if facts.horovod is None or facts.horovod.error or not facts.horovod.record.get("proved"):

@@ -1,42 +1,83 @@
-"""Probe this Python's PyTorch, NCCL and Horovod in a process of its own.
+"""Find out which PyTorch, GPUs and Horovod this Python has, and what a host has; in a process of its own.
 
-Importing PyTorch takes 2 s and a broken Horovod can end its process, so the installer runs
-`python -m hvd_trainer.horovod_build.facts` and reads the last line, a JSON object.
+Importing PyTorch takes seconds, may crash, and never ends where a GPU's driver hangs; a broken Horovod can end its
+process, too. So `python -m hvd_trainer.horovod_build.facts` prints two JSON objects, a line each: PyTorch with its
+GPUs, then Horovod. Lines that were printed before a crash or a time-out are used.
+
+`doctor` sends the text of this file to other hosts by ssh, where `python - FOLDER` runs it and prints the host's
+facts. So its top imports the standard library only: this package may be missing there, or another version.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
+import os
+import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.horovod_build.nccl import Nccl, find_nccl
-
 PROBE_TIMEOUT_S = 300
+HOST_MARK = "hvd_trainer doctor "
+"""The prefix of the line with a host's facts: a login script may print, too."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that PyTorch sees, of any maker."""
+
+    name: str
+    memory: int
+    """bytes"""
+    capability: str
+    """`9.0`; the name of the architecture where it is AMD's; empty where it is Intel's"""
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
 class TorchFacts:
-    """This Python's PyTorch; if it cannot be imported, `error` says why and the rest has no meaning."""
+    """This Python's PyTorch, and the GPUs that it sees."""
 
     error: str | None = None
+    """why it cannot be imported; the rest then has no meaning"""
     version: str = ""
     cuda: str | None = None
     hip: str | None = None
     cxx_standard: int = 0
-    gpu_count: int = 0
-    # Compute capabilities that this PyTorch has kernels for: "75,80,90".
-    compute_capabilities: str = ""
+    kind: str | None = None
+    """the type of the devices that it is built for, such as `cuda`, if ranks train on them"""
+    unsupported: str | None = None
+    """the type of an accelerator that is here and that ranks cannot train on"""
+    nccl: str | None = None
+    """the version that it was built with"""
     nccl_home: str | None = None
+    """the folder of the NCCL wheel that it loads"""
     nccl_version: str | None = None
+    """the version of that wheel"""
+    architectures: Sequence[str] = ()
+    """the GPU architectures it has code for: sm_80, compute_90 ..."""
+    gpu_count: int = 0
+    """NVIDIA's GPUs, counted without their initialization"""
+    gpus: Sequence[Gpu] = ()
+    gpu_error: str | None = None
+    """why it sees no GPU"""
+
+    @property
+    def compute_capabilities(self) -> str:
+        """The GPUs to compile for ("75,80,90"); without them nvcc compiles for every GPU that it knows."""
+        found = {match[1] for text in self.architectures if (match := re.fullmatch(r"sm_(\d+)", text))}
+        return ",".join(sorted(found, key=int))
 
 
-@dataclass
+@dataclass(frozen=True)
 class HorovodFacts:
     """An installed Horovod: why it cannot be used, and what it was built for if it is ours."""
 
@@ -45,28 +86,47 @@ class HorovodFacts:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Facts:
-    """The probe's result; `horovod` is None where none is installed."""
+    """The result of the probe."""
 
     torch: TorchFacts
-    horovod: HorovodFacts | None
+    horovod: HorovodFacts | None = None
+    """None: none is installed, or the process ended before it was found"""
+    ended: str = ""
+    """how the process ended, if it ended so early"""
+    is_timeout: bool = False
+    """whether its time was up then"""
 
 
 def probe() -> Facts:
-    """Run the probe in a new process of this Python.
-
-    A process that ends without an answer is reported as a PyTorch that cannot be imported.
-    """
-    command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]
+    """Run the probe in a new process of this Python."""
+    command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-    try:
-        found = json.loads(done.stdout.splitlines()[-1])
-        horovod = found["horovod"]
-        return Facts(TorchFacts(**found["torch"]), horovod and HorovodFacts(**horovod))
-    except (IndexError, ValueError, TypeError):
-        reason = done.stderr.strip()[-2000:] or f"the probe ended with status {done.returncode}"
-        return Facts(TorchFacts(error=reason), None)
+    said = done.stderr.strip()[-2000:] or f"the probe ended with status {done.returncode}"
+    return parse_facts(done.stdout, done.returncode, said)
+
+
+def parse_facts(out: str, code: int | None, said: str) -> Facts:
+    """Parse what the probe printed, in whole or in part.
+
+    Args:
+        out: its stdout.
+        code: its exit code; None: its time was up.
+        said: the reason that it gave, if it failed.
+    """
+    found: dict[str, Any] = {}
+    for line in out.splitlines():
+        # Horovod without its extension prints a warning, and the last line may be incomplete.
+        with suppress(ValueError, TypeError):
+            found.update(json.loads(line))
+    ended = f"it was killed by signal {-code}" if code is not None and code < 0 else said
+    if "torch" not in found:
+        return Facts(TorchFacts(error=ended), ended=ended, is_timeout=code is None)
+    torch = TorchFacts(**{**found["torch"], "gpus": [Gpu(**gpu) for gpu in found["torch"]["gpus"]]})
+    if "horovod" not in found:
+        return Facts(torch, ended=ended, is_timeout=code is None)
+    return Facts(torch, found["horovod"] and HorovodFacts(**found["horovod"]))
 
 
 def _torch_facts() -> TorchFacts:
@@ -74,17 +134,56 @@ def _torch_facts() -> TorchFacts:
         import torch
     except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
         return TorchFacts(error=f"{type(error).__name__}: {error}")
-    nccl = _nccl_wheel()
+    from hvd_trainer.horovod_build.nccl import find_nccl
+    from hvd_trainer.utils import accelerator
+
+    built_for = torch.accelerator.current_accelerator()
+    kind = built_for.type if built_for is not None and built_for.type in accelerator.COLLECTIVES else None
+    gpus, gpu_error = _gpus(torch, kind) if kind else ([], None)
+    nccl = find_nccl(_package_folders("nvidia.nccl"))
     return TorchFacts(
         version=str(torch.__version__),
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         cxx_standard=_cxx_standard(Path(torch.__file__).parent),
-        gpu_count=torch.cuda.device_count() if torch.version.cuda else 0,
-        compute_capabilities=_compute_capabilities(torch),
+        kind=kind,
+        unsupported=accelerator.unsupported(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
         nccl_home=str(nccl.include.parent) if nccl else None,
         nccl_version=nccl.version if nccl else None,
+        # In older releases torch.cuda.get_arch_list is empty where there is no GPU.
+        architectures=(torch._C._cuda_getArchFlags() or "").split() if torch.version.cuda else (),
+        gpu_count=torch.cuda.device_count() if torch.version.cuda else 0,
+        gpus=gpus,
+        gpu_error=gpu_error,
     )
+
+
+def _gpus(torch: Any, kind: str) -> tuple[list[Gpu], str | None]:
+    from hvd_trainer.errors import first_line
+
+    module = torch.get_device_module(kind)
+    try:
+        module.init()
+        found = [module.get_device_properties(number) for number in range(module.device_count())]
+    except Exception as error:  # no driver, one that is too old, a broken GPU
+        return [], first_line(error)
+    return [
+        Gpu(
+            name=gpu.name,
+            memory=gpu.total_memory,
+            capability=_capability(gpu, kind, is_rocm=bool(torch.version.hip)),
+            uuid=str(getattr(gpu, "uuid", "")),
+        )
+        for gpu in found
+    ], None
+
+
+def _capability(gpu: Any, kind: str, *, is_rocm: bool) -> str:
+    # PyTorch fills in both attributes on CUDA and ROCm, and only one is meaningful on each.
+    if is_rocm:
+        return str(gpu.gcnArchName)
+    return f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
 
 
 def _cxx_standard(torch_folder: Path) -> int:
@@ -93,46 +192,76 @@ def _cxx_standard(torch_folder: Path) -> int:
     return max((int(found) for found in re.findall(r"-std=c\+\+(\d\d)\b", text)), default=17)
 
 
-def _compute_capabilities(torch: Any) -> str:
-    """Return the GPUs to compile for ("75,80,90"); without them nvcc compiles for every GPU that it knows."""
-    if not torch.version.cuda:
-        return ""
-    flags = torch._C._cuda_getArchFlags() or ""
-    return ",".join(sorted(set(re.findall(r"sm_(\d+)\b", flags)), key=int))
-
-
-def _nccl_wheel() -> Nccl | None:
-    """Return the NCCL wheel that PyTorch loads."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    return find_nccl((spec.submodule_search_locations or []) if spec else [])
-
-
 def _horovod_facts() -> HorovodFacts | None:
     spec = importlib.util.find_spec("horovod")
     if spec is None:
         return None
-    facts = HorovodFacts(path=str(spec.origin))
+    wrong: str | None = None
+    record: dict[str, Any] = {}
     try:
         # Horovod without its extension prints a warning, imports all the same, and has no `init`.
         import horovod.torch
 
         if not hasattr(horovod.torch, "init"):
-            facts.error = "it has no PyTorch extension for this Python"
+            wrong = "it has no PyTorch extension for this Python"
     except Exception as error:  # an extension for another PyTorch can raise anything
-        facts.error = f"{type(error).__name__}: {error}"
-    try:
+        wrong = f"{type(error).__name__}: {error}"
+    with suppress(ImportError):
         from horovod.hvd_trainer_build import RECORD
 
-        facts.record = RECORD
-    except ImportError:
-        facts.record = {}
-    return facts
+        record = RECORD
+    return HorovodFacts(wrong, str(spec.origin), record)
+
+
+def host_facts(folder: str) -> dict[str, Any]:
+    """Return the versions that all hosts must have alike, the numbers of CPUs and GPUs, and whether `folder`
+    exists. No package that it looks for is imported.
+    """
+    packages = {name: installed_version(name) or "" for name in ("hvd_trainer", "torch", "horovod")}
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return {
+        "versions": {"python": platform.python_version(), **packages},
+        "files": {"hvd_trainer": _digest("hvd_trainer", "**/*.py"), "horovod": _digest("horovod", "*_build.py")},
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": len(list(gpus.iterdir())) if gpus.is_dir() else 0,
+        "folder": os.path.isdir(folder),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package in this environment; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _digest(package: str, pattern: str) -> str:
+    """Return the SHA-256 of a package's files, without importing it."""
+    digest = hashlib.sha256()
+    for place in _package_folders(package):
+        for file in sorted(Path(place).glob(pattern)):
+            digest.update(str(file.relative_to(place)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _package_folders(package: str) -> Sequence[str]:
+    """Return the folders of a package's modules, without importing it; none if it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even the package around it
+        return []
+    return (spec.submodule_search_locations or []) if spec is not None else []
 
 
 if __name__ == "__main__":
-    torch_facts = _torch_facts()
-    found = Facts(torch_facts, None if torch_facts.error else _horovod_facts())
-    print("\n" + json.dumps(asdict(found)), flush=True)
+    if len(sys.argv) > 1:
+        if os.path.isdir(sys.argv[1]):
+            # horovodrun would start the ranks in that folder, where a package in it comes before an installed one.
+            os.chdir(sys.argv[1])
+        print(HOST_MARK + json.dumps(host_facts(sys.argv[1])), flush=True)
+    else:
+        its = _torch_facts()
+        print(json.dumps({"torch": asdict(its)}), flush=True)
+        found = None if its.error is not None else _horovod_facts()
+        print("\n" + json.dumps({"horovod": found and asdict(found)}), flush=True)

@@ -164,6 +164,8 @@ def _suggest_gpu_build(options: Options, torch: TorchFacts) -> None:
 
 def _already_usable(options: Options, facts: Facts) -> bool:
     if facts.horovod is None:
+        if facts.ended:
+            print(f"the installed Horovod cannot be imported: {facts.ended}", flush=True)
         return False
     reason = find_mismatch(facts.horovod, facts.torch, options)
     if reason is None:

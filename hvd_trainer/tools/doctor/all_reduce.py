@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.horovod_build.facts import Facts
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
-from hvd_trainer.tools.doctor.torch_facts import ProbeResult
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
 from hvd_trainer.tools.runner.runs import RunRecord, log_dir, run_once
 from hvd_trainer.utils.process import cpu_ids
@@ -23,21 +23,19 @@ RANKS = 2
 RUN_TIMEOUT_S = 120.0
 
 
-def engines(probe_result: ProbeResult) -> list[str]:
+def engines(facts: Facts) -> list[str]:
     """Return the names of the installed engines, whether they work or not."""
-    if probe_result.torch.error is not None:
+    if facts.torch.error is not None:
         return []
-    return ["ddp"] if probe_result.horovod is None else ["ddp", "horovod"]
+    return ["ddp"] if facts.horovod is None else ["ddp", "horovod"]
 
 
-def device_of(probe_result: ProbeResult, engine: str) -> str:
+def device_of(facts: Facts, engine: str) -> str:
     """Return the device type on which two ranks of an engine can run: NCCL refuses two on one GPU, and a
     Horovod built for CPUs has no GPU at all.
     """
-    on_cpu_only = (
-        engine == "horovod" and probe_result.horovod is not None and not probe_result.horovod.record.get("cuda")
-    )
-    return "cpu" if on_cpu_only or len(probe_result.torch.gpus) < RANKS else probe_result.torch.kind or "cpu"
+    on_cpu_only = engine == "horovod" and facts.horovod is not None and not facts.horovod.record.get("cuda")
+    return "cpu" if on_cpu_only or len(facts.torch.gpus) < RANKS else facts.torch.kind or "cpu"
 
 
 def prove_engine(engine: str, device: str) -> Finding:

@@ -22,8 +22,8 @@ from functools import partial
 import tyro
 
 from hvd_trainer.errors import first_line
-from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software, torch_facts
-from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts
+from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software
+from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts, run_probe
 from hvd_trainer.tools.doctor.finding import Finding, error, no_answer
 from hvd_trainer.tools.doctor.programs import Programs, start_threads
 from hvd_trainer.tools.doctor.report import as_json, name_width, print_findings, summary
@@ -107,7 +107,7 @@ def build_context(options: Options, visited: Sequence[Host], programs: Programs)
     master = os.environ.get("MASTER_ADDR")
     names = list(dict.fromkeys([*own, *(host.name for host in visited), *([master] if master else [])]))
     lookups = start_threads([partial(look_up, name) for name in names])
-    (probe,) = start_threads([partial(torch_facts.run_probe, programs)])
+    (probe,) = start_threads([partial(run_probe, programs)])
     return Context(options, tuple(visited), os.environ, programs, probe, dict(zip(names, lookups, strict=True)))
 
 
@@ -141,9 +141,9 @@ def _prove(context: Context, width: int) -> list[Finding]:
     from hvd_trainer.tools.doctor import all_reduce
 
     findings = []
-    for engine in all_reduce.engines(context.probe_result):
+    for engine in all_reduce.engines(context.facts):
         with _transient_line(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
-            finding = all_reduce.prove_engine(engine, all_reduce.device_of(context.probe_result, engine))
+            finding = all_reduce.prove_engine(engine, all_reduce.device_of(context.facts, engine))
         findings.append(finding)
         if not context.options.json:
             print_findings([finding], width, sys.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -17,8 +18,9 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.errors import OptionError
+from hvd_trainer.horovod_build import facts
+from hvd_trainer.horovod_build.facts import Facts
 from hvd_trainer.tools.doctor.programs import Programs
-from hvd_trainer.tools.doctor.torch_facts import ProbeResult
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,12 @@ class Context:
     hosts: tuple[Host, ...]
     environ: Mapping[str, str]
     programs: Programs
-    probe: Future[ProbeResult]
+    probe: Future[Facts]
     lookups: Mapping[str, Future[list[str]]]
     """addresses of this host, localhost, all `hosts` and MASTER_ADDR, by name"""
 
     @property
-    def probe_result(self) -> ProbeResult:
+    def facts(self) -> Facts:
         """The state of PyTorch and Horovod; blocks until the probe has ended."""
         return self.probe.result()
 
@@ -129,6 +131,12 @@ class Context:
     @property
     def several_hosts(self) -> bool:
         return any(not self.is_here(host) for host in self.hosts)
+
+
+def run_probe(programs: Programs) -> Facts:
+    """Look at PyTorch and Horovod in a new process of this Python."""
+    answer = programs.ask(sys.executable, "-m", facts.__name__)
+    return facts.parse_facts(answer.out, answer.code, answer.last_line)
 
 
 def look_up(name: str) -> list[str]:

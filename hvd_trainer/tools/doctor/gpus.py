@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from hvd_trainer.horovod_build.facts import Gpu, TorchFacts
 from hvd_trainer.horovod_build.toolchain import find_toolkits
 from hvd_trainer.launch.slurm import GPU_VARIABLES, visible_gpus
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
-from hvd_trainer.tools.doctor.torch_facts import Gpu, VisibleTorch
 from hvd_trainer.utils.text import plural
 
 GPU_QUERY = "--query-gpu=uuid,driver_version,memory.free"
@@ -41,7 +41,7 @@ class Driver:
 def check_cuda(context: Context) -> list[Finding]:
     """Check the driver and the toolkit, and each GPU in a finding of its own."""
     driver = _find_driver(context)
-    torch = context.probe_result.torch
+    torch = context.facts.torch
     finding = judge_cuda(driver, torch, context.environ)
     if finding.status == "ok" and torch.cuda:
         kits = ", ".join(f"{kit.version} in {kit.home}" for kit in find_toolkits())
@@ -77,7 +77,7 @@ def read_driver(text: str) -> Driver:
     return Driver(rows[0][1] if rows else None, free)
 
 
-def judge_cuda(driver: Driver, torch: VisibleTorch, environ: Mapping[str, str]) -> Finding:
+def judge_cuda(driver: Driver, torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
     """Return whether PyTorch sees the GPUs that the driver lists, as a finding."""
     if torch.gpus:
         hidden = _visibility_setting(environ)
@@ -107,7 +107,7 @@ def judge_cuda(driver: Driver, torch: VisibleTorch, environ: Mapping[str, str]) 
     return error("CUDA", f"{there}, and torch sees none: {torch.gpu_error or 'it does not say why'}", remedy)
 
 
-def gpu_platform(torch: VisibleTorch) -> str:
+def gpu_platform(torch: TorchFacts) -> str:
     """Return the platform that this PyTorch is built for: `CUDA 13.2`, `ROCm 6.4`, `xpu`; empty if for none."""
     return f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else torch.kind or ""
 
@@ -117,7 +117,7 @@ def _visibility_setting(environ: Mapping[str, str]) -> str:
     return next((f"{name}={environ[name]}" for name in GPU_VARIABLES if name in environ), "")
 
 
-def judge_gpu(number: int, gpu: Gpu, torch: VisibleTorch, driver: Driver) -> Finding:
+def judge_gpu(number: int, gpu: Gpu, torch: TorchFacts, driver: Driver) -> Finding:
     """Return whether this PyTorch has code for a GPU, as a finding."""
     name = f"GPU {number}"
     free_mb = (driver.free_mb or {}).get(gpu.uuid)
@@ -159,12 +159,10 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
 
 def check_nccl(context: Context) -> list[Finding]:
     """Check NCCL, the library by which NVIDIA's GPUs exchange tensors."""
-    probe_result = context.probe_result
-    installed = probe_result.facts.torch.nccl_version if probe_result.facts is not None else None
-    return [judge_nccl(installed, probe_result.torch, context.environ)]
+    return [judge_nccl(context.facts.torch, context.environ)]
 
 
-def judge_nccl(installed: str | None, torch: VisibleTorch, environ: Mapping[str, str]) -> Finding:
+def judge_nccl(torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
     """Return whether NCCL is there where it is needed and no variable slows it down, as a finding."""
     several = len(torch.gpus) > 1
     if torch.gpus and torch.kind != "cuda":
@@ -174,17 +172,18 @@ def judge_nccl(installed: str | None, torch: VisibleTorch, environ: Mapping[str,
             remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"
             return error("NCCL", f"{len(torch.gpus)} GPUs, and this torch is built without it", remedy)
         return ok("NCCL", "none in this torch: CPUs exchange by Gloo")
+    version = torch.nccl_version or torch.nccl
     slowing = [name for name in SLOWING_VARIABLES if environ.get(name) not in (None, "", "0")]
     if several and slowing:
-        found = f"{installed or torch.nccl}, and {', '.join(slowing)} in this shell slows it down"
+        found = f"{version}, and {', '.join(slowing)} in this shell slows it down"
         return warning("NCCL", found, f"unset {' '.join(slowing)}    (unless you need it)")
-    return ok("NCCL", f"{installed or torch.nccl}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")
+    return ok("NCCL", f"{version}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")
 
 
 def check_links(context: Context) -> list[Finding]:
     """Check how the GPUs are connected, if there are several."""
     program = context.programs.find("nvidia-smi")
-    if program is None or len(context.probe_result.torch.gpus) < 2:
+    if program is None or len(context.facts.torch.gpus) < 2:
         return []
     answer = context.programs.ask(program, "topo", "-m")
     links = read_links(answer.out)

@@ -3,7 +3,7 @@
 here                                 there
   time           ------------->
           <-------------           1789.25    its clock, three times: the quickest answer counts
-  python, host_facts.py -->
+  python, facts.py ------>
           <-------------           {"versions": ...}
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import first_line
-from hvd_trainer.tools.doctor import host_facts
+from hvd_trainer.horovod_build import facts
 from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
 from hvd_trainer.tools.doctor.programs import DRAIN_S, start_threads
@@ -73,7 +73,7 @@ class Visit:
     half_trip_s: float = 0.0
     """half of the time that the answer took: the error bound of `skew_s`"""
     facts: Mapping[str, Any] | None = None
-    """the output of host_facts.py; None: no Python there"""
+    """its `host_facts`; None: no Python there"""
 
 
 def check_hosts(context: Context) -> list[Finding]:
@@ -84,7 +84,7 @@ def check_hosts(context: Context) -> list[Finding]:
     ssh = context.programs.find("ssh")
     if others and ssh is None:
         return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
-    here = host_facts.describe(os.getcwd())
+    here = facts.host_facts(os.getcwd())
     visits = start_threads([partial(_visit_host, context, ssh or "ssh", host) for host in others])
     wait(visits, timeout=context.programs.program_left_s + DRAIN_S)
     findings = []
@@ -145,7 +145,7 @@ def _query(process: subprocess.Popen[str]) -> Visit:
     """Ask for the time and then for the facts; return what was answered before the other side ended."""
     assert process.stdin is not None
     times: list[tuple[float, float]] = []
-    facts = None
+    found = None
     with suppress(BrokenPipeError):
         while len(times) < NUM_CLOCK_SAMPLES:
             began = time.time()
@@ -157,12 +157,12 @@ def _query(process: subprocess.Popen[str]) -> Visit:
             if match is None:
                 return Visit()
             times.append((unsure, float(match[0]) - began - unsure))
-        process.stdin.write(f"python\n{Path(host_facts.__file__).read_text()}")
+        process.stdin.write(f"python\n{Path(facts.__file__).read_text()}")
         process.stdin.close()
-        answer = _line_after(process, host_facts.MARK)
-        facts = None if answer is None else json.loads(answer)
+        answer = _line_after(process, facts.HOST_MARK)
+        found = None if answer is None else json.loads(answer)
     unsure, skew = min(times, default=(0.0, 0.0))
-    return Visit(reached=bool(times), skew_s=skew, half_trip_s=unsure, facts=facts)
+    return Visit(reached=bool(times), skew_s=skew, half_trip_s=unsure, facts=found)
 
 
 def _line_after(process: subprocess.Popen[str], mark: str) -> str | None:

@@ -114,7 +114,7 @@ def check_visible_gpus(context: Context) -> list[Finding]:
     """
     with suppress(LaunchError):  # "launcher" says what is wrong
         step = detect_slurm(context.environ)
-        return [] if step is None else judge_visible_gpus(step, len(context.probe_result.torch.gpus))
+        return [] if step is None else judge_visible_gpus(step, len(context.facts.torch.gpus))
     return []
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TextIO
 
+from hvd_trainer.horovod_build.facts import installed_version
 from hvd_trainer.tools.doctor.finding import Finding, Status
-from hvd_trainer.tools.doctor.software import PACKAGE, installed_version
 from hvd_trainer.utils.text import plural
 
 COLOURS: dict[Status, str] = {"ok": "32", "warning": "33", "error": "31"}
@@ -66,7 +66,7 @@ def as_json(findings: Sequence[Finding], seconds: float) -> str:
     """Format the findings as one JSON document, whose keys are a public format."""
     number = Counter(finding.status for finding in findings)
     document = {
-        "hvd_trainer": installed_version(PACKAGE),
+        "hvd_trainer": installed_version("hvd_trainer"),
         "host": socket.gethostname(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds, 2),

@@ -11,11 +11,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hvd_trainer.horovod_build import installer
-from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts
+from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts, installed_version
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, no_answer, ok, warning
 from hvd_trainer.tools.doctor.gpus import gpu_platform
-from hvd_trainer.tools.doctor.torch_facts import VisibleTorch
 from hvd_trainer.utils.text import INSTALL_HOROVOD, plural
 
 PACKAGE = "hvd_trainer"
@@ -53,9 +52,8 @@ def _activate() -> str:
 
 def check_packages(context: Context) -> list[Finding]:
     """Check that the installed packages meet what this package and torchvision require."""
-    try:
-        version = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(PACKAGE)
+    if version is None:
         found = "hvd_trainer is used from its folder and not installed: other folders and hosts do not find it"
         return [warning("packages", found, "pip install -e .")]
     unmet = [*unmet_requirements(PACKAGE), *(r for r in unmet_requirements("torchvision") if r.name == "torch")]
@@ -86,26 +84,20 @@ def _meets(version: str | None, requirement: Requirement) -> bool:
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-def installed_version(package: str) -> str | None:
-    """Return the version of a package in this environment; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_torch(context: Context) -> list[Finding]:
     """Check PyTorch, and what it was built for."""
-    probe_result = context.probe_result
-    if probe_result.is_timeout and probe_result.torch.error is not None:
+    facts = context.facts
+    if facts.is_timeout and facts.torch.error is not None:
         return [no_answer("torch", context.options.timeout_s)]
-    return [judge_torch(probe_result.torch)]
+    return [judge_torch(facts.torch)]
 
 
-def judge_torch(torch: VisibleTorch) -> Finding:
+def judge_torch(torch: TorchFacts) -> Finding:
     """Return the finding for a PyTorch: whether it imports, and whether its version is tested."""
     if torch.error is not None:
-        return error("torch", f"cannot be imported: {torch.error}", "pip install torch torchvision")
+        return error(
+            "torch", f"cannot be imported: {torch.error.splitlines()[0]}", "pip install torch torchvision"
+        )
     kind = gpu_platform(torch) or "the CPU only"
     found = (
         f"{torch.version}, built for {kind}, {plural(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
@@ -124,18 +116,18 @@ def judge_torch(torch: VisibleTorch) -> Finding:
 
 def check_horovod(context: Context) -> list[Finding]:
     """Check Horovod, and by the installer's own rules whether it fits this PyTorch."""
-    probe_result = context.probe_result
-    if probe_result.is_timeout:
+    facts = context.facts
+    if facts.is_timeout:
         return [no_answer("horovod", context.options.timeout_s)]
-    if probe_result.torch.error is not None:
+    if facts.torch.error is not None:
         return [error("horovod", "is built for one torch, and none can be imported", "see the line of torch")]
-    if probe_result.facts is None:
-        found = f"cannot be imported: {probe_result.ended}"
+    if facts.ended:
+        found = f"cannot be imported: {facts.ended}"
         return [error("horovod", found, f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)")]
-    return [judge_horovod(probe_result.facts.horovod, probe_result.facts.torch, probe_result.torch)]
+    return [judge_horovod(facts.horovod, facts.torch)]
 
 
-def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, visible: VisibleTorch) -> Finding:
+def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
     """Return the finding for a Horovod, by its build record and the GPUs that PyTorch sees."""
     if horovod is None:
         return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL_HOROVOD}    (minutes)")
@@ -154,9 +146,9 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts, visible: Visi
         return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
-    if on_cpu_only and visible.gpus:
+    if on_cpu_only and torch.gpus:
         remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
-        if visible.kind != "cuda":
-            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {visible.kind})"
+        if torch.kind != "cuda":
+            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {torch.kind})"
         return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
     return ok("horovod", found)
