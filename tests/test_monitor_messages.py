@@ -24,14 +24,15 @@ from hvd_trainer.faults.messages import (
     StacksRequest,
 )
 from hvd_trainer.faults.monitor import Monitor
-from hvd_trainer.faults.root_cause import Heartbeat, RootCause
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
+from hvd_trainer.launch.world import World
 
 BEAT = Heartbeat(step=3, phase="reduce", seconds=0.5, is_waiting=True, limit_s=None)
 MESSAGES: list[Message] = [
     Hello(token="abc", rank=1),
     Alive(),
     Alive(heartbeat=BEAT),
-    RankEnded(how="raised", text="first\nsecond", detail="\u2028", is_users=True, heartbeat=BEAT),
+    RankEnded(event=Event("raised", 1, "first\nsecond", "\u2028"), is_users=True, heartbeat=BEAT),
     StacksRequest(silent=(1, 2)),
     Stacks(rank=2, text="Thread 0x1"),
     JobEnded(cause=RootCause(1, "failure: rank 1", reported=True), exit_in_s=0.2),
@@ -76,7 +77,8 @@ def test_a_message_may_arrive_in_pieces(ends: tuple[Channel, socket.socket]) -> 
         json.dumps({"kind": "stacks", "rank": True, "text": ""}),
         json.dumps({"kind": "alive", "heartbeat": {"step": "many"}}),
         json.dumps({"kind": "alive", "heartbeat": {"seconds": float("nan")}}),
-        json.dumps({"kind": "rankended", "how": "lost", "text": ""}),
+        json.dumps({"kind": "rankended", "event": {"kind": "gone", "rank": 1}}),
+        json.dumps({"kind": "rankended", "event": {"kind": "raised", "rank": "1"}}),
         json.dumps({"kind": "jobended", "cause": {"rank": 1}, "exit_in_s": 1}),
     ],
 )
@@ -93,10 +95,11 @@ def test_anything_else_breaks_the_connection(line: str, ends: tuple[Channel, soc
 def test_an_error_with_bytes_of_a_file_name_is_sent(ends: tuple[Channel, socket.socket]) -> None:
     """What Python makes of a name that is no UTF-8 cannot be encoded as it is."""
     receiving, theirs = ends
-    rank: Any = SimpleNamespace(activity=SimpleNamespace(in_exchange=False), own_heartbeat=Heartbeat)
+    activity = SimpleNamespace(in_exchange=False)
+    rank: Any = SimpleNamespace(world=World(1, 2, 1, 2), activity=activity, own_heartbeat=Heartbeat)
     Channel(theirs).send(Monitor._describe_error(rank, OSError("no such file: caf\udce9")))
     match receiving.receive():
-        case [RankEnded(text=text, detail=detail)]:
-            assert "caf\\udce9" in text + detail
+        case [RankEnded(event=event)]:
+            assert "caf\\udce9" in event.text + event.detail
         case other:
             raise AssertionError(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import subprocess
@@ -55,11 +54,10 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
         FaultInjector(["sleep", "60"], tmp_path, size=1) as job,
         subprocess.Popen(["sleep", "60"]) as rank,
     ):
-        job._ranks, job._statuses = {0: psutil.Process(rank.pid)}, {0: page[0]}
-        page[0].write(3, "data")
+        job._ranks, job._statuses = {0: psutil.Process(rank.pid)}, {0: page}
+        page.write(3, "data")
         yield job
         rank.kill()
-    os.close(page[1])
 
 
 def test_inject_gives_up_on_a_job_without_progress(sleeping_job: FaultInjector) -> None:

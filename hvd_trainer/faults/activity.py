@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,19 +52,17 @@ class Activity:
         Returns:
             The file descriptor of the shared memory; None if the system has none.
         """
-        created = SharedStatus.create()
-        if created is None:
+        self._status = SharedStatus.create()
+        if self._status is None:
             return None
-        self._status, descriptor = created
         self._status.write(self.step, self.phase)
-        return descriptor
+        return self._status.descriptor
 
-    def stop_sharing(self, descriptor: int | None) -> None:
-        """Undo `share`, given what it returned."""
+    def stop_sharing(self) -> None:
+        """Undo `share`."""
         status, self._status = self._status, None
-        if status is not None and descriptor is not None:
+        if status is not None:
             status.close()
-            os.close(descriptor)
 
     def enter(self, phase: str) -> None:
         """Begin another phase, or the next round of the same one.

@@ -12,6 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_trainer.faults.root_cause import Heartbeat
+from hvd_trainer.rendezvous.ranks import RankInfo
+
 CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""
 
@@ -52,11 +55,9 @@ class Failure:
 
     rank: int
     size: int
-    host: str
-    process: int
-    step: int
-    """completed optimizer steps"""
-    phase: str
+    peer: RankInfo
+    heartbeat: Heartbeat
+    """the rank's last one"""
     what: str
     """what happened, in one line"""
     detail: str = ""
@@ -70,10 +71,10 @@ class Failure:
 
     def text(self) -> str:
         """Return the report as complete lines."""
-        who = f"rank {self.rank} of {self.size} on {self.host} (process {self.process})"
-        where = describe_position(self.step, self.phase)
+        who = f"rank {self.rank} of {self.size} on {self.peer.host} (process {self.peer.pid})"
+        where = describe_position(self.heartbeat)
         if self.is_last_known:
-            where = f"last heard of {where}" if self.phase == "start" else f"last heard of in {where}"
+            where = f"last heard of {where}" if self.heartbeat.phase == "start" else f"last heard of in {where}"
         lines = [f"failure: {who}, {where}: {self.what}"]
         lines += [self.detail.rstrip()] if self.detail else []
         lines += self.others
@@ -81,16 +82,21 @@ class Failure:
         return "\n".join(lines) + "\n"
 
 
-def describe_position(step: int, phase: str) -> str:
+def describe_position(heartbeat: Heartbeat) -> str:
     """Return a rank's position as reports have it, such as `step 41, forward`."""
-    return "before the first step" if phase == "start" else f"step {step + 1:,}, {phase}"
+    is_started = heartbeat.phase != "start"
+    return f"step {heartbeat.step + 1:,}, {heartbeat.phase}" if is_started else "before the first step"
 
 
-def save_file(folder: Path, name: str, text: str) -> None:
-    """Write one file of a report; errors are ignored, since the report itself must still be printed."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+def save_stacks(folder: Path, stacks: Mapping[int, str], report: str | None) -> None:
+    """Write the stacks of some ranks, and a report; errors are ignored, since the report must still be printed."""
+    files = {f"rank-{rank}.txt": text for rank, text in stacks.items()}
+    if report is not None:
+        files["report.txt"] = report
+    for name, text in files.items():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
 
 
 def report_folder(log_folder: str | None, token: str) -> Path:

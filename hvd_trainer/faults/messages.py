@@ -6,11 +6,9 @@ from rank 0     Alive, StacksRequest, JobEnded, Bye
 
 from __future__ import annotations
 
-from typing import Literal
-
 from msgspec import Struct
 
-from hvd_trainer.faults.root_cause import Heartbeat, RootCause
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 
 
 class _Message(Struct, kw_only=True, tag_field="kind", tag=str.lower):
@@ -34,13 +32,7 @@ class Alive(_Message):
 class RankEnded(_Message):
     """The training on this rank has ended before its time, or is about to."""
 
-    how: Literal["orphaned", "raised", "left", "interrupted"]
-    text: str
-    """the error in one line"""
-    detail: str = ""
-    """the traceback, where it is not printed elsewhere"""
-    in_exchange: bool = False
-    """whether it was raised in an exchange, so that another rank may have caused it"""
+    event: Event
     is_users: bool = False
     """whether it is a user's mistake, which all ranks find alike"""
     heartbeat: Heartbeat | None = None

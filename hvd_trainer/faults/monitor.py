@@ -19,15 +19,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
-from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, Failure, reporter
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
 from hvd_trainer.faults.messages import Done, Message, RankEnded
-from hvd_trainer.faults.root_cause import Heartbeat, RootCause
+from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 from hvd_trainer.utils.network import LOOPBACK, shut_down_connections
@@ -146,14 +146,8 @@ class Monitor(ABC):
             text = first_line(error)
         elif reporter.prints_tracebacks:
             text, detail = "raised an exception", "".join(traceback.format_exception(error))
-        return RankEnded(
-            how=how,
-            text=_encodable(text),
-            detail=_encodable(detail),
-            in_exchange=self.activity.in_exchange,
-            is_users=isinstance(error, UserError),
-            heartbeat=self.own_heartbeat(),
-        )
+        event = Event(how, self.world.rank, _encodable(text), _encodable(detail), self.activity.in_exchange)
+        return RankEnded(event=event, is_users=isinstance(error, UserError), heartbeat=self.own_heartbeat())
 
     # Called by the monitor's thread.
 
@@ -223,7 +217,8 @@ class Monitor(ABC):
         """Treat the death of this rank's launcher, which would have ended it, as a failure."""
         if self._parent is not None and os.getppid() != self._parent:
             self._parent = None
-            self.handle_posted(RankEnded(how="orphaned", text=f"its launcher, {self.world.launcher}, has ended"))
+            text = f"its launcher, {self.world.launcher}, has ended"
+            self.handle_posted(RankEnded(event=Event("orphaned", self.world.rank, text)))
 
     def resume(self, seconds: float) -> None:
         """Go on after a suspension of so many seconds, which do not count as lack of progress."""
@@ -238,27 +233,6 @@ class Monitor(ABC):
             seconds=time.monotonic() - activity.since,
             is_waiting=activity.is_waiting,
             limit_s=None if _is_debugged() else activity.limit_s,
-        )
-
-    def describe_failure(self, rank: int, heartbeat: Heartbeat, what: str, **more: Any) -> Failure:
-        """Return the report on a rank.
-
-        Args:
-            rank: which.
-            heartbeat: its last one.
-            what: happened, in one line.
-            more: optional fields of `Failure`.
-        """
-        peer = self.peers[rank]
-        return Failure(
-            rank=rank,
-            size=self.world.size,
-            host=peer.host,
-            process=peer.pid,
-            step=heartbeat.step,
-            phase=heartbeat.phase,
-            what=what,
-            **more,
         )
 
     # The end of the job.
@@ -307,7 +281,7 @@ class Monitor(ABC):
         """Exit, since the main thread has not; in elastic mode print the reason, since others go on."""
         cause, limit_s = self.cause, self.settings.elastic_timeout_s
         if limit_s is not None and cause is not None and cause.rank != self.world.rank:
-            where = failure_report.describe_position(self.activity.step, self.activity.phase)
+            where = failure_report.describe_position(self.own_heartbeat())
             text = (
                 f"{self.world} is ended: {limit_s:g} s after rank {cause.rank} failed it has not left ({where}). "
                 f"If it may take so long, raise --startup-timeout-s\n"

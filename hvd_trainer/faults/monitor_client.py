@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import Channel
-from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.failure_report import Failure, reporter
 from hvd_trainer.faults.messages import Alive, Bye, Done, Hello, JobEnded, Message, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
@@ -111,17 +111,18 @@ class MonitorClient(Monitor):
         heartbeat = self.local_ranks.last_status(0) or Heartbeat(self.activity.step, "reduce")
         neighbours = self.local_ranks.silent_neighbours(silent)
         folder = failure_report.report_folder(self.log_folder, self._token)
-        detail = ""
-        if silent:
-            own_stacks = self.local_ranks.stacks_of(self.world.rank)
-            failure_report.save_file(folder, f"rank-{self.world.rank}.txt", own_stacks)
-        for rank in neighbours:
-            stacks = self.local_ranks.stacks_of(rank)
-            detail = stack_dump.main_thread_section(stacks)
-            failure_report.save_file(folder, f"rank-{rank}.txt", stacks)
-        failure = self.describe_failure(0, heartbeat, what, detail=detail, folder=str(folder) if silent else "")
-        if silent and self.world.rank == 1:
-            failure_report.save_file(folder, "report.txt", failure.text())
+        shown = [self.world.rank, *neighbours] if silent else []
+        stacks = {rank: self.local_ranks.stacks_of(rank) for rank in shown}
+        failure = Failure(
+            rank=0,
+            size=self.world.size,
+            peer=self.peers[0],
+            heartbeat=heartbeat,
+            what=what,
+            detail=stack_dump.main_thread_section(stacks.get(0, "")),
+            folder=str(folder) if silent else "",
+        )
+        failure_report.save_stacks(folder, stacks, failure.text() if silent and self.world.rank == 1 else None)
         # `hvd_trainer.run` reports how its children end.
         reports = (self.world.rank == 1 or self._is_deputy()) and self.world.launcher != "run"
         if reports and not self.was_terminated_before(self._lost_at):

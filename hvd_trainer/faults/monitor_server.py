@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.channel import Channel
-from hvd_trainer.faults.failure_report import reporter
+from hvd_trainer.faults.failure_report import Failure, reporter
 from hvd_trainer.faults.messages import Alive, Bye, Done, JobEnded, Message, RankEnded, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
@@ -110,13 +110,13 @@ class MonitorServer(Monitor):
             case Stacks():
                 if self._stall is not None:
                     self._stall.stacks[message.rank] = message.text
-            case RankEnded(how=how):
-                if self.cause is None and rank == 0 and (message.is_users or how == "interrupted"):
+            case RankEnded(event=event):
+                is_interrupted = event.kind == "interrupted"
+                if self.cause is None and rank == 0 and (message.is_users or is_interrupted):
                     # All ranks have the same error, and rank 0's main thread prints it.
-                    self._end_all(RootCause(0, message.text, reported=how == "interrupted"), EXIT_GRACE_S)
+                    self._end_all(RootCause(0, event.text, reported=is_interrupted), EXIT_GRACE_S)
                 else:
-                    event = Event(how, rank, message.text, message.detail, message.in_exchange)
-                    self._add_event(event, certain=not message.is_users)
+                    self._add_event(replace(event, rank=rank), certain=not message.is_users)
 
     def _add_event(self, event: Event, certain: bool = True) -> None:
         if not self._events:
@@ -173,7 +173,14 @@ class MonitorServer(Monitor):
         heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
-        failure = self.describe_failure(event.rank, heartbeat, event.text, detail=event.detail)
+        failure = Failure(
+            rank=event.rank,
+            size=self.world.size,
+            peer=self.peers[event.rank],
+            heartbeat=heartbeat,
+            what=event.text,
+            detail=event.detail,
+        )
         # `hvd_trainer.run` reports what its children raise, and how they end.
         reports = self.world.launcher != "run"
         if reports:
@@ -223,18 +230,18 @@ class MonitorServer(Monitor):
         others = [f"rank {other}: {describe(beat)}" for other, beat in report.heartbeats.items() if other != rank]
         if len(others) > MAX_OTHERS:
             others[MAX_OTHERS:] = [f"and {len(others) - MAX_OTHERS} more"]
-        failure = self.describe_failure(
-            rank,
-            report.status or heartbeat,
-            what,
+        failure = Failure(
+            rank=rank,
+            size=self.world.size,
+            peer=self.peers[rank],
+            heartbeat=report.status or heartbeat,
+            what=what,
             is_last_known=stall.kind == "silent" and report.status is None,
             detail="\n".join(filter(None, (main_thread, stack_dump.unfinished_section(stacks)))),
             others=others,
             folder=str(folder),
         )
-        for other, text in report.stacks.items():
-            failure_report.save_file(folder, f"rank-{other}.txt", text)
-        failure_report.save_file(folder, "report.txt", failure.text())
+        failure_report.save_stacks(folder, report.stacks, failure.text())
         reporter.report(failure.text())
         self.local_ranks.kill(self.local_ranks.silent_neighbours(stall.ranks if stall.kind == "silent" else ()))
         self._end_all(RootCause(rank, failure.text(), reported=True), 0.2)
@@ -263,6 +270,6 @@ class MonitorServer(Monitor):
 
 def describe(heartbeat: Heartbeat) -> str:
     """Return a rank's position, and for how long it has been there."""
-    where = failure_report.describe_position(heartbeat.step, heartbeat.phase)
+    where = failure_report.describe_position(heartbeat)
     how = "waits" if heartbeat.is_waiting else "busy"
     return f"{where}, {how} for {heartbeat.seconds + heartbeat.silent_s:.0f} s"

@@ -17,22 +17,23 @@ class SharedStatus:
     """Step and phase in memory that processes of one user on one machine share.
 
     Args:
-        descriptor: the open file of the memory; it may be closed afterwards.
-        writable: whether this process is the rank itself.
+        descriptor: the open file of the memory.
+        writable: whether this process is the rank itself, whose `descriptor` stays open for others.
     """
 
     def __init__(self, descriptor: int, *, writable: bool) -> None:
+        self.descriptor = descriptor if writable else None
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._memory = mmap.mmap(descriptor, _LAYOUT.size, access=access)
 
     @classmethod
-    def create(cls) -> tuple[SharedStatus, int] | None:
-        """Return new memory and its file descriptor, by which others open it; None if the system has no memfd."""
+    def create(cls) -> SharedStatus | None:
+        """Return new memory; None if the system has no memfd."""
         if not hasattr(os, "memfd_create"):
             return None
         descriptor = os.memfd_create(NAME)
         os.ftruncate(descriptor, _LAYOUT.size)
-        return cls(descriptor, writable=True), descriptor
+        return cls(descriptor, writable=True)
 
     @classmethod
     def open(cls, pid: int, descriptor: int) -> SharedStatus | None:
@@ -62,3 +63,5 @@ class SharedStatus:
 
     def close(self) -> None:
         self._memory.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
