@@ -6,6 +6,8 @@ the same names from YAML, which the command line overrides.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import inspect
 import io
 import sys
@@ -25,7 +27,7 @@ from hvd_trainer.config.checks import flag, switch
 from hvd_trainer.errors import OptionError
 
 if TYPE_CHECKING:
-    from tyro.constructors import ConstructorRegistry
+    from tyro.constructors import ConstructorRegistry, StructFieldSpec
 
 T = TypeVar("T")
 
@@ -80,20 +82,13 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         common_only: list only the fields marked `COMMON` of a group that has such.
     """
     from tyro.conf import Suppress
-    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
     registry, is_nested_call = ConstructorRegistry(), False
 
     def hidden(entry: StructFieldSpec) -> StructFieldSpec:
         suppressed: Any = Annotated[entry.type, Suppress]
         return replace(entry, type=suppressed)
-
-    def unwrapped(entry: StructFieldSpec) -> StructFieldSpec:
-        """Return the field with its text on one line, which help breaks anew to its own width."""
-        text = entry.helptext
-        return replace(
-            entry, helptext=lambda: " ".join(((text() if callable(text) else text) or "").split()) or None
-        )
 
     @registry.struct_rule
     def arrange(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -105,13 +100,21 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         is_nested_call = False
         assert isinstance(spec, StructConstructorSpec)
         own = inspect.get_annotations(info.type)
-        entries = [unwrapped(entry) for entry in sorted(spec.fields, key=lambda entry: entry.name not in own)]
+        entries = sorted(spec.fields, key=lambda entry: entry.name not in own)
+        # On one line: help breaks it anew to its own width.
+        entries = [replace(entry, helptext=functools.partial(help_text, entry)) for entry in entries]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]
         if common and common_only:
             entries = [entry if entry in common else hidden(entry) for entry in entries]
         return replace(spec, fields=tuple(entries))
 
     return registry
+
+
+def help_text(field: StructFieldSpec) -> str | None:
+    """Return the text below a field of options in one line; None if there is none."""
+    text = field.helptext() if callable(field.helptext) else field.helptext
+    return " ".join((text or "").split()) or None
 
 
 def _program() -> str:
@@ -129,18 +132,12 @@ def flatten(options: Any) -> dict[str, Any]:
 
 
 def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
-    config, rest = None, []
-    remaining = iter(args)
-    for argument in remaining:
-        if argument == "--config":
-            config = next(remaining, None)
-            if config is None:
-                raise OptionError("--config needs a file: --config config.yaml")
-        elif argument.startswith("--config="):
-            config = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return config, rest
+    taker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    taker.add_argument("--config", nargs="?", const="")
+    taken, rest = taker.parse_known_args(args)
+    if taken.config == "":
+        raise OptionError("--config needs a file: --config config.yaml")
+    return taken.config, rest
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -7,21 +7,21 @@ Each argument names a job's module and its class of options; what it adds to `Tr
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 from hvd_trainer.config.annotations import COMMON, annotations_of
 from hvd_trainer.config.checks import flag, read_range
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.parser import flatten
+from hvd_trainer.config.parser import flatten, help_text
 from hvd_trainer.config.rules import CONFLICTS
 
 INTRODUCTION = """\
@@ -77,7 +77,10 @@ def _groups(options: TrainerOptions, names: Iterable[str], heading: str) -> Iter
 def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield option, type, default, range and explanation of each field."""
     kind = type(group)
-    hints, annotations, texts = get_type_hints(kind), annotations_of(kind), _texts_below(kind)
+    hints, annotations = get_type_hints(kind), annotations_of(kind)
+    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, group, in_union_context=False))
+    assert isinstance(spec, StructConstructorSpec)
+    texts = {field.name: help_text(field) or "" for field in spec.fields}
     for name in names:
         option = f"`{flag(name)}`"
         ranges = [bound.words for bound in map(read_range, annotations[name]) if bound is not None]
@@ -86,7 +89,7 @@ def _rows(group: Any, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
             _type_in_words(hints[name]),
             f"`{getattr(group, name)}`" if getattr(group, name) != () else "",
             " and ".join(ranges),
-            _in_code(texts.get(name, "")),
+            _in_code(texts[name]),
         )
 
 
@@ -104,20 +107,6 @@ def _type_in_words(hint: Any) -> str:
     if arguments:
         return ", ".join(map(_type_in_words, arguments))
     return "switch" if hint is bool else str(hint.__name__)
-
-
-def _texts_below(kind: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, which explains it, as one line."""
-    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        ast.unparse(entry.target): " ".join(text.value.value.split())
-        for entry, text in pairwise(definition.body)
-        if isinstance(entry, ast.AnnAssign)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
 
 
 def _other_defaults(options: TrainerOptions) -> str:
