@@ -82,6 +82,24 @@ def test_store_supports_operations_of_tcp_store(endpoint: Endpoint) -> None:
     assert store.clone().get("never") == b"late"
 
 
+@pytest.mark.parametrize("operation", ["add", "append"])
+def test_store_changes_a_value_once_the_query_is_complete(operation: str) -> None:
+    """It took the value when the key had arrived: what another rank added until the rest came was lost."""
+    key, number = f"/{TOKEN}/n".encode(), b"7"
+    query = struct.pack("=BQ", {"add": 4, "append": 9}[operation], len(key)) + key
+    rest = struct.pack("=q", 7) if operation == "add" else struct.pack("=Q", len(number)) + number
+    with server_here() as port, socket.create_connection((LOOPBACK, port), timeout=5) as slow:
+        store = join(Endpoint(LOOPBACK, port, TOKEN))
+        slow.sendall(attacks.MAGIC + query)
+        time.sleep(0.1)
+        store.set("n", "1")
+        slow.sendall(rest + struct.pack("=BI", 13, 5))
+        answered = b""
+        while not answered.endswith(struct.pack("=I", 5)):
+            answered += slow.recv(100)
+        assert store.get("n") == (b"8" if operation == "add" else b"17")
+
+
 def test_store_wait_returns_when_another_client_sets(endpoint: Endpoint) -> None:
     waiting, setting = join(endpoint), join(endpoint)
     thread = threading.Timer(0.2, lambda: (setting.set("x", "1"), setting.set("y", "2")))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Generator
 
-from hvd_trainer.rendezvous.store_connection import MAX_KEY_BYTES, Connection, Handler, RefusedError, Store
+from hvd_trainer.rendezvous.store_connection import MAX_KEY_BYTES, Connection, Handler, RefusedError
 
 MAGIC = 0x3C85F7CE
 VALIDATE, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, GETNUMKEYS, DELETE_KEY, APPEND, MULTI_GET, MULTI_SET = range(12)
@@ -74,16 +74,11 @@ def _handle_query(connection: Connection, kind: int) -> Handler:
     store, send = connection.store, connection.send
     if kind == PING:
         send((yield 4))
-    elif kind == SET:
-        key = yield from _read_key(connection)
-        store.set(key, (yield from _read_bytes(MAX_VALUE_BYTES)))
-    elif kind == GET:
-        send(_with_length(_get(store, (yield from _read_key(connection)))))
-    elif kind == ADD:
-        key = yield from _read_key(connection)
-        total = int(store.values.get(key, b"0")) + (yield from _read_number("=q"))
-        store.set(key, str(total).encode())
-        send(struct.pack("=q", total))
+    elif kind in (SET, COMPARE_SET, GET, ADD, DELETE_KEY, APPEND):
+        yield from _handle_key(connection, kind, (yield from _read_key(connection)))
+    elif kind == MULTI_SET:
+        for _ in range((yield from _read_number(maximum=MAX_KEYS))):
+            yield from _handle_key(connection, SET, (yield from _read_key(connection)))
     elif kind == CHECK:
         keys = yield from _read_keys(connection)
         send(READY if all(key in store.values for key in keys) else NOT_READY)
@@ -92,37 +87,44 @@ def _handle_query(connection: Connection, kind: int) -> Handler:
     elif kind == CANCEL_WAIT:
         store.cancel_wait(connection)
         send(WAIT_CANCELED)
-    elif kind == COMPARE_SET:
-        key = yield from _read_key(connection)
-        expected = yield from _read_bytes(MAX_VALUE_BYTES)
-        desired = yield from _read_bytes(MAX_VALUE_BYTES)
-        if store.values.get(key, b"") == expected:
-            store.set(key, desired)
-        send(_with_length(store.values.get(key, expected)))
-    elif kind == DELETE_KEY:
-        key = yield from _read_key(connection)
-        send(struct.pack("=q", store.values.pop(key, None) is not None))
-    elif kind == APPEND:
-        key = yield from _read_key(connection)
-        store.set(key, store.values.get(key, b"") + (yield from _read_bytes(MAX_VALUE_BYTES)))
     elif kind == MULTI_GET:
         for key in (yield from _read_keys(connection)):
-            send(_with_length(_get(store, key)))
-    elif kind == MULTI_SET:
-        for _ in range((yield from _read_number(maximum=MAX_KEYS))):
-            key = yield from _read_key(connection)
-            store.set(key, (yield from _read_bytes(MAX_VALUE_BYTES)))
+            send(_with_length(store.values[key]))
     elif kind == GETNUMKEYS and connection.is_authenticated:
         send(struct.pack("=q", len(store.values)))
     else:
         raise RefusedError
 
 
-def _get(store: Store, key: bytes) -> bytes:
-    """Return a value, which must be set: PyTorch's clients wait for a key before they get it."""
-    if key not in store.values:
-        raise RefusedError
-    return store.values[key]
+def _handle_key(connection: Connection, kind: int, key: bytes) -> Handler:
+    """Handle a query about one key.
+
+    The rest of the query is read first: other clients may change the value meanwhile.
+
+    Raises:
+        KeyError: the value is not set. PyTorch's clients wait for a key before they get it.
+    """
+    store, send = connection.store, connection.send
+    if kind == SET:
+        store.set(key, (yield from _read_bytes(MAX_VALUE_BYTES)))
+    elif kind == GET:
+        send(_with_length(store.values[key]))
+    elif kind == ADD:
+        amount = yield from _read_number("=q")
+        total = int(store.values.get(key, b"0")) + amount
+        store.set(key, str(total).encode())
+        send(struct.pack("=q", total))
+    elif kind == COMPARE_SET:
+        expected = yield from _read_bytes(MAX_VALUE_BYTES)
+        desired = yield from _read_bytes(MAX_VALUE_BYTES)
+        if store.values.get(key, b"") == expected:
+            store.set(key, desired)
+        send(_with_length(store.values.get(key, expected)))
+    elif kind == DELETE_KEY:
+        send(struct.pack("=q", store.values.pop(key, None) is not None))
+    else:
+        more = yield from _read_bytes(MAX_VALUE_BYTES)
+        store.set(key, store.values.get(key, b"") + more)
 
 
 def _handle_request(connection: Connection, first: bytes) -> Handler:
@@ -134,8 +136,9 @@ def _handle_request(connection: Connection, first: bytes) -> Handler:
     connection.authenticate(key)
     store, code, body = connection.store, "200 OK", b""
     if method == "PUT":
-        lengths = [value for name, _, value in (field.partition(":") for field in fields) if _is_length(name)]
-        length = int(lengths[0]) if lengths and lengths[0].strip().isdecimal() else 0
+        headers = dict(field.lower().partition(":")[::2] for field in fields)
+        text = headers.get("content-length", "").strip()
+        length = int(text) if text.isdecimal() else 0
         if length > MAX_VALUE_BYTES:
             raise RefusedError
         store.set(key, (yield length) if length else b"")
@@ -147,7 +150,3 @@ def _handle_request(connection: Connection, first: bytes) -> Handler:
     elif method != "DELETE":  # sent by a worker at its end; its keys may stay
         raise RefusedError
     connection.send(f"HTTP/1.0 {code}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def _is_length(name: str) -> bool:
-    return name.strip().lower() == "content-length"

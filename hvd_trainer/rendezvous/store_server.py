@@ -96,7 +96,7 @@ class StoreServer:
                 connection.receive()
             if events & selectors.EVENT_WRITE:
                 self._store.pending.add(connection)
-        except (RefusedError, OSError, ValueError, struct.error):
+        except (RefusedError, OSError, LookupError, ValueError, struct.error):
             self._close(connection)
         if connection.is_authenticated:
             self._unauthenticated.pop(connection, None)
