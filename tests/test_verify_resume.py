@@ -49,7 +49,6 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
     for name in ("START_S", "END_S", "SETTLE_S"):
         monkeypatch.setattr(injector, name, 0.2)
     page = SharedStatus.create()
-    assert page is not None
     with (
         FaultInjector(["sleep", "60"], tmp_path, size=1) as job,
         subprocess.Popen(["sleep", "60"]) as rank,

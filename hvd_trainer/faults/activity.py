@@ -47,14 +47,8 @@ class Activity:
         self._status: SharedStatus | None = None
 
     def share(self) -> int | None:
-        """Make step and phase visible to the other processes of this machine.
-
-        Returns:
-            The file descriptor of the shared memory; None if the system has none.
-        """
+        """Make step and phase visible to other processes of this machine; return the memory's descriptor."""
         self._status = SharedStatus.create()
-        if self._status is None:
-            return None
         self._status.write(self.step, self.phase)
         return self._status.descriptor
 

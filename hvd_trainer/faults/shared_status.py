@@ -27,10 +27,8 @@ class SharedStatus:
         self._memory = mmap.mmap(descriptor, _LAYOUT.size, access=access)
 
     @classmethod
-    def create(cls) -> SharedStatus | None:
-        """Return new memory; None if the system has no memfd."""
-        if not hasattr(os, "memfd_create"):
-            return None
+    def create(cls) -> SharedStatus:
+        """Return new memory."""
         descriptor = os.memfd_create(NAME)
         os.ftruncate(descriptor, _LAYOUT.size)
         return cls(descriptor, writable=True)

@@ -78,9 +78,9 @@ def register_signal() -> int | None:
     """Make this process write its stacks to shared memory at each `SIGNAL`, without the interpreter's help.
 
     Returns:
-        The file descriptor of the memory; None if the signal has a handler already, or the system has no memfd.
+        The file descriptor of the memory; None if the signal has a handler already.
     """
-    if not hasattr(os, "memfd_create") or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+    if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return None
     memory = os.memfd_create("stacks")
     faulthandler.register(SIGNAL, memory, all_threads=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvd_trainer.utils import accelerator
@@ -24,13 +24,14 @@ T = TypeVar("T")
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the state of PyTorch's generators on the CPU and this rank's device, of `random`, and of NumPy.
 
-    NumPy's is left out if NumPy is not imported. Tensors and plain values only, for a checkpoint.
+    Tensors and plain values only, for a checkpoint.
     """
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
+    }
     if not accelerator.is_host(device):
         state[device.type] = accelerator.rng_state(device)
     return state
@@ -40,10 +41,7 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore a state that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
-    if "numpy" in state:
-        import numpy
-
-        numpy.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])
     if not accelerator.is_host(device) and device.type in state:
         accelerator.set_rng_state(state[device.type], device)
 
@@ -56,10 +54,7 @@ def check_rng_state(state: Mapping[str, Any]) -> None:
     """
     torch.Generator().set_state(state["cpu"])
     random.Random().setstate(state["python"])
-    if "numpy" in state:
-        import numpy
-
-        numpy.random.RandomState().set_state(state["numpy"])
+    np.random.RandomState().set_state(state["numpy"])
 
 
 def derive_seed(*numbers: int) -> int:
@@ -72,9 +67,7 @@ def seed_all(seed: int, device: torch.device) -> None:
     """Seed all generators of `rng_state`: about 10 us, since GPUs that this rank does not use are left out."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     if not accelerator.is_host(device):
         accelerator.seed(seed, device)
 
