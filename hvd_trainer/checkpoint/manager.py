@@ -180,7 +180,7 @@ class CheckpointManager:
         if backend.world.num_nodes == 1 or place is None:
             return
         newest = -1
-        if backend.world.local_rank == 0 and not backend.world.is_first:
+        if backend.world.is_first_on_node and not backend.world.is_first:
             again = self._log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
             found, _ = (
                 storage.find_checkpoints(place / "checkpoints")

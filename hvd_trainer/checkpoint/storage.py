@@ -96,18 +96,14 @@ def save(
             number=number,
             step=step,
             epoch=epoch,
-            figures=_finite(figures or {}),
+            # JSON has no number for the others: no checkpoint is the best by them.
+            figures={name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)},
             tensors=_sync(temporary / TENSORS),
             tree=_sync(temporary / TREE),
         )
-        content = msgspec.to_builtins(manifest)
-        (temporary / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest(content)}))
-        _sync(temporary / MANIFEST)
-        _sync_folder(temporary)
+        _write_manifest(temporary, manifest)
         # A run that was taken back to an earlier step comes by the same step again.
-        final = folder / name
-        if final.exists():
-            final = folder / f"{name}.{number}"
+        final = folder / (f"{name}.{number}" if (folder / name).exists() else name)
         temporary.rename(final)
         _sync_folder(folder)
     except (OSError, ValueError, SafetensorError) as error:
@@ -116,6 +112,13 @@ def save(
             f"No checkpoint could be written to {folder / name}: {error}. Older ones are intact."
         ) from error
     return final
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    content = msgspec.to_builtins(manifest)
+    (path / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest(content)}))
+    _sync(path / MANIFEST)
+    _sync_folder(path)
 
 
 def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -181,7 +184,7 @@ def load(path: Path) -> dict[str, Any]:
 def find_checkpoints(folder: Path) -> tuple[list[tuple[Manifest, Path]], list[CheckpointError]]:
     """Return the checkpoints of a folder with a valid manifest, newest first, and the errors of the others."""
     found, refused = [], []
-    for path in _subfolders(folder):
+    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
         try:
             found.append((read_manifest(path), path))
         except CheckpointError as error:
@@ -285,17 +288,6 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
 
 def _is_in(path: Path, log_folder: Path | None) -> bool:
     return log_folder is not None and path.resolve().parent == (log_folder / "checkpoints").resolve()
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Leave out NaN and infinities, for which JSON has no number: no checkpoint is the best by them."""
-    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

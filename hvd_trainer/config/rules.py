@@ -79,10 +79,6 @@ def _is_reproducible(o: TrainerOptions) -> bool:
     return o.train.reproducible is not None
 
 
-def _is_staged(o: TrainerOptions) -> bool:
-    return o.parallel.is_staged
-
-
 def _is_fully_sharded(o: TrainerOptions) -> bool:
     return o.parallel.shard == "full"
 
@@ -163,7 +159,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "compile the blocks yourself, with block.compile()",
         ),
         Conflict(
-            lambda o: o.train.compile and _is_staged(o),
+            lambda o: o.train.compile and o.parallel.is_staged,
             "--compile does not go with {parallel.cut_by}: compile the blocks yourself, with block.compile()",
         ),
     ),
@@ -177,7 +173,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
                 "--precision fp16": lambda o: o.train.precision == "fp16",
                 "--non-finite skip": lambda o: o.train.non_finite == "skip",
                 "--compile-mode {train.compile_mode}": _has_mode,
-                "--stages, --chunks and --devices-per-rank": _is_staged,
+                "--stages, --chunks and --devices-per-rank": lambda o: o.parallel.is_staged,
                 "--shard {parallel.shard}": lambda o: o.parallel.shard != "none",
                 "--activation-checkpointing": lambda o: o.parallel.activation_checkpointing != "none",
                 "--trace-steps": lambda o: o.measure.trace_steps is not None,
@@ -201,7 +197,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             _if_set("parallel", ("balance",)),
         ),
         Conflict(
-            lambda o: _is_staged(o) and _is_reproducible(o),
+            lambda o: o.parallel.is_staged and _is_reproducible(o),
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
         ),
         Conflict(
@@ -225,12 +221,12 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--schedule interleaved",
         ),
         *_each(
-            _is_staged,
+            lambda o: o.parallel.is_staged,
             "{option} does not go with {parallel.cut_by}: leave one out",
             _if_set("engine", NOT_IN_STAGES),
         ),
         Conflict(
-            lambda o: _is_staged(o) and o.engine.compression == "powersgd",
+            lambda o: o.parallel.is_staged and o.engine.compression == "powersgd",
             "--compression powersgd does not go with {parallel.cut_by}: type --compression fp16",
         ),
     ),
@@ -284,7 +280,12 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         Conflict(
             lambda o: (
                 o.engine.backend == "data-parallel"
-                and (_is_staged(o) or o.parallel.shard != "none" or _is_reproducible(o) or _leaves_out_exchange(o))
+                and (
+                    o.parallel.is_staged
+                    or o.parallel.shard != "none"
+                    or _is_reproducible(o)
+                    or _leaves_out_exchange(o)
+                )
             ),
             "--backend data-parallel goes with whole models that are trained as they are: leave out "
             "--reproducible, --shard, --chunks, --devices-per-rank and --leave-out exchange",

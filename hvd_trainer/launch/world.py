@@ -103,8 +103,9 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     names = launcher.variables()
     missing = [name for name in names if name not in environ]
     if missing:
+        by = "by hand" if launcher.name == "hand" else f"by {launcher.name}"
         raise LaunchError(
-            f"{launcher.evidence(environ)[0]} is set, so this process looks started {_by(launcher)}, but "
+            f"{launcher.evidence(environ)[0]} is set, so this process looks started {by}, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Set what is missing or let a "
             f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
             f"alone, type: unset {' '.join(n for n in (*launcher.markers, *names) if n in environ)}"
@@ -128,10 +129,6 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     if world.node_rank == UNKNOWN and world.local_size == world.size:
         world = replace(world, node_rank=0, num_nodes=1)
     return world
-
-
-def _by(launcher: Launcher) -> str:
-    return "by hand" if launcher.name == "hand" else f"by {launcher.name}"
 
 
 def _tasks_on_node(environ: Mapping[str, str], launcher: Launcher, node_rank: int) -> int:

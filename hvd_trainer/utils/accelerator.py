@@ -57,7 +57,7 @@ def is_host(device: torch.device) -> bool:
 
 def name(device: torch.device) -> str:
     """Return the product name of a device, or `CPU`."""
-    return "CPU" if is_host(device) else str(_module(device).get_device_name(device))
+    return "CPU" if is_host(device) else str(torch.get_device_module(device).get_device_name(device))
 
 
 def slot(device: torch.device) -> str | None:
@@ -68,7 +68,7 @@ def slot(device: torch.device) -> str | None:
     """
     if is_host(device):
         return None
-    found = _module(device).get_device_properties(device)
+    found = torch.get_device_module(device).get_device_properties(device)
     if not hasattr(found, "pci_bus_id"):
         return str(found.uuid)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
@@ -87,13 +87,13 @@ def process_group_backend(device: torch.device) -> str:
 def set_current(device: torch.device) -> None:
     """Make the device the current one of this thread; nothing on the CPU."""
     if not is_host(device):
-        _module(device).set_device(device)
+        torch.get_device_module(device).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued on it."""
     if not is_host(device):
-        _module(device).synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 # Streams and events.
@@ -101,17 +101,17 @@ def synchronize(device: torch.device) -> None:
 
 def event(device: torch.device, *, timing: bool = False) -> Any:
     """Return a new event of an accelerator, with `record`, `query`, `synchronize` and `elapsed_time` (ms)."""
-    return _module(device).Event(enable_timing=timing)
+    return torch.get_device_module(device).Event(enable_timing=timing)
 
 
 def new_stream(device: torch.device) -> Any:
     """Return a new stream of an accelerator: a queue beside the default one."""
-    return _module(device).Stream(device)
+    return torch.get_device_module(device).Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
     """Return the stream that this thread's work on an accelerator goes to."""
-    return _module(device).current_stream(device)
+    return torch.get_device_module(device).current_stream(device)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
@@ -207,46 +207,27 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def free_bytes(device: torch.device) -> int:
     """Return how much memory of an accelerator is free."""
-    return int(_module(device).mem_get_info(device)[0])
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
 def allocated_bytes(device: torch.device) -> int:
     """Return how much memory this process's tensors occupy on an accelerator."""
-    return int(_module(device).memory_allocated(device))
+    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
     """Restart the measurement of `peak_bytes`."""
-    _module(device).reset_peak_memory_stats(device)
+    torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory that this process's tensors occupied on an accelerator since `reset_peak`."""
-    return int(_module(device).max_memory_allocated(device))
-
-
-# Random numbers.
-
-
-def rng_state(device: torch.device) -> torch.Tensor:
-    """Return the state of an accelerator's random number generator."""
-    state: torch.Tensor = _module(device).get_rng_state(device)
-    return state
-
-
-def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Restore a state that `rng_state` returned."""
-    _module(device).set_rng_state(state, device)
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Seed the generator of this accelerator only."""
-    module = _module(device)
+    """Seed the random number generator of this accelerator only."""
+    module = torch.get_device_module(device)
     module.init()  # creates its generators, with its first context
     index = module.current_device() if device.index is None else device.index
     module.default_generators[index].manual_seed(number)
-
-
-def _module(device: torch.device) -> Any:
-    """Return PyTorch's module for a type of device: `torch.cuda` and `torch.xpu` have the same functions."""
-    return torch.get_device_module(device.type)

@@ -33,7 +33,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         "numpy": (kind, np.asarray(keys).tolist(), *rest),
     }
     if not accelerator.is_host(device):
-        state[device.type] = accelerator.rng_state(device)
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
@@ -43,7 +43,7 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if not accelerator.is_host(device) and device.type in state:
-        accelerator.set_rng_state(state[device.type], device)
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def check_rng_state(state: Mapping[str, Any]) -> None:
