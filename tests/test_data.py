@@ -29,7 +29,7 @@ from hvd_trainer import Trainer, TrainerOptions, backends
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.config.options import TrainOptions
 from hvd_trainer.data import LoaderPlan, make_loader, samples_in
-from hvd_trainer.data.per_node import on_every_rank, once_per_node
+from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_node
 from hvd_trainer.data.shard import epoch_order
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs import download
@@ -410,9 +410,15 @@ def test_mnist_is_downloaded_where_torchvision_puts_it(
 
 def test_once_per_node_does_not_wait_for_training_ranks() -> None:
     """In elastic mode the others have read their data long before; MNIST met them in an exchange of theirs."""
+
+    def fails() -> None:
+        raise DataError("damaged")
+
     peers = [RankInfo("node", 0, "ddp", (0,), past_worlds=1), RankInfo("node", 1, "ddp", (0,))]
     backend = SimpleNamespace(
         world=World(1, 2, 1, 2), session=SimpleNamespace(peers=peers, store=dist.HashStore())
     )
-    assert on_every_rank(backend, lambda: "no such file", timeout_s=1) == ["no such file"]  # type: ignore[arg-type]
+    assert on_every_rank(backend, lambda: "loaded", timeout_s=1) == "loaded"  # type: ignore[arg-type]
+    with pytest.raises(SharedDataError, match="damaged"):
+        on_every_rank(backend, fails, timeout_s=1)  # type: ignore[arg-type]
     assert once_per_node(backend, lambda: None, timeout_s=1) == []  # type: ignore[arg-type]

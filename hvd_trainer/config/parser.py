@@ -12,13 +12,13 @@ import inspect
 import io
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
 
@@ -193,7 +193,7 @@ class _OptionLoader(yaml.SafeLoader):
 
 
 def _arguments_from_yaml(path: Path, kind: type[Any]) -> list[str]:
-    known = set(_option_names(kind))
+    known = flatten(kind())
     arguments = []
     for name, value in read_yaml(path).items():
         if name not in known:
@@ -211,12 +211,3 @@ def as_arguments(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag(name), *map(str, value)]
     return [f"{flag(name)}={value}"]
-
-
-def _option_names(kind: type[Any]) -> Iterator[str]:
-    hints = get_type_hints(kind)
-    for entry in fields(kind):
-        if is_dataclass(hints[entry.name]):
-            yield from _option_names(hints[entry.name])
-        else:
-            yield entry.name

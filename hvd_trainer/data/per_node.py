@@ -6,10 +6,12 @@ import itertools
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import DataError, OptionError
 
+T = TypeVar("T")
 _CALLS = itertools.count()
 
 
@@ -38,9 +40,18 @@ def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeou
     return _run_on(backend, list(first.values()), prepare, timeout_s)
 
 
-def on_every_rank(backend: Backend, prepare: Callable[[], str | None], *, timeout_s: float = 600.0) -> list[str]:
-    """Run `prepare` on every rank and wait for all; otherwise as `once_per_node`. A collective."""
-    return _run_on(backend, list(_participants(backend)), prepare, timeout_s)
+def on_every_rank(backend: Backend, load: Callable[[], T], *, timeout_s: float = 600.0) -> T:
+    """Return what `load` returns on this rank, once all ranks have called it. A collective.
+
+    Raises:
+        SharedDataError: it has raised on some rank; on all ranks, so that none waits for that one.
+        DataError: a rank was not done in time.
+    """
+    loaded: list[T] = []
+    trouble = _run_on(backend, list(_participants(backend)), lambda: loaded.append(load()), timeout_s)
+    if trouble:
+        raise SharedDataError(trouble[0])
+    return loaded[0]
 
 
 def _participants(backend: Backend) -> dict[int, str]:

@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvd_trainer.faults.root_cause import Heartbeat
-from hvd_trainer.rendezvous.ranks import RankInfo
+
+if TYPE_CHECKING:
+    # It imports PyTorch, and `run_job` reports mistyped options without.
+    from hvd_trainer.rendezvous.ranks import RankInfo
 
 CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""

@@ -71,21 +71,12 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
     limit_s = DOWNLOAD_S if must else OPTIONAL_DOWNLOAD_S
     trouble = once_per_node(backend, lambda: fetch_mnist(folder, limit_s), timeout_s=limit_s + 60)
     if not trouble:
-        return _load_on_every_rank(folder, backend)
+        return on_every_rank(backend, lambda: load_mnist(folder))
     if must:
         raise SharedDataError(f"{trouble[0]}. {HOW}. Or train on the embedded digits: --dataset digits")
     digits = load_digits()
     note = f"No MNIST, so this run trains on {len(digits.train):,} embedded digits: {trouble[0]}. {HOW}"
     return Images(digits.train, digits.test, note)
-
-
-def _load_on_every_rank(folder: Path, backend: Backend) -> Images:
-    """Read MNIST on each rank; where one of them cannot, all raise, and none waits for it."""
-    read: list[Images] = []
-    trouble = on_every_rank(backend, lambda: read.append(load_mnist(folder)))
-    if trouble:
-        raise SharedDataError(trouble[0])
-    return read[0]
 
 
 def load_mnist(folder: Path) -> Images:
