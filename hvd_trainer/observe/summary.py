@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.observe.callback import RunView
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
@@ -29,41 +30,19 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
         run: what was set up.
         layout: lines on models in parts, by their names.
     """
-    backend, plan, options = run.backend, run.plan, run.options
-    world, train = backend.world, options.train
-    is_host = accelerator.is_host(backend.device)
-    threads = f", {plural(torch.get_num_threads(), 'thread')} each" if is_host else ""
-    device = accelerator.name(run.device)
-    unused = accelerator.unsupported() if is_host else None
-    if unused is not None and options.engine.device == "auto":
-        device += f" (ranks cannot train on the {unused} device of this machine)"
-    factor = plan.lr_factor(train.lr_scaling)
-    scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
-    steps = "an unknown number of" if run.steps_per_epoch is None else f"{run.steps_per_epoch:,}"
-    parts = plural(plan.size, "virtual rank" if train.reproducible else "rank")
-    if plan.size < world.size:
-        parts = plural(plan.size, "copy of the model", "copies of the model")
+    backend, options = run.backend, run.options
     parameters = sum(p.numel() for p in run.model.parameters())
     lines = {
         "backend": f"{backend.name}: {backend.version}",
-        "world": f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}, started by {world.launcher}"
-        f"; {device}{threads}",
-        "batch": f"{plan.batch_size} x {parts} x {plural(plan.accumulate, 'pass', 'passes')}"
-        f" = {plan.global_batch_size} per step, {steps} {'step' if steps == '1' else 'steps'} per epoch",
-        "rate": f"{type(run.optimizer).__name__}, lr {run.rate.full:g}{scaled}"
-        + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")
-        + (f", decay to 0 ({train.lr_decay})" if train.lr_decay != "none" else "")
-        + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else ""),
-        "numbers": f"{train.precision}, seed {train.seed}"
-        + (f", gradients sent as {options.engine.compression}" if options.engine.compression != "none" else "")
-        + "".join(f", {words}" for name, words in KERNELS.items() if getattr(train, name))
-        + (", compiled" if train.compile else "")
-        + (f" ({train.compile_mode})" if train.compile_mode != "default" else ""),
+        "world": _world(run),
+        "batch": _batch(run),
+        "rate": _rate(run),
+        "numbers": _numbers(options),
         "data": _data(run),
         "model": f"{type(run.model).__name__}, {parameters:,} parameters",
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
+        **layout,
     }
-    lines |= layout
     if options.measure.leave_out:
         lines["measure"] = (
             f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
@@ -72,6 +51,53 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
         lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.session.peers))
         lines["torch"] = f"{torch.__version__}, {accelerator.built_for()}"
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())
+
+
+def _world(run: RunView) -> str:
+    """Return `2 ranks on 1 node, started by torchrun; CPU, 1 thread each`."""
+    world, device = run.world, accelerator.name(run.device)
+    is_host = accelerator.is_host(run.device)
+    unused = accelerator.unsupported() if is_host else None
+    if unused is not None and run.options.engine.device == "auto":
+        device += f" (ranks cannot train on the {unused} device of this machine)"
+    threads = f", {plural(torch.get_num_threads(), 'thread')} each" if is_host else ""
+    ranks = f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}"
+    return f"{ranks}, started by {world.launcher}; {device}{threads}"
+
+
+def _batch(run: RunView) -> str:
+    """Return `64 x 2 ranks x 1 pass = 128 per step, 469 steps per epoch`."""
+    plan, steps = run.plan, "an unknown number of" if run.steps_per_epoch is None else f"{run.steps_per_epoch:,}"
+    parts = plural(plan.size, "virtual rank" if run.options.train.reproducible else "rank")
+    if plan.size < run.world.size:
+        parts = plural(plan.size, "copy of the model", "copies of the model")
+    passes = plural(plan.accumulate, "pass", "passes")
+    per_epoch = f"{steps} {'step' if steps == '1' else 'steps'} per epoch"
+    return f"{plan.batch_size} x {parts} x {passes} = {plan.global_batch_size} per step, {per_epoch}"
+
+
+def _rate(run: RunView) -> str:
+    """Return `SGD, lr 0.02 (scaled: linear, x 2), warm-up over 1 epoch`."""
+    train, factor = run.options.train, run.plan.lr_factor(run.options.train.lr_scaling)
+    scaled = f" (scaled: {train.lr_scaling}, x {factor:g})" if train.lr_scaling != "none" else ", not scaled"
+    return (
+        f"{type(run.optimizer).__name__}, lr {run.rate.full:g}{scaled}"
+        + (f", warm-up over {plural(train.warmup_epochs, 'epoch')}" if train.warmup_epochs else "")
+        + (f", decay to 0 ({train.lr_decay})" if train.lr_decay != "none" else "")
+        + (f", gradient norm at most {train.max_norm:g}" if train.max_norm else "")
+    )
+
+
+def _numbers(options: TrainerOptions) -> str:
+    """Return `bf16, seed 1, gradients sent as fp16, compiled`."""
+    train, compression = options.train, options.engine.compression
+    return (
+        f"{train.precision}, seed {train.seed}"
+        + (f", gradients sent as {compression}" if compression != "none" else "")
+        + "".join(f", {words}" for name, words in KERNELS.items() if getattr(train, name))
+        + (", compiled" if train.compile else "")
+        + (f" ({train.compile_mode})" if train.compile_mode != "default" else "")
+    )
 
 
 def facts(run: RunView) -> dict[str, Any]:

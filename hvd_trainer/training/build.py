@@ -16,7 +16,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
-from hvd_trainer.config.options import LogOptions, TrainerOptions
+from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.faults.preemption import Requeue
@@ -33,7 +33,6 @@ from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import LossFunction, StepParts, TrainStep
 from hvd_trainer.parallel.factory import make_layout
-from hvd_trainer.parallel.layout import Layout
 from hvd_trainer.training.kernels import check_kernels
 from hvd_trainer.training.run import TrainingRun, count_steps
 from hvd_trainer.utils import accelerator
@@ -76,73 +75,10 @@ def build_run(
     Raises:
         OptionError, DataError, BackendError, CheckpointError: the parts do not fit each other, or the ranks.
     """
-    train = options.train
+    stop_condition.check(_figure_names(inputs))
     with ExitStack() as resources:  # closes what is open if a later part cannot be built
-        exchange = "exchange" not in options.measure.leave_out
-        layout = make_layout(backend, options.parallel, train, exchange=exchange)
-        resources.callback(layout.close)
-        plan = BatchPlan.of(train, layout.shard.size * backend.num_replicas)
-        layout.check_batch(plan.batch_size)
-        progress = Progress()
-        peak_memory = PeakMemory(backend)
-        log = _open_log(backend, options.log)
-        resources.callback(log.close)
-        first_step = FirstStep(backend.device)
-        observers = [first_step, *make_observers(options, backend, log)]
-        callbacks = [*inputs.callbacks, *observers]
-        stop_condition.check(_figure_names(inputs))
-        train_loader = _build_loader(inputs, options, backend, layout, plan, inputs.train_data, shuffle=True)
-        test_loader = None
-        if inputs.test_data is not None:
-            test_loader = _build_loader(inputs, options, backend, layout, plan, inputs.test_data, shuffle=False)
-        needs_norm = any(callback.needs_norm for callback in callbacks)
-        step = _build_step(inputs, options, backend, layout, train_loader, progress, needs_norm=needs_norm)
-        resources.callback(step.close)
-        scheduler = make_scheduler(inputs.scheduler, step.optimizer)
-        state = _build_state(inputs, options, backend, layout, train_loader, progress, step, scheduler)
-        manager = CheckpointManager(
-            backend,
-            options.save,
-            log,
-            is_enabled=options.log.log_dir is not None and not options.measure.leave_out,
-            state=state,
-            progress=progress,
-            before_save=step.guard.check,
-            snapshot=snapshot,
-        )
-        return TrainingRun(
-            options=options,
-            backend=backend,
-            layout=layout,
-            plan=plan,
-            train_loader=train_loader,
-            test_loader=test_loader,
-            metrics=inputs.metrics,
-            model=inputs.model,
-            optimizer=step.optimizer,
-            step=step,
-            guard=step.guard,
-            scheduler=scheduler,
-            rate=_build_rate(options, plan, train_loader, step.optimizer),
-            progress=progress,
-            stop_condition=stop_condition,
-            state=state,
-            manager=manager,
-            requeue=requeue,
-            log=log,
-            peak_memory=peak_memory,
-            first_step=first_step,
-            observers=observers,
-            callbacks=callbacks,
-            resources=resources.pop_all(),
-        )
-
-
-def _open_log(backend: Backend, options: LogOptions) -> RunLog:
-    log = RunLog(backend, options.log_dir, quiet=options.quiet)
-    if backend.session.monitor is not None:
-        backend.session.monitor.log_folder = options.log_dir
-    return log
+        builder = _RunBuilder(inputs, options, backend, resources)
+        return builder.build(stop_condition, requeue, snapshot)
 
 
 def _figure_names(inputs: FitInputs) -> list[str]:
@@ -151,103 +87,158 @@ def _figure_names(inputs: FitInputs) -> list[str]:
     return [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
 
 
-def _build_loader(
-    inputs: FitInputs,
-    options: TrainerOptions,
-    backend: Backend,
-    layout: Layout,
-    plan: BatchPlan,
-    data: Any,
-    *,
-    shuffle: bool,
-) -> Loader:
-    train = options.train
-    loader_plan = LoaderPlan(
-        batch_size=plan.batch_size * backend.num_replicas,
-        seed=train.seed,
-        shuffle=shuffle,
-        virtual_ranks=train.reproducible,
-        accumulate=train.accumulate,
-        shard=layout.shard,
-        num_workers=train.workers,
-        prefetch=train.prefetch,
-    )
-    return make_loader(data, backend, loader_plan, collate=inputs.collate)
+class _RunBuilder:
+    """Builds the parts of a run one after the other: first those that all others need.
 
+    Args:
+        inputs, options, backend: as of `build_run`.
+        resources: gets what closes each part.
+    """
 
-def _build_step(
-    inputs: FitInputs,
-    options: TrainerOptions,
-    backend: Backend,
-    layout: Layout,
-    train_loader: Loader,
-    progress: Progress,
-    *,
-    needs_norm: bool,
-) -> TrainStep:
-    """Connect the model to the engine, and return the step that trains it. A collective."""
-    train, device = options.train, backend.device
-    check_kernels(train, device)
-    if train.channels_last:
-        inputs.model.to(memory_format=torch.channels_last)
-    layout.compile(inputs.model)
-    with accelerator.side_stream(device) if train.capture_step else nullcontext() as stream:
-        model, optimizer = layout.prepare(
-            inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
+    def __init__(self, inputs: FitInputs, options: TrainerOptions, backend: Backend, resources: ExitStack) -> None:
+        self._inputs, self._options, self._backend, self._resources = inputs, options, backend, resources
+        exchange = "exchange" not in options.measure.leave_out
+        self._layout = make_layout(backend, options.parallel, options.train, exchange=exchange)
+        resources.callback(self._layout.close)
+        self._plan = BatchPlan.of(options.train, self._layout.shard.size * backend.num_replicas)
+        self._layout.check_batch(self._plan.batch_size)
+        self._progress = Progress()
+
+    def build(self, stop_condition: StopCondition, requeue: Requeue, snapshot: InMemorySnapshot) -> TrainingRun:
+        """Build the other parts, and return the run."""
+        inputs, options, backend = self._inputs, self._options, self._backend
+        peak_memory = PeakMemory(backend)
+        log = self._open_log()
+        first_step = FirstStep(backend.device)
+        observers = [first_step, *make_observers(options, backend, log)]
+        callbacks = [*inputs.callbacks, *observers]
+        train_loader = self._build_loader(inputs.train_data, shuffle=True)
+        test_loader = None if inputs.test_data is None else self._build_loader(inputs.test_data, shuffle=False)
+        step = self._build_step(train_loader, needs_norm=any(callback.needs_norm for callback in callbacks))
+        scheduler = make_scheduler(inputs.scheduler, step.optimizer)
+        state = self._build_state(train_loader, step, scheduler)
+        return TrainingRun(
+            options=options,
+            backend=backend,
+            layout=self._layout,
+            plan=self._plan,
+            train_loader=train_loader,
+            test_loader=test_loader,
+            metrics=inputs.metrics,
+            model=inputs.model,
+            step=step,
+            scheduler=scheduler,
+            rate=self._build_rate(train_loader, step.optimizer),
+            progress=self._progress,
+            stop_condition=stop_condition,
+            state=state,
+            manager=self._build_manager(log, state, step, snapshot),
+            requeue=requeue,
+            log=log,
+            peak_memory=peak_memory,
+            first_step=first_step,
+            observers=observers,
+            callbacks=callbacks,
+            resources=self._resources.pop_all(),
         )
-    parts = StepParts(
-        backend=backend,
-        model=model,
-        bare=inputs.model,
-        optimizer=optimizer,
-        loss=inputs.loss,
-        progress=progress,
-        guard=NonFiniteGuard(backend, train.non_finite, inputs.model),
-        max_norm=train.max_norm,
-        precision=train.precision,
-        needs_norm=needs_norm,
-    )
-    if train.capture_step:
-        return CapturedStep(parts, stream, is_uniform=train_loader.in_memory)
-    if train.reproducible is None:
-        return layout.make_step(parts)
-    return ReproducibleStep(
-        parts,
-        virtual_ranks=train.reproducible,
-        seed=train.seed,
-        find_unused_parameters=options.engine.find_unused_parameters,
-    )
 
+    def _open_log(self) -> RunLog:
+        options, monitor = self._options.log, self._backend.session.monitor
+        log = RunLog(self._backend, options.log_dir, quiet=options.quiet)
+        self._resources.callback(log.close)
+        if monitor is not None:
+            monitor.log_folder = options.log_dir
+        return log
 
-def _build_state(
-    inputs: FitInputs,
-    options: TrainerOptions,
-    backend: Backend,
-    layout: Layout,
-    train_loader: Loader,
-    progress: Progress,
-    step: TrainStep,
-    scheduler: LRScheduler | None,
-) -> TrainState:
-    parts = {"optimizer": step.optimizer, "scheduler": scheduler, "scaler": step.scaler}
-    return TrainState(
-        backend,
-        inputs.model,
-        progress,
-        {name: part for name, part in parts.items() if part is not None},
-        {"seed": options.train.seed, "samples": train_loader.num_samples},
-        layout,
-        reproducible=options.train.reproducible is not None,
-    )
+    def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
+        train = self._options.train
+        loader_plan = LoaderPlan(
+            batch_size=self._plan.batch_size * self._backend.num_replicas,
+            seed=train.seed,
+            shuffle=shuffle,
+            virtual_ranks=train.reproducible,
+            accumulate=train.accumulate,
+            shard=self._layout.shard,
+            num_workers=train.workers,
+            prefetch=train.prefetch,
+        )
+        return make_loader(data, self._backend, loader_plan, collate=self._inputs.collate)
 
+    def _build_step(self, train_loader: Loader, *, needs_norm: bool) -> TrainStep:
+        """Connect the model to the engine, and return the step that trains it. A collective."""
+        train, inputs, backend = self._options.train, self._inputs, self._backend
+        check_kernels(train, backend.device)
+        if train.channels_last:
+            inputs.model.to(memory_format=torch.channels_last)
+        self._layout.compile(inputs.model)
+        with accelerator.side_stream(backend.device) if train.capture_step else nullcontext() as stream:
+            model, optimizer = self._layout.prepare(
+                inputs.model, inputs.optimizer, lambda: next(iter(train_loader.epoch(0)))[0]
+            )
+        parts = StepParts(
+            backend=backend,
+            model=model,
+            bare=inputs.model,
+            optimizer=optimizer,
+            loss=inputs.loss,
+            progress=self._progress,
+            guard=NonFiniteGuard(backend, train.non_finite, inputs.model),
+            max_norm=train.max_norm,
+            precision=train.precision,
+            needs_norm=needs_norm,
+        )
+        step = self._make_step(parts, stream, is_uniform=train_loader.in_memory)
+        self._resources.callback(step.close)
+        return step
 
-def _build_rate(options: TrainerOptions, plan: BatchPlan, train_loader: Loader, optimizer: Optimizer) -> StepRate:
-    train = options.train
-    check_decay(train.lr_decay, train_loader.num_samples)
-    return StepRate(
-        optimizer,
-        plan.lr_factor(train.lr_scaling),
-        count_warmup_steps(train.warmup_epochs, count_steps(plan, train_loader)),
-        train.lr_decay,
-        decay_start=train.warmup_epochs / train.epochs,
-    )
+    def _make_step(self, parts: StepParts, stream: Any, *, is_uniform: bool) -> TrainStep:
+        """Return the kind of step that the options ask for."""
+        train = self._options.train
+        if train.capture_step:
+            return CapturedStep(parts, stream, is_uniform=is_uniform)
+        if train.reproducible is None:
+            return self._layout.make_step(parts)
+        return ReproducibleStep(
+            parts,
+            virtual_ranks=train.reproducible,
+            seed=train.seed,
+            find_unused_parameters=self._options.engine.find_unused_parameters,
+        )
+
+    def _build_rate(self, train_loader: Loader, optimizer: Optimizer) -> StepRate:
+        train = self._options.train
+        check_decay(train.lr_decay, train_loader.num_samples)
+        return StepRate(
+            optimizer,
+            self._plan.lr_factor(train.lr_scaling),
+            count_warmup_steps(train.warmup_epochs, count_steps(self._plan, train_loader)),
+            train.lr_decay,
+            decay_start=train.warmup_epochs / train.epochs,
+        )
+
+    def _build_state(self, train_loader: Loader, step: TrainStep, scheduler: LRScheduler | None) -> TrainState:
+        parts = {"optimizer": step.optimizer, "scheduler": scheduler, "scaler": step.scaler}
+        return TrainState(
+            self._backend,
+            self._inputs.model,
+            self._progress,
+            {name: part for name, part in parts.items() if part is not None},
+            {"seed": self._options.train.seed, "samples": train_loader.num_samples},
+            self._layout,
+            reproducible=self._options.train.reproducible is not None,
+        )
+
+    def _build_manager(
+        self, log: RunLog, state: TrainState, step: TrainStep, snapshot: InMemorySnapshot
+    ) -> CheckpointManager:
+        options = self._options
+        return CheckpointManager(
+            self._backend,
+            options.save,
+            log,
+            is_enabled=options.log.log_dir is not None and not options.measure.leave_out,
+            state=state,
+            progress=self._progress,
+            before_save=step.guard.check,
+            snapshot=snapshot,
+        )

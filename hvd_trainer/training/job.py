@@ -43,43 +43,54 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     reporter.prints_tracebacks = True
     install_handler()
     try:
-        world = detect(os.environ)
-        warning = lone_process_warning(world, os.environ)
+        warning = lone_process_warning(detect(os.environ), os.environ)
         if warning:
             logger.warning("warning: %s", warning)
         job(_parse(options, args, _is_first()))
-    except PreemptedError as error:
-        # The sender may repeat the signal, and the job ends anyway.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if _is_first() and str(error):
-            logger.warning("%s", error)
-        else:
-            wait_for_launcher(MESSAGE_GRACE_S)
-        _end(PREEMPTED)
-    except PeerError as error:
-        if not reporter.has_reported:
-            _log_error(_world(), str(error))
-        _end(CRASH_EXIT_CODE)
-    except UserError as error:
-        if not reporter.has_reported:
-            if not _is_first():
-                if isinstance(error, OptionError) and is_elastic(os.environ):
-                    _end(USER_ERROR)  # horovodrun then ends no other rank, so rank 0 has the time to report it
-                wait_for_launcher()
-            # An error of all ranks needs no rank number.
-            _log_error(None if _is_first() else _world(), str(error))
-        _end(USER_ERROR)
-    except KeyboardInterrupt:
-        if _is_first():
-            _log_error(None, "interrupted")
-        _end(INTERRUPTED)
-    except SystemExit as leaving:
-        _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
-    except BaseException:
-        if not reporter.has_reported:
-            _log_error(_world(), traceback.format_exc())
-        _end(CRASH_EXIT_CODE)
+    except BaseException as error:
+        _end(_report(error))
     _end(0)
+
+
+def _report(error: BaseException) -> int:
+    """Log why the job ends, on the ranks that are to say it; return the exit code."""
+    match error:
+        case SystemExit(code=code):
+            return code if isinstance(code, int) else int(code is not None)
+        case KeyboardInterrupt():
+            if _is_first():
+                _log_error(None, "interrupted")
+            return INTERRUPTED
+        case PreemptedError():
+            # The sender may repeat the signal, and the job ends anyway.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if _is_first() and str(error):
+                logger.warning("%s", error)
+            else:
+                wait_for_launcher(MESSAGE_GRACE_S)
+            return PREEMPTED
+        case PeerError():
+            if not reporter.has_reported:
+                _log_error(_world(), str(error))
+            return CRASH_EXIT_CODE
+        case UserError():
+            if not reporter.has_reported:
+                _log_user_error(error)
+            return USER_ERROR
+        case _:
+            if not reporter.has_reported:
+                _log_error(_world(), traceback.format_exc())
+            return CRASH_EXIT_CODE
+
+
+def _log_user_error(error: UserError) -> None:
+    """Log an error that all ranks may have in common: on rank 0; on another one if rank 0 does not end the job."""
+    if _is_first():
+        _log_error(None, str(error))  # an error of all ranks needs no rank number
+    elif not (isinstance(error, OptionError) and is_elastic(os.environ)):
+        # In elastic mode horovodrun ends no other rank after this one, so rank 0 has the time to report it.
+        wait_for_launcher()
+        _log_error(_world(), str(error))
 
 
 def _is_first() -> bool:

@@ -88,7 +88,7 @@ class TrainingLoop:
         is_complete = batches_of_steps.is_exhausted
         if not is_complete:
             run.manager.at_end_of_run(meter)
-        run.guard.check()
+        run.step.guard.check()
         run.backend.activity.enter("epoch")
         figures = meter.compute()
         samples = progress.samples - samples_before
@@ -133,7 +133,7 @@ class TrainingLoop:
             callback.on_step_end(run, result)
         if progress.step % run.options.log.log_every == 0:
             run.log.record("step", self._position() | add_prefix("train", meter.recent()))
-            run.guard.check()
+            run.step.guard.check()
         self._interrupts.after_step(meter)
         run.backend.activity.enter("data")
 

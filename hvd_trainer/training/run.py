@@ -36,7 +36,6 @@ from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.step_timer import FirstStep
 from hvd_trainer.optim.learning_rate import StepRate
-from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.step import TrainStep
 from hvd_trainer.parallel.layout import Layout
 
@@ -56,11 +55,8 @@ class TrainingRun:
     metrics: Mapping[str, Metric]
     model: nn.Module
     """the module that was given to `fit`, without the engine's wrapper"""
-    optimizer: Optimizer
     step: TrainStep
     """trains on the batches of one step"""
-    guard: NonFiniteGuard
-    """checks losses and gradients for NaN and Inf"""
     scheduler: LRScheduler | None
     rate: StepRate
     """the effective learning rate"""
@@ -88,6 +84,11 @@ class TrainingRun:
     def __exit__(self, *_: object) -> None:
         # The engine's connections must be free before it ends, or before ranks meet in another world.
         self.resources.close()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given to `fit`."""
+        return self.step.optimizer
 
     @property
     def world(self) -> World:

@@ -146,6 +146,10 @@ class Trainer:
             callbacks=callbacks,
             collate=collate,
         )
+        return self._fit(inputs)
+
+    def _fit(self, inputs: FitInputs) -> History:
+        """Train in one world of ranks after the other; in more than one only in elastic mode."""
         history, snapshot = History(), InMemorySnapshot(fit=next(_FITS))
         while True:
             try:
@@ -155,7 +159,7 @@ class Trainer:
                 # In elastic mode the ranks that stay meet in a new world, and resume from the snapshot.
                 if not self.backend.rejoin(error):
                     raise
-            optimizer.zero_grad(set_to_none=True)
+            inputs.optimizer.zero_grad(set_to_none=True)
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
         """Train until the end, or until the ranks change.
