@@ -28,7 +28,7 @@ from hvd_trainer import (
 from hvd_trainer.errors import UserError
 from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
-from hvd_trainer.parallel.factory import make_layout
+from hvd_trainer.parallel.pipeline_layout import make_layout
 
 non_finite.MAX_UNREAD_LOSSES = 5  # so that all ranks or none read their losses in the middle of an epoch
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty

@@ -40,6 +40,16 @@ def mixed_precision(device: torch.device, precision: str) -> AbstractContextMana
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
+def check_scalar(loss: Tensor) -> None:
+    """Check that a loss function has given one number.
+
+    Raises:
+        OptionError: it has given more, or none.
+    """
+    if loss.numel() != 1:
+        raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
+
+
 class ForwardResult(NamedTuple):
     """The result of a forward pass, as `Meter.add` takes it."""
 
@@ -124,10 +134,14 @@ class TrainStep:
         Args:
             batch: a micro-batch.
             weight: its fraction of the step's samples.
-            meter: counts it; under `--non-finite skip` only after the update.
+            meter: counts it.
         """
         result = self.forward_backward(batch, weight)
         self._losses.append(result.loss)
+        self.count(result, meter)
+
+    def count(self, result: ForwardResult, meter: Meter) -> None:
+        """Add a forward pass to the meter; under `--non-finite skip` only after the update."""
         if self.skips:
             self._uncounted.append(result)
         else:
@@ -145,8 +159,7 @@ class TrainStep:
         with mixed_precision(self.backend.device, self.precision):
             outputs = self.model(inputs)
             loss = self.loss(outputs, targets)
-        if loss.numel() != 1:
-            raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
+        check_scalar(loss)
         weighted = loss if weight == 1 else loss * weight
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")

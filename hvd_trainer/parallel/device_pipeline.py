@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hvd_trainer.parallel.microbatch import MicroBatch
-from hvd_trainer.parallel.microbatch_loss import MicroBatchLoss
+from hvd_trainer.parallel.microbatch import MicroBatch, MicroBatchLoss
 from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
 
 

@@ -1,6 +1,6 @@
 """Which part of the model and which shard of the data a rank has; only this layer knows.
 
-WholeModelLayout  each rank has all blocks, and its own shard of the data
+Layout            each rank has all blocks, and its own shard of the data
 PipelineLayout    the ranks of a stage group have a stage of one replica each, and the same shard of the data
 
 With either, a replica group may shard the optimizer's state (`sharded_optimizer.py`), or parameters and gradients,
@@ -9,7 +9,6 @@ too (`fsdp.py`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,8 +36,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Layout(ABC):
-    """The distribution of one training over ranks and devices.
+class Layout:
+    """The distribution of one training over ranks and devices: here a whole replica on each rank.
 
     Args:
         backend: the engine, started.
@@ -55,10 +54,6 @@ class Layout(ABC):
         OptionError: the options do not fit each other, or the ranks.
     """
 
-    shard: DataShard
-    is_whole: bool
-    seeds_itself: bool
-
     def __init__(
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
     ) -> None:
@@ -67,6 +62,8 @@ class Layout(ABC):
         self._sharded_optimizer: ShardedOptimizer | None = None
         self._all_ranks: dist.ProcessGroup | None = None
         self._fsdp: FSDPShards | None = None
+        self.shard = DataShard(backend.world.rank, backend.world.size)
+        self.seeds_itself = options.is_staged or train.reproducible is not None
         if backend.session.driver is not None and (options.stages > 1 or options.shard != "none"):
             raise OptionError(
                 "--stages and --shard need the same ranks to the end, and horovodrun's elastic mode changes them. "
@@ -81,7 +78,6 @@ class Layout(ABC):
             self._fsdp = FSDPShards(backend, train.precision)
         self.is_whole = options.stages == 1 and self._fsdp is None
 
-    @abstractmethod
     def check_batch(self, batch_size: int) -> None:
         """Learn the number of samples per batch.
 
@@ -94,7 +90,6 @@ class Layout(ABC):
         if self._train.compile:
             self._backend.compile(model, self._train.compile_mode, exchange=self._exchange)
 
-    @abstractmethod
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
     ) -> tuple[nn.Module, Optimizer]:
@@ -105,6 +100,34 @@ class Layout(ABC):
             optimizer: over all its parameters.
             inputs: returns the inputs of one batch, for measurements; a collective.
         """
+        to_train = self._blocks_of(model)
+        if self._fsdp is not None:
+            self._fsdp.check(model)
+            synchronize(self._backend, to_train, optimizer)
+            blocks = []
+            if isinstance(model, nn.Sequential):
+                block_names(model, "--shard full")  # refuses a parameter of two blocks, which would become two
+                blocks = list(model.children())
+            self._fsdp.shard([to_train], blocks, optimizer)
+            self._backend.set_parameter_names(model)
+            return to_train, optimizer
+        if self._all_ranks is not None:
+            # After an earlier training each rank has only the state of the parameters that it updated.
+            before = optimizer.state_dict()
+            state = self.gather_optimizer_state(before["state"])
+            if state is not None:
+                optimizer.load_state_dict({**before, "state": state})
+        prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
+        self._shard_optimizer(optimizer)
+        return prepared
+
+    def _blocks_of(self, model: nn.Module) -> nn.Module:
+        """Return the module to train with: the model, or its blocks with activation checkpointing."""
+        if self._options.activation_checkpointing == "none":
+            return model
+        block_names(model, "--activation-checkpointing blocks")
+        blocks = list(enumerate(model.children()))
+        return StageModule(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
 
     def _shard_optimizer(self, optimizer: Optimizer) -> None:
         """Let each rank of the replica group update some parameters only, if the options ask for it."""
@@ -133,18 +156,22 @@ class Layout(ABC):
             self._sharded_optimizer is None or self._sharded_optimizer.owns(parameter)
         )
 
-    @abstractmethod
     def make_step(self, parts: StepParts) -> TrainStep:
         """Return the step that the loop calls."""
+        if self._fsdp is None:
+            return TrainStep(parts)
+        from hvd_trainer.parallel.fsdp import FSDPStep
+
+        return FSDPStep(replace(parts, bare=parts.model))
 
     def gather_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return what the stages of the first replica have together, on rank 0; else None. A collective."""
         whole = owned if self._fsdp is None else self._fsdp.gather(owned)
         return None if whole is None else self._gather_stages(whole)
 
-    @abstractmethod
     def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return what the stages of the first replica have together, given this rank's unsharded tensors."""
+        return dict(owned)
 
     def gather_optimizer_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return the optimizer's state of all parameters, on rank 0; else None. A collective."""
@@ -186,62 +213,6 @@ class Layout(ABC):
         self._all_ranks = self._fsdp = None
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.close()
-
-
-class WholeModelLayout(Layout):
-    """Train a whole replica on each rank."""
-
-    def __init__(
-        self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
-    ) -> None:
-        super().__init__(backend, options, train, exchange=exchange)
-        self.shard = DataShard(backend.world.rank, backend.world.size)
-        self.seeds_itself = train.reproducible is not None
-
-    def check_batch(self, batch_size: int) -> None:
-        """Accept any, because batches are not split."""
-
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any]
-    ) -> tuple[nn.Module, Optimizer]:
-        to_train = self._blocks_of(model)
-        if self._fsdp is not None:
-            self._fsdp.check(model)
-            synchronize(self._backend, to_train, optimizer)
-            blocks = []
-            if isinstance(model, nn.Sequential):
-                block_names(model, "--shard full")  # refuses a parameter of two blocks, which would become two
-                blocks = list(model.children())
-            self._fsdp.shard([to_train], blocks, optimizer)
-            self._backend.set_parameter_names(model)
-            return to_train, optimizer
-        if self._all_ranks is not None:
-            # After an earlier training each rank has only the state of the parameters that it updated.
-            before = optimizer.state_dict()
-            state = self.gather_optimizer_state(before["state"])
-            if state is not None:
-                optimizer.load_state_dict({**before, "state": state})
-        prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
-        self._shard_optimizer(optimizer)
-        return prepared
-
-    def _blocks_of(self, model: nn.Module) -> nn.Module:
-        """Return the module to train with: the model, or its blocks with activation checkpointing."""
-        if self._options.activation_checkpointing == "none":
-            return model
-        block_names(model, "--activation-checkpointing blocks")
-        blocks = list(enumerate(model.children()))
-        return StageModule(blocks, device=self._backend.device, precision=self._train.precision, recompute=True)
-
-    def make_step(self, parts: StepParts) -> TrainStep:
-        if self._fsdp is None:
-            return TrainStep(parts)
-        from hvd_trainer.parallel.fsdp import FSDPStep
-
-        return FSDPStep(replace(parts, bare=parts.model))
-
-    def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
-        return dict(owned)
 
 
 def drop_other_state(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:

@@ -27,8 +27,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
-from hvd_trainer.parallel.microbatch import MicroBatch, split_batch
-from hvd_trainer.parallel.microbatch_loss import MicroBatchLoss
+from hvd_trainer.parallel.microbatch import MicroBatch, MicroBatchLoss, split_batch
 from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
 from hvd_trainer.parallel.stage_module import MicroBatchRNG, StageModule
 from hvd_trainer.utils.tensors import parameters_of
@@ -217,10 +216,7 @@ class StageStep(TrainStep):
         # One loss per batch on all ranks, because they are checked in a collective.
         self._losses.append(torch.zeros(()) if mean is None else mean)
         for _, passed in sorted(loss.passes.items()):
-            if self.skips:
-                self._uncounted.append(passed)
-            else:
-                meter.add(*passed)
+            self.count(passed, meter)
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         assert batch is not None

@@ -35,8 +35,6 @@ _BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 class PipelineLayout(Layout):
     """Train a replica in stages on several ranks, or on one rank in micro-batches."""
 
-    seeds_itself = True
-
     def __init__(
         self, backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
     ) -> None:
@@ -163,10 +161,8 @@ class PipelineLayout(Layout):
 
     def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         if self._group is None:
-            return dict(owned)
-        if self.place.replica > 0:
-            return None
-        return self._gathered(owned, self._group)
+            return super()._gather_stages(owned)
+        return None if self.place.replica > 0 else self._gathered(owned, self._group)
 
     @property
     def busy_s(self) -> float | None:
@@ -207,6 +203,13 @@ class PipelineLayout(Layout):
     def close(self) -> None:
         super().close()
         self._group = self._pipeline = None
+
+
+def make_layout(
+    backend: Backend, options: ParallelOptions, train: TrainOptions, *, exchange: bool = True
+) -> Layout:
+    """Return how this job's ranks share model and data; arguments and errors as of `Layout`."""
+    return (PipelineLayout if options.is_staged else Layout)(backend, options, train, exchange=exchange)
 
 
 def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:

@@ -32,7 +32,7 @@ from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, co
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import LossFunction, StepParts, TrainStep
-from hvd_trainer.parallel.factory import make_layout
+from hvd_trainer.parallel.pipeline_layout import make_layout
 from hvd_trainer.training.kernels import check_kernels
 from hvd_trainer.training.run import TrainingRun, count_steps
 from hvd_trainer.utils import accelerator
