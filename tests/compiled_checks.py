@@ -58,6 +58,6 @@ def train(name: str) -> tuple[int, dict[str, Any]]:
 def _note_sending(backend: Any, events: list[str]) -> None:
     """Record an event for each bucket that Horovod is given from now on; DDP sends from C++."""
     if backend._reducer is not None:
-        collector = backend._reducer.buckets
-        send = collector._send
-        collector._send = lambda bucket: events.append("sent") or send(bucket)
+        exchange = backend._reducer._exchange
+        send = exchange.send
+        exchange.send = lambda bucket: events.append("sent") or send(bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from hvd_trainer.backends import horovod_waiter
 from hvd_trainer.backends.base import LOST_RANK_ERRORS
-from hvd_trainer.backends.buckets import Bucket, GradientBuckets
+from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer
 from hvd_trainer.backends.horovod_waiter import Waiter
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
@@ -34,33 +35,44 @@ class Model(nn.Module):
         return self.linear(self.conv(images).mean((2, 3))).square().sum() + (self.short.square() / 7).sum()
 
 
+class Exchange(BucketExchange):
+    """Records the buckets that are sent; when they come back, each must hold its parameters' gradients."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.sizes: list[int] = []
+        self._buckets: Sequence[Bucket] = ()
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+
+    def send(self, bucket: Bucket) -> None:
+        self.sent.append(bucket.flat.clone())
+        self.sizes.append(len(bucket.parameters))
+
+    def receive(self) -> None:
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                assert parameter.grad is view
+                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+
+
 def exchanged(
     steps: int, *, passes: int = 1, keeps_grads: bool = False, unused: bool = False
 ) -> tuple[list[Any], list[int]]:
     """Return what each step sends, of how many parameters, and `.grad` afterwards; 3 ranks, so that 1/3 rounds."""
     torch.manual_seed(0)
     model = Model(unused)
-    sent: list[Any] = []
-    sizes: list[int] = []
-
-    def send(bucket: Bucket) -> None:
-        sent.append(bucket.flat.clone())
-        sizes.append(len(bucket.parameters))
-
-    exchange = GradientBuckets(list(model.parameters()), 100, 3, send, reorder=True, passes=passes)
+    exchange = Exchange()
+    reducer = BucketReducer(model, exchange, num_ranks=3, limit_bytes=100, passes=passes)
     for _ in range(steps):
         model.zero_grad(set_to_none=not keeps_grads)
         for _ in range(passes):
             model(torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)).backward()
-        exchange.send_rest()
-        for bucket in exchange.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                assert parameter.grad is view
-                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
-        sent += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        exchange.reset()
-    exchange.remove()
-    return sent, sizes
+        reducer.finish()
+        exchange.sent += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    reducer.close()
+    return exchange.sent, exchange.sizes
 
 
 @pytest.mark.parametrize("options", [{}, {"passes": 2}, {"keeps_grads": True}, {"unused": True}], ids=str)

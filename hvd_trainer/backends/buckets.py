@@ -1,4 +1,4 @@
-"""Gradient buckets with DDP's layout, for an engine that has none of its own.
+"""Average gradients in buckets that are laid out as DDP's, for an engine that has none of its own.
 
 Floating-point sums depend on their order, and a ring all-reduce adds the parts of a buffer in different orders.
 Two engines give the same bits only if they lay the gradients out alike. So the layout here is DDP's: one flat
@@ -12,13 +12,15 @@ second exchange on in the order in which backward finished them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.utils import accelerator
 
 
@@ -35,39 +37,53 @@ class Bucket:
     sent: bool = False
 
 
-class GradientBuckets:
-    """Collect gradients during backward and pass each full bucket to `send`.
+class BucketExchange(ABC):
+    """The sum of buckets over ranks, as an engine computes it."""
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027  an engine may have nothing to prepare
+        """Prepare for these buckets, in place of earlier ones."""
+
+    @abstractmethod
+    def send(self, bucket: Bucket) -> None:
+        """Start the exchange of a bucket, which is full."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Wait until every bucket that was sent holds the sum over ranks."""
+
+
+class BucketReducer(Reducer):
+    """Collect gradients during backward and exchange each bucket as soon as it is full.
 
     Args:
-        parameters: the model's parameters that need gradients, in its order.
+        module: whose gradients are averaged.
+        exchange: sums the buckets.
+        num_ranks: how many ranks have the module. Gradients are multiplied by 1/num_ranks, so that their sum over
+            ranks is the mean.
         limit_bytes: a bucket is closed when it has reached this size.
-        num_ranks: gradients are multiplied by 1/num_ranks, so that their sum over ranks is the mean.
-        send: starts the exchange of one bucket; called as soon as it is full.
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
-
-    Attributes:
-        enabled: whether gradients are collected; if not, they add up in `.grad`.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        limit_bytes: int,
-        num_ranks: int,
-        send: Callable[[Bucket], None],
+        module: nn.Module,
+        exchange: BucketExchange,
         *,
-        reorder: bool,
+        num_ranks: int,
+        limit_bytes: int,
+        reorder: bool = True,
         passes: int = 1,
     ) -> None:
-        self._limit_bytes, self._factor, self._send, self._passes = limit_bytes, 1.0 / num_ranks, send, passes
-        self._parameters = list(parameters)
+        self._exchange, self._factor = exchange, 1.0 / num_ranks
+        self._limit_bytes, self._passes = limit_bytes, passes
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
         # more than most of them take: there a full bucket is written by two.
         self._writes_at_once = all(accelerator.is_host(p.device) for p in self._parameters)
         self._backward_order: list[nn.Parameter] | None = [] if reorder else None
-        self.enabled = True
+        self._enabled = True
         self.buckets: list[Bucket] = []
         self._place: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
         first_limit = sys.maxsize if reorder else limit_bytes
@@ -85,10 +101,14 @@ class GradientBuckets:
             bucket = Bucket(group, flat, views, set(group))
             self.buckets.append(bucket)
             self._place |= {p: (bucket, view) for p, view in zip(group, views, strict=True)}
+        self._exchange.lay_out(self.buckets)
+
+    def set_enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
 
     def _collect(self, parameter: Tensor) -> None:
         """Take a parameter's gradient, which backward has just finished."""
-        if not self.enabled:
+        if not self._enabled:
             return
         assert isinstance(parameter, nn.Parameter)
         left = self._left[parameter] = self._left[parameter] - 1
@@ -126,32 +146,29 @@ class GradientBuckets:
             for parameter in bucket.waiting:
                 self._write(parameter, self._place[parameter][1])
         bucket.sent = True
-        self._send(bucket)
+        self._exchange.send(bucket)
 
-    def send_rest(self) -> None:
-        """Send the buckets of which backward left some parameter out; a gradient that is None counts as zero."""
+    def finish(self) -> None:
+        # Those of which backward left some parameter out; a gradient that is None counts as zero.
         for bucket in self.buckets:
             if not bucket.sent:
                 self._dispatch(bucket)
-
-    def reset(self) -> bool:
-        """Prepare for the next step, once all buckets have come back; return whether they were laid out anew."""
+        self._exchange.receive()
         for bucket in self.buckets:
             bucket.waiting, bucket.sent = set(bucket.parameters), False
         self._left = dict.fromkeys(self._parameters, self._passes)
-        if self._backward_order is None:
-            return False
-        order, self._backward_order = list(dict.fromkeys(self._backward_order)), None
-        if len(order) != len(self._parameters):
-            return False
-        numbers = {p: i for i, p in enumerate(self._parameters)}
-        indices = [numbers[p] for p in order]
-        assignment = _assign(order, self._limit_bytes, indices)
-        self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
-        return True
+        if self._backward_order is not None:
+            order, self._backward_order = list(dict.fromkeys(self._backward_order)), None
+            if len(order) == len(self._parameters):
+                self._lay_out_anew(order)
 
-    def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+    def _lay_out_anew(self, order: list[nn.Parameter]) -> None:
+        """Lay the buckets out in the order in which backward finished the gradients."""
+        numbers = {p: i for i, p in enumerate(self._parameters)}
+        assignment = _assign(order, self._limit_bytes, [numbers[p] for p in order])
+        self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
+
+    def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping
-from hvd_trainer.backends.ddp_reducer import DDPStageReducer
+from hvd_trainer.backends.buckets import BucketReducer
+from hvd_trainer.backends.ddp_reducer import TorchBucketExchange
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
@@ -119,12 +120,11 @@ class DDPBackend(Backend):
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._close_reducer()
-        self._reducer = DDPStageReducer(
+        self._reducer = BucketReducer(
             stage,
-            self._replica_process_group,
+            TorchBucketExchange(self._replica_process_group, self.options.compression),
             num_ranks=len(self.replica_group),
             limit_bytes=int(self.options.bucket_mb * 2**20),
-            compression=self.options.compression,
             passes=passes,
         )
 

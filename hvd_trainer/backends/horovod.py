@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, Span, StepResult, TotalNorm
+from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.compiled import compile_in_buckets
-from hvd_trainer.backends.horovod_reducer import HorovodBucketReducer, HorovodTensorReducer
+from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
 from hvd_trainer.backends.horovod_waiter import SPIN_S, Waiter
 from hvd_trainer.backends.model_sync import synchronize
@@ -302,39 +303,29 @@ class HorovodBackend(Backend):
 
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd, options = self._hvd, self.options
-        compression = self._compression()
         sparse = any(getattr(module, "sparse", False) for module in model.modules())
-        if options.adasum:
-            return HorovodTensorReducer(
-                hvd, self._waiter, model, optimizer, {"op": hvd.Adasum, "compression": compression}
-            )
-        if options.num_groups is not None or sparse:
-            settings = {"compression": compression, "groups": None if sparse else options.num_groups}
+        if options.adasum or options.num_groups is not None or sparse:
+            own = {"op": hvd.Adasum} if options.adasum else {"groups": None if sparse else options.num_groups}
+            settings = {"compression": self._compression(), **own}
             return HorovodTensorReducer(hvd, self._waiter, model, optimizer, settings)
-        return HorovodBucketReducer(
-            hvd,
-            self._waiter,
-            model,
-            limit_bytes=int(options.bucket_mb * 2**20),
-            compression=compression,
-            reorder=not options.find_unused_parameters,
-            process_set=hvd.global_process_set,
+        return self._make_bucket_reducer(model, hvd.global_process_set, reorder=not options.find_unused_parameters)
+
+    def _make_bucket_reducer(
+        self, module: nn.Module, process_set: Any, *, reorder: bool = True, passes: int = 1
+    ) -> BucketReducer:
+        return BucketReducer(
+            module,
+            HorovodBucketExchange(self._hvd, self._waiter, self._compression(), process_set),
+            num_ranks=process_set.size(),
+            limit_bytes=int(self.options.bucket_mb * 2**20),
+            reorder=reorder,
+            passes=passes,
         )
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._check_formats(stage)
         self._close_reducer()
-        hvd = self._hvd
-        self._reducer = HorovodBucketReducer(
-            hvd,
-            self._waiter,
-            stage,
-            limit_bytes=int(self.options.bucket_mb * 2**20),
-            compression=self._compression(),
-            reorder=True,
-            process_set=self._process_set,
-            passes=passes,
-        )
+        self._reducer = self._make_bucket_reducer(stage, self._process_set, passes=passes)
 
     def step(
         self,

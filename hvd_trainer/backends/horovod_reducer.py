@@ -23,7 +23,7 @@ queue, and nothing here waits for the device. Why what follows may be queued at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,14 +31,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hvd_trainer.backends.buckets import Bucket
+from hvd_trainer.backends.buckets import Bucket, BucketExchange
 from hvd_trainer.backends.horovod_waiter import Waiter
-from hvd_trainer.backends.reducer import BucketReducer, Reducer
+from hvd_trainer.backends.reducer import Reducer
 
 _NUMBERS = itertools.count()
 
 
-class HorovodBucketReducer(BucketReducer):
+class HorovodBucketExchange(BucketExchange):
     """Send each bucket as one tensor: nothing to negotiate tensor by tensor, nothing copied to a fusion buffer.
 
     Horovod's optimizer is given the buckets as its parameters. It compresses, sends and receives them; the
@@ -47,37 +47,20 @@ class HorovodBucketReducer(BucketReducer):
     Args:
         hvd: `horovod.torch`.
         waiter: waits for its operations.
-        module: whose gradients are averaged.
-        limit_bytes, reorder, passes: as for `BucketReducer`.
         compression: one of `hvd.Compression`.
         process_set: Horovod's set of the ranks that have the module.
     """
 
-    def __init__(
-        self,
-        hvd: ModuleType,
-        waiter: Waiter,
-        module: nn.Module,
-        *,
-        limit_bytes: int,
-        compression: Any,
-        reorder: bool,
-        process_set: Any,
-        passes: int = 1,
-    ) -> None:
-        super().__init__(
-            module, num_ranks=process_set.size(), limit_bytes=limit_bytes, reorder=reorder, passes=passes
-        )
+    def __init__(self, hvd: ModuleType, waiter: Waiter, compression: Any, process_set: Any) -> None:
         self._hvd, self._waiter, self._compression = hvd, waiter, compression
         self._process_set = process_set
         # Horovod matches tensors of different ranks by name; one that is still on its way may not be reused.
         self._name = f"exchange.{next(_NUMBERS)}"
         self._flats: dict[int, nn.Parameter] = {}
         self._wrapped: Any = None
-        self._on_new_layout()
 
-    def _on_new_layout(self) -> None:
-        self._flats = {id(b): nn.Parameter(b.flat, requires_grad=True) for b in self.buckets.buckets}
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        self._flats = {id(b): nn.Parameter(b.flat, requires_grad=True) for b in buckets}
         self._wrapped = self._hvd.DistributedOptimizer(
             SGD(self._flats.values(), lr=0.0),
             named_parameters=[(f"{self._name}.bucket.{i}", flat) for i, flat in enumerate(self._flats.values())],
@@ -86,20 +69,19 @@ class HorovodBucketReducer(BucketReducer):
             process_set=self._process_set,
         )
 
-    def _send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> None:
         flat = self._flats[id(bucket)]
         # An alias: decompression gives `.grad` another storage, and the bucket must keep its own.
         flat.grad = bucket.flat.view_as(bucket.flat)
         self._wrapped._handles[flat] = self._wrapped._allreduce_grad_async(flat)
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
         for handle, _ in self._wrapped._handles.values():
             self._waiter.wait(handle)
         self._wrapped.synchronize()
-        for bucket in self.buckets.buckets:
-            received = self._flats[id(bucket)].grad
-            if received is not None and received.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(received)  # compression has put the result elsewhere
+        for flat in self._flats.values():
+            if flat.grad is not None and flat.grad.data_ptr() != flat.data_ptr():
+                flat.data.copy_(flat.grad)  # compression has put the result elsewhere
 
 
 class HorovodTensorReducer(Reducer):
