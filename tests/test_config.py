@@ -237,6 +237,11 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--shard full --backend ddp --stages 2 --schedule zero-bubble", "type --schedule 1f1b or interleaved"),
         ("--shard full --backend ddp --compression fp16", "--compression does not go with --shard full"),
         ("--shard optimizer --adasum", "--adasum, which makes the updates itself: leave one out"),
+        (
+            "--adasum --max-norm 1",
+            "--adasum combines whole updates, not gradients: it goes neither with --max-norm",
+        ),
+        ("--adasum --precision fp16", "nor with --precision fp16"),
         ("--compile --activation-checkpointing blocks", "compile the blocks yourself, with block.compile()"),
         ("--record-steps", "--record-steps writes to the log folder: add --log-dir DIR"),
         ("--leave-out data --log-dir x --resume auto", "trains nothing of use: leave out --resume auto"),

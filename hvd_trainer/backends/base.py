@@ -408,18 +408,14 @@ class Backend(ABC):
             grad_norm = total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         if max_norm is not None and grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, grad_norm)
-        skipped: bool | Tensor
-        if scaler is None:
-            skipped = skip_non_finite and grad_norm is not None and not math.isfinite(self.read(grad_norm))
-            if not skipped:
-                self._update(optimizer)
-            return StepResult(skipped=skipped, grad_norm=grad_norm)
-        skipped = _scaled_update(scaler, optimizer)
-        if skip_non_finite:
-            skipped = grad_norm is not None and not math.isfinite(self.read(grad_norm))
-            if scaler.get_scale() < 1:
-                # Non-finite data halves the scale each time, as an overflow does: without a bound, down to 0.
-                scaler.update(1.0)
+        skipped: bool | Tensor = False if scaler is None else _scaled_update(scaler, optimizer)
+        if skip_non_finite and grad_norm is not None:
+            skipped = not math.isfinite(self.read(grad_norm))
+        if scaler is None and not skipped:
+            self._update(optimizer)
+        elif scaler is not None and skip_non_finite and scaler.get_scale() < 1:
+            # Non-finite data halves the scale each time, as an overflow does: without a bound, down to 0.
+            scaler.update(1.0)
         return StepResult(skipped=skipped, grad_norm=grad_norm)
 
     @abstractmethod

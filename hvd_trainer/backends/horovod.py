@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, Span, StepResult, TotalNorm
+from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, Span
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
@@ -326,30 +326,6 @@ class HorovodBackend(Backend):
         self._check_formats(stage)
         self._close_reducer()
         self._reducer = self._make_bucket_reducer(stage, self._process_set, passes=passes)
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        *,
-        max_norm: float | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        norm: bool = False,
-        skip_non_finite: bool = False,
-        total_norm: TotalNorm = nn.utils.get_total_norm,
-    ) -> StepResult:
-        if self.options.adasum and (max_norm is not None or scaler is not None or skip_non_finite):
-            raise OptionError(
-                "--adasum combines whole updates, not gradients: it goes neither with --max-norm nor with "
-                "--precision fp16 nor with --non-finite skip. Leave one out."
-            )
-        return super().step(
-            optimizer,
-            max_norm=max_norm,
-            scaler=scaler,
-            norm=norm,
-            skip_non_finite=skip_non_finite,
-            total_norm=total_norm,
-        )
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if self._reducer is None:

@@ -294,5 +294,13 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             lambda o: o.train.non_finite == "skip" and o.engine.compression == "powersgd",
             "--non-finite skip and --compression powersgd: what is not finite stays in its memory",
         ),
+        Conflict(
+            lambda o: (
+                o.engine.adasum
+                and (o.train.max_norm is not None or o.train.precision == "fp16" or o.train.non_finite == "skip")
+            ),
+            "--adasum combines whole updates, not gradients: it goes neither with --max-norm nor with --precision "
+            "fp16 nor with --non-finite skip. Leave one out",
+        ),
     ),
 }
