@@ -81,26 +81,26 @@ def weight_of(optimizer: torch.optim.Optimizer) -> Tensor:
 def collectives_agree(backend: Backend) -> None:
     rank, ranks = backend.world.rank, ranks_of(backend)
     mine = torch.tensor([1.0, float(rank)], dtype=torch.float64)
-    assert backend.all_reduce(mine).tolist() == [len(ranks), sum(ranks)]
-    assert backend.all_reduce(mine, "max").tolist() == [1, max(ranks)]
-    assert backend.all_reduce(mine, "min").tolist() == [1, 0]
-    assert backend.all_reduce(mine, "mean").tolist() == [1, sum(ranks) / len(ranks)]
+    assert backend.collectives.all_reduce(mine).tolist() == [len(ranks), sum(ranks)]
+    assert backend.collectives.all_reduce(mine, "max").tolist() == [1, max(ranks)]
+    assert backend.collectives.all_reduce(mine, "min").tolist() == [1, 0]
+    assert backend.collectives.all_reduce(mine, "mean").tolist() == [1, sum(ranks) / len(ranks)]
     assert mine.tolist() == [1, rank], "the input must stay as it is"
-    assert backend.all_gather_object({"rank": rank}) == [{"rank": r} for r in ranks]
-    assert backend.broadcast_object(f"from {rank}") == "from 0"
+    assert backend.collectives.all_gather_object({"rank": rank}) == [{"rank": r} for r in ranks]
+    assert backend.collectives.broadcast_object(f"from {rank}") == "from 0"
     last = max(ranks)
     for source in (last, 0, last):
-        assert backend.broadcast_object(f"from {rank}", source) == f"from {source}"
+        assert backend.collectives.broadcast_object(f"from {rank}", source) == f"from {source}"
     # A learning rate that a function of NumPy's has made.
-    assert backend.all_gather_object({"lr": [np.float64(0.5)]}) == [{"lr": [0.5]}] * len(ranks)
+    assert backend.collectives.all_gather_object({"lr": [np.float64(0.5)]}) == [{"lr": [0.5]}] * len(ranks)
     if len(ranks) > 1:  # alone nothing is sent
         try:
-            backend.broadcast_object(Foreign())
+            backend.collectives.broadcast_object(Foreign())
         except BackendError as error:
             assert "contract_checks.Foreign" in str(error)
         else:
             raise AssertionError("a value of a class was sent")
-    backend.barrier()
+    backend.collectives.barrier()
 
 
 @check()
@@ -110,7 +110,7 @@ def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
     sources = [group[number % len(group)] for number in range(7)]
     tensors = [torch.tensor([100.0 * rank + number], device=backend.device) for number in range(7)]
     for _ in range(2):
-        backend.broadcast_to_replicas(list(zip(tensors, sources, strict=True)))
+        backend.collectives.broadcast_to_replicas(list(zip(tensors, sources, strict=True)))
         assert [float(tensor) for tensor in tensors] == [
             100 * source + number for number, source in enumerate(sources)
         ]
@@ -122,14 +122,14 @@ class Foreign:
 
 @check()
 def forks_after_an_exchange_live(backend: Backend) -> None:
-    """On Python 3.11.7, seven of a thousand forked children hung at their start: see `Backend._keep_alive`.
+    """On Python 3.11.7, seven of a thousand forked children hung at their start: see `Collectives._keep_alive`.
 
     So many forks would miss that in one run of three; each engine runs it, and each run of the suite.
     """
     if backend.world.size != 2:
         return
     for _ in range(150):
-        backend.all_reduce(torch.zeros(1))
+        backend.collectives.all_reduce(torch.zeros(1))
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -148,7 +148,7 @@ def ranks_start_equal(backend: Backend) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(float(backend.world.rank + 1))
     prepared, _ = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    everyone = backend.all_gather_object({k: v.cpu() for k, v in model.state_dict().items()})
+    everyone = backend.collectives.all_gather_object({k: v.cpu() for k, v in model.state_dict().items()})
     for state in everyone:
         for name, tensor in everyone[0].items():
             assert torch.equal(tensor, state[name]), name
@@ -412,7 +412,7 @@ def sums_of_halves_are_rounded_once(backend: Backend) -> None:
         # Others add zeros, so that the order of the sum does not matter.
         mine = pairs[rank].clone() if rank < 2 else torch.zeros_like(pairs[0])
         expected = pairs.float().sum(0).to(dtype) if size > 1 else pairs[0]
-        assert torch.equal(backend.all_reduce(mine.to(backend.device), "sum").cpu(), expected)
+        assert torch.equal(backend.collectives.all_reduce(mine.to(backend.device), "sum").cpu(), expected)
 
 
 @check()
@@ -422,7 +422,7 @@ def bfloat16_is_a_number_like_others(backend: Backend) -> None:
     everyone = torch.tensor([[float(r), -float(r), float("inf"), float("nan")] for r in ranks])
     mine = everyone[rank].bfloat16().to(backend.device)
     for op, expected in (("max", everyone.amax(0)), ("min", everyone.amin(0)), ("mean", everyone.mean(0))):
-        found = backend.all_reduce(mine, op).cpu()  # type: ignore[arg-type]
+        found = backend.collectives.all_reduce(mine, op).cpu()  # type: ignore[arg-type]
         assert torch.equal(found[:3], expected[:3].bfloat16()), (op, found)
         assert found[3].isnan()
     model = nn.Linear(1, 1, bias=False).bfloat16()
@@ -447,7 +447,7 @@ def many_buckets_give_the_same(backend: Backend) -> None:
             prepared(torch.randn(4, 20, device=backend.device)).square().mean().backward()
         backend.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-    everyone = backend.all_gather_object(model[2].weight.detach().cpu())
+    everyone = backend.collectives.all_gather_object(model[2].weight.detach().cpu())
     assert all(torch.equal(everyone[0], other) for other in everyone)
 
 

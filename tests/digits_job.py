@@ -58,7 +58,7 @@ def world_of(backend: str) -> tuple[int, tuple[int, int, int, int, int, int, str
     for _ in range(2):  # a process may train several times, each time as a session of its own
         with engine:
             world = engine.world
-            total = engine.all_reduce(torch.tensor([float(world.rank)])).item()
+            total = engine.collectives.all_reduce(torch.tensor([float(world.rank)])).item()
             assert total == world.size * (world.size - 1) / 2
     w = world
     numbers = (w.rank, w.size, w.local_rank, w.local_size, w.node_rank, w.num_nodes, w.launcher)

@@ -216,7 +216,8 @@ def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         whole(torch.randn(4, 6)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        weights, state = backend.broadcast_object((whole.state_dict(), optimizer.state_dict()["state"]))
+        both = whole.state_dict(), optimizer.state_dict()["state"]
+        weights, state = backend.collectives.broadcast_object(both)
         layout = make_layout(backend, options.parallel, options.train)
         layout.check_batch(16)
         held = _watched_cuts(whole)

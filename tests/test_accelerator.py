@@ -237,7 +237,9 @@ def test_horovod_built_for_cpus_is_refused_on_a_gpu(
     install(monkeypatch, Driver(device))
     backend: Any = create(EngineOptions(), {})
     backend.session.devices = [torch.device(device)]
-    backend._hvd = SimpleNamespace(cuda_built=lambda: "cuda" in built, rocm_built=lambda: "rocm" in built)
+    backend.collectives.hvd = SimpleNamespace(
+        cuda_built=lambda: "cuda" in built, rocm_built=lambda: "rocm" in built
+    )
     if not said:
         backend._refuse_cpu_build()
         return
@@ -247,7 +249,7 @@ def test_horovod_built_for_cpus_is_refused_on_a_gpu(
 
 def test_horovod_async_completion_is_set_on_gpus_only() -> None:
     backend: Any = create(EngineOptions(), {})
-    backend._hvd = SimpleNamespace(nccl_built=lambda: True)
+    backend.collectives.hvd = SimpleNamespace(nccl_built=lambda: True)
     assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in backend._tuning()
     backend.session.devices = [GPU]
     assert backend._tuning()["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
@@ -255,7 +257,7 @@ def test_horovod_async_completion_is_set_on_gpus_only() -> None:
 
 def test_horovod_nccl_abort_is_set_in_elastic_mode_only() -> None:
     backend: Any = create(EngineOptions(), {})
-    backend._hvd, backend.session.devices = SimpleNamespace(nccl_built=lambda: True), [GPU]
+    backend.collectives.hvd, backend.session.devices = SimpleNamespace(nccl_built=lambda: True), [GPU]
     assert "HOROVOD_NCCL_ABORT" not in backend._tuning()
     backend.session.driver = SimpleNamespace()
     assert backend._tuning()["HOROVOD_NCCL_ABORT"] == "1"
@@ -265,8 +267,8 @@ def test_keep_alive_excludes_gpu_tensors() -> None:
     """The tensors of the last four exchanges were kept: three times the gradients under `--reproducible`."""
     backend: Any = create(EngineOptions(backend="single"), {})
     on_host, on_device = torch.zeros(2), torch.zeros(2, device="meta")
-    backend._keep_alive(on_host, on_device)
-    assert [tensor.device.type for tensor in backend._kept_alive[-1]] == ["cpu"]
+    backend.collectives._keep_alive(on_host, on_device)
+    assert [tensor.device.type for tensor in backend.collectives._kept_alive[-1]] == ["cpu"]
 
 
 # What PyTorch must have.

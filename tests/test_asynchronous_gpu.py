@@ -57,7 +57,7 @@ def test_device_read_counts_as_waiting() -> None:
     heard: list[str] = []
     backend.activity.listeners.append(heard.append)
     assert backend.read(torch.tensor([1.5, 2.0])) == [1.5, 2.0]
-    assert backend.all_reduce_numbers([3, 4.5]) == [3, 4.5]
+    assert backend.collectives.all_reduce_numbers([3, 4.5]) == [3, 4.5]
     assert heard == ["reduce", "start"] * 2
 
 
@@ -122,7 +122,7 @@ def test_stack_dump_names_unfinished_nccl_exchanges(monkeypatch: pytest.MonkeyPa
 def test_barrier_synchronizes_the_gpu(gpu: StandIn) -> None:
     backend = create(EngineOptions(backend="single"), {})
     backend.session.devices = [GPU]
-    backend.barrier()
+    backend.collectives.barrier()
     assert gpu.calls == ["synchronize cuda:1"]
 
 
@@ -135,7 +135,7 @@ def test_confirm_exchanges_needs_one_more_exchange(gpu: StandIn, monkeypatch: py
     def lost(*_: Any) -> None:
         raise RuntimeError("Horovod has been shut down")
 
-    monkeypatch.setattr(backend, "_all_reduce", lost)
+    monkeypatch.setattr(backend.collectives, "_all_reduce", lost)
     with pytest.raises(RuntimeError, match="shut down"):
         backend.confirm_exchanges()
     assert backend.activity.in_exchange

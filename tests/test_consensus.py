@@ -28,14 +28,14 @@ def test_polling_takes_a_small_share_of_time(
     now, asked = 0.0, 0
     monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
     with backends.create(EngineOptions(backend="single")) as backend:
-        alone = backend.all_reduce_numbers
+        alone = backend.collectives.all_reduce_numbers
 
         def all_reduce_numbers(values: Sequence[float], op: ReduceOp) -> list[float]:
             nonlocal now, asked
             now, asked = now + ask_s, asked + 1
             return alone(values, op)
 
-        monkeypatch.setattr(backend, "all_reduce_numbers", all_reduce_numbers)
+        monkeypatch.setattr(backend.collectives, "all_reduce_numbers", all_reduce_numbers)
         agreed = StepConsensus(backend, ["stop"])
         agreed.request("stop")
         heard = 0

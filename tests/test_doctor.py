@@ -203,9 +203,9 @@ def test_engines_and_devices_of_run() -> None:
 def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     with create(EngineOptions(backend="single"), {}) as backend:
         check_sum(backend)
-        right = backend.all_reduce
+        right = backend.collectives.all_reduce
         monkeypatch.setattr(
-            backend, "all_reduce", lambda tensor: right(tensor).index_fill(0, torch.tensor([3]), 7.0)
+            backend.collectives, "all_reduce", lambda tensor: right(tensor).index_fill(0, torch.tensor([3]), 7.0)
         )
         with pytest.raises(BackendError, match="element 3 of the sum of 1 ranks is 7 instead of 3"):
             check_sum(backend)

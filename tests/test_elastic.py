@@ -210,7 +210,8 @@ def test_restore_refuses_second_fit_of_elastic_job() -> None:
     """A rank that joins during the others' second training is in its own first."""
     others = (1, 240)
     backend: Any = SimpleNamespace(
-        session=SimpleNamespace(driver=object()), all_gather_object=lambda mine: [others, mine]
+        session=SimpleNamespace(driver=object()),
+        collectives=SimpleNamespace(all_gather_object=lambda mine: [others, mine]),
     )
     parts: dict[str, Any] = dict.fromkeys(("state", "progress", "before_save"))
     log: Any = SimpleNamespace(folder=None)

@@ -134,10 +134,10 @@ def test_exception_in_all_ranks_is_reported_once(launcher: str, tmp_path: Path) 
 def train_and_fail_in_rank_1(backend: str) -> None:
     options = TrainerOptions(engine=EngineOptions(backend=backend))  # type: ignore[arg-type]
     with Trainer(options) as trainer:
-        trainer.backend.barrier()
+        trainer.backend.collectives.barrier()
         if trainer.world.rank == 1:
             raise ValueError("rank 1's own words")
-        trainer.backend.all_reduce(torch.ones(1))
+        trainer.backend.collectives.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

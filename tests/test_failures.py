@@ -189,7 +189,7 @@ ALL_LEAVE = """
 import sys
 from hvd_trainer import backends
 with backends.create(backends.EngineOptions(backend=sys.argv[1])) as backend:
-    backend.barrier()
+    backend.collectives.barrier()
     sys.exit(0)
 """
 

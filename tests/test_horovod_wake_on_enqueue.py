@@ -16,10 +16,10 @@ CYCLE_S, EXCHANGES = 1.0, 20
 def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]]:
     """Return the rank, the seconds that the exchanges took, and HOROVOD_CYCLE_TIME afterwards."""
     with backends.create(EngineOptions(backend="horovod", cycle_time_ms=cycle_time_ms)) as backend:
-        backend.barrier()
+        backend.collectives.barrier()
         started = time.monotonic()
         for _ in range(EXCHANGES):
-            backend.all_reduce(torch.ones(3))
+            backend.collectives.all_reduce(torch.ones(3))
         return backend.world.rank, (time.monotonic() - started, os.environ.get("HOROVOD_CYCLE_TIME"))
 
 

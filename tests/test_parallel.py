@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_trainer.backends.ddp import DDPBackend
+from hvd_trainer.backends.ddp_collectives import DDPCollectives
 from hvd_trainer.backends.devices import gpu_numbers
-from hvd_trainer.backends.horovod import HorovodBackend
+from hvd_trainer.backends.horovod_collectives import HorovodCollectives
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.step import StepParts
@@ -159,8 +159,8 @@ def test_broadcast_buckets_are_small() -> None:
         assert len(bucket) == 1 or sum(p.numel() * p.element_size() for p in bucket) <= BUCKET_BYTES
 
 
-@pytest.mark.parametrize("engine", [DDPBackend, HorovodBackend])
-def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [DDPCollectives, HorovodCollectives])
+def test_broadcasts_start_before_the_first_wait(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bucket was waited for before the next began, and Horovod takes 0.15 ms or more for an answer."""
     calls: list[str] = []
 
@@ -169,14 +169,10 @@ def test_broadcasts_start_before_the_first_wait(engine: Any, monkeypatch: pytest
         return SimpleNamespace(wait=lambda: calls.append("wait"))
 
     monkeypatch.setattr(dist, "broadcast", started)
-    backend: Any = SimpleNamespace(
-        _keep_alive=lambda tensor: None,
-        _replica_process_group=None,
-        _process_set=None,
-        _hvd=SimpleNamespace(broadcast_async_=started),
-        _waiter=SimpleNamespace(result=lambda handle: handle.wait()),
-    )
-    engine.broadcast_to_replicas(backend, [(torch.zeros(1), 0)] * 3)
+    collectives = kind(None)
+    collectives.hvd = SimpleNamespace(broadcast_async_=started)
+    collectives.waiter = SimpleNamespace(result=lambda handle: handle.wait())
+    collectives.broadcast_to_replicas([(torch.zeros(1), 0)] * 3)
     assert calls == ["start"] * 3 + ["wait"] * 3
 
 
@@ -195,7 +191,7 @@ def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPa
         replica_group=[0, 1],
         world=SimpleNamespace(rank=0),
         activity=SimpleNamespace(waiting=nullcontext),
-        broadcast_to_replicas=broadcast_to_replicas,
+        collectives=SimpleNamespace(broadcast_to_replicas=broadcast_to_replicas),
     )
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4 * MAX_BUCKETS_IN_FLIGHT)]  # two fit into a bucket
     optimizer = torch.optim.SGD(parameters, lr=1.0)

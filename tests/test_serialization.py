@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hvd_trainer.backends.objects import decode_object, encode_object
+from hvd_trainer.backends.collectives import decode_object, encode_object
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.serialization import flatten, pack, to_json, unflatten, unpack

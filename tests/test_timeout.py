@@ -17,10 +17,10 @@ def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
     """Let rank 0 wait for rank 1, which sleeps, in a loop without the Trainer, so that no step is reported."""
     options = EngineOptions(backend=backend_name, startup_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
     with backends.create(options) as backend:
-        backend.barrier()
+        backend.collectives.barrier()
         if backend.world.rank == 1:
             time.sleep(STUCK_S)
-        backend.all_reduce(torch.ones(3))
+        backend.collectives.all_reduce(torch.ones(3))
     return backend.world.rank, None
 
 

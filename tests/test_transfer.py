@@ -152,7 +152,7 @@ def test_stream_agreement_uses_no_accelerator() -> None:
         return [min(1, *values)]
 
     mine = backend(torch.device("cpu"))
-    mine.all_reduce_numbers = all_reduce_numbers
+    mine.collectives = SimpleNamespace(all_reduce_numbers=all_reduce_numbers)
     loader = make_loader(Stream(3), mine, LoaderPlan(2, num_workers=0))
     assert [inputs.tolist() for inputs, _ in loader.epoch(0)] == [[[0]], [[2]]]
     assert asked == [([2], "min"), ([1], "min"), ([0], "min")]

@@ -43,7 +43,7 @@ def main() -> None:
             totals[0] += loss.detach() * len(target)
             totals[1] += (logits.argmax(1) == target).sum()
             totals[2] += len(target)
-        loss_sum, correct, count = backend.all_reduce(totals).tolist()
+        loss_sum, correct, count = backend.collectives.all_reduce(totals).tolist()
         if backend.world.is_first:
             print(f"loss {loss_sum / count:.4f}, accuracy {correct / count:.4f}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import MutableMapping
 
-from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, StepResult
+from hvd_trainer.backends.base import Backend, ReplicaGrouping, StepResult
+from hvd_trainer.backends.collectives import ReduceOp
 from hvd_trainer.backends.devices import Devices
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions

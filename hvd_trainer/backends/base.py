@@ -12,11 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
+from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
-from hvd_trainer.backends.objects import decode_object, encode_object
 from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
@@ -35,7 +34,7 @@ from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.elastic import RescaleError
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.tensors import pairwise_sum, parameters_of
+from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,11 +43,7 @@ LOST_RANK_ERRORS = (UserError, RuntimeError, OSError)
 """Raised where ranks meet or part and one is missing: by us, by the engines, at their time limits."""
 MAX_FAILED_WORLDS = 3
 """How many worlds in a row may fail to come about before a rank gives up."""
-MAX_GATHER_BYTES = 2**20
-"""Up to this total size `tree_sum` gathers whole tensors: one exchange is quicker than two of slices."""
 
-ReduceOp = Literal["sum", "mean", "max", "min"]
-T = TypeVar("T")
 ReplicaGrouping = Callable[[Sequence[str]], list[list[int]]]
 """Returns the replica groups (lists of ranks that have the same parameters), given the node of each rank."""
 TotalNorm = Callable[[Sequence[Tensor]], Tensor]
@@ -90,10 +85,12 @@ class Backend(ABC):
 
     Attributes:
         name: `horovod`, `ddp`, `single` or `data-parallel`.
+        collectives: what ranks compute together, and send each other, besides gradients.
         replica_groups: lists of ranks that have the same parameters; once started, one per stage.
     """
 
     name: ClassVar[str]
+    collectives_class: ClassVar[type[Collectives]]
     only_for_others: ClassVar[Mapping[str, str]] = {}
     """Options that this engine cannot honour, each with the reason and what to do instead."""
 
@@ -101,11 +98,11 @@ class Backend(ABC):
         self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
     ) -> None:
         self.session = session
+        self.collectives = self.collectives_class(session)
         self.replica_groups = [[*range(session.world.size)]]
         self._grouping = grouping
         self._records_timeline = timeline
         self._reducer: Reducer | None = None
-        self._kept_alive: deque[list[Tensor]] = deque(maxlen=4)
         self._parameter_names: dict[Tensor, str] = {}
         self._exchange_monitor: ExchangeMonitor | None = None
 
@@ -336,7 +333,7 @@ class Backend(ABC):
             with self.activity.waiting():
                 tensors = list(stage.state_dict().values())
                 packed = [tensor.contiguous() for tensor in tensors]
-                self.broadcast_to_replicas([(tensor, self.replica_group[0]) for tensor in packed])
+                self.collectives.broadcast_to_replicas([(tensor, self.replica_group[0]) for tensor in packed])
                 for tensor, received in zip(tensors, packed, strict=True):
                     if received is not tensor:
                         tensor.copy_(received)
@@ -450,7 +447,7 @@ class Backend(ABC):
         """
         self.activity.check()
         if not accelerator.is_host(self.device):
-            self.barrier()
+            self.collectives.barrier()
 
     def abort_exchanges(self) -> None:
         """Abort the device's exchanges with a rank that is gone; called by another thread.
@@ -480,122 +477,10 @@ class Backend(ABC):
         """
         return nullcontext([])
 
-    # Collectives. All ranks must call them, in the same order.
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Combine a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
-        with self.activity.waiting():
-            return self._all_reduce(tensor, op)
-
-    def all_reduce_numbers(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
-        """Combine numbers over ranks: host to host, whatever the device is doing."""
-        with self.activity.waiting():
-            numbers: list[float] = self._all_reduce(torch.tensor(values, dtype=torch.float64), op).tolist()
-            return numbers
-
     def read(self, tensor: Tensor) -> Any:
         """Return a tensor as Python numbers; this waits for the device, and so for the exchanges in its queue."""
         with self.activity.waiting():
             return tensor.tolist()
-
-    @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """Return the tensor combined over ranks, on the tensor's device."""
-
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the ranks' tensors (any shape, same on all ranks) in rank order."""
-
-    @abstractmethod
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with that of one rank."""
-
-    def _keep_alive(self, *tensors: Tensor) -> None:
-        """Keep references to the CPU tensors of an exchange about to start until four more have started.
-
-        An engine's thread drops its reference to a tensor shortly after the exchange. If only Python's is left,
-        that thread must take the GIL, and a fork at that moment, such as that of a DataLoader's worker, makes a
-        child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view holds its base
-        from C++, so that no thread of the engine needs the GIL.
-        """
-        views = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
-        if views:
-            self._kept_alive.append(views)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Collect one value from each rank: a list in rank order, on all ranks; tensors on the host.
-
-        Args:
-            value: plain values and tensors, as for `utils.serialization.flatten`.
-
-        Raises:
-            BackendError: a rank's value consists of others; on all ranks.
-        """
-        if self.world.size == 1:
-            return [value]
-        mine = encode_object(value)
-        with self.activity.waiting():
-            lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
-            # The shorter ones are padded, because all ranks must send tensors of one shape.
-            payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
-            parts = self._all_gather(payload)
-        return [decode_object(part[:length]) for part, length in zip(parts, lengths, strict=True)]
-
-    def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
-        if self.world.size == 1:
-            return value
-        payload = encode_object(value) if self.world.rank == source else b""
-        with self.activity.waiting():
-            length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
-            tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-            self._broadcast(tensor, source)
-        received: T = decode_object(tensor)
-        return received
-
-    @abstractmethod
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        """Send row i to rank i; return what rank i sent as row i. Both have shape (ranks, n)."""
-
-    def tree_sum(self, tensor: Tensor) -> Tensor:
-        """Return the ranks' sum of a flat tensor, added in the same order on every engine: a binary tree.
-
-            ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
-
-        The number of ranks must be a power of two. Each rank sums one slice of all ranks' tensors, and then all
-        gather the slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole,
-        which sends more and waits only once.
-        """
-        size = self.world.size
-        if size == 1:
-            return tensor
-        with self.activity.waiting():
-            if size == 2 or size * tensor.numel() * tensor.element_size() <= MAX_GATHER_BYTES:
-                return pairwise_sum(self._all_gather(tensor))
-            length = -(-len(tensor) // size)
-            rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
-            mine = pairwise_sum(list(self._all_to_all(rows)))
-            return torch.cat(self._all_gather(mine))[: len(tensor)]
-
-    @abstractmethod
-    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        """Fill contiguous tensors with those of a given rank each, within this rank's replica group.
-
-        All are under way before the first is waited for.
-
-        Args:
-            pairs: each tensor with the rank that sends it.
-        """
-
-    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return the sum over this rank's replica group, as a new tensor."""
-        return self._all_reduce(tensor, "sum")
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called it and their devices have done what was queued before."""
-        with self.activity.waiting():
-            accelerator.synchronize(self.device)
-            self._all_reduce(torch.zeros(1), "sum")
 
     def average_buffers(self, model: nn.Module) -> None:
         """Make batch-norm statistics and other buffers equal on all ranks, the same way on both engines.
@@ -622,10 +507,8 @@ class Backend(ABC):
         means: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(b.dtype for b in buffers.values()):
             same = {name: b for name, b in buffers.items() if b.dtype == dtype}
-            with self.activity.waiting():
-                flat = self._sum_over_replicas(torch.cat([b.detach().reshape(-1) for b in same.values()])).div_(
-                    size
-                )
+            flat = torch.cat([b.detach().reshape(-1) for b in same.values()])
+            flat = self.collectives.sum_over_replicas(flat).div_(size)
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping
+from hvd_trainer.backends.base import Backend, ReplicaGrouping
 from hvd_trainer.backends.buckets import BucketReducer
-from hvd_trainer.backends.ddp_reducer import TorchBucketExchange
+from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
@@ -26,12 +25,6 @@ from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
 HOROVOD_ONLY = "only Horovod has it; leave it out or use --backend horovod"
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 # torch 2.15 renamed the option; the old name still works there, with a warning in every rank.
 BUFFERS_IN_FORWARD = (
     "forward_sync_buffers"
@@ -44,6 +37,8 @@ class DDPBackend(Backend):
     """Average gradients in DDP's buckets while backward runs."""
 
     name = "ddp"
+    collectives_class = DDPCollectives
+    collectives: DDPCollectives
     only_for_others = dict.fromkeys(
         ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
     )
@@ -54,7 +49,6 @@ class DDPBackend(Backend):
         super().__init__(session, grouping=grouping, timeline=timeline)
         self._ddp: DistributedDataParallel | None = None
         self._hook: RemovableHandle | None = None
-        self._replica_process_group: dist.ProcessGroup | None = None
 
     @property
     def version(self) -> str:
@@ -75,7 +69,7 @@ class DDPBackend(Backend):
         self._check_transport()
         process_group.start(self.session, self.transport)
         if len(self.replica_groups) > 1:
-            self._replica_process_group = process_group.new_group(self.session, self.replica_groups)
+            self.collectives.replica_process_group = process_group.new_group(self.session, self.replica_groups)
 
     def _check_transport(self) -> None:
         """Raise BackendError if this rank's device or this PyTorch cannot use the transport."""
@@ -92,14 +86,14 @@ class DDPBackend(Backend):
     def _stop(self, failed: bool) -> None:
         if not failed and dist.is_initialized():
             # A rank that closed its connections while another still reduces would make that one fail.
-            self.barrier()
+            self.collectives.barrier()
         self._unhook()
         # The group's threads end when it is freed, and the caller may still hold the DDP module, which holds it.
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
             self._ddp = None
         self._close_reducer()
-        self._replica_process_group = None
+        self.collectives.replica_process_group = None
         process_group.stop()
 
     def prepare(
@@ -122,7 +116,7 @@ class DDPBackend(Backend):
         self._close_reducer()
         self._reducer = BucketReducer(
             stage,
-            TorchBucketExchange(self._replica_process_group, self.options.compression),
+            DDPBucketExchange(self.collectives.replica_process_group, self.options.compression),
             num_ranks=len(self.replica_group),
             limit_bytes=int(self.options.bucket_mb * 2**20),
             passes=passes,
@@ -179,42 +173,3 @@ class DDPBackend(Backend):
             check_unused(self._parameter_names, optimizer)
         if self._reducer is not None:
             self._reducer.finish()
-
-    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        started: list[Any] = []
-        for tensor, rank in pairs:
-            self._keep_alive(tensor)
-            started.append(dist.broadcast(tensor, src=rank, group=self._replica_process_group, async_op=True))
-        for work in started:
-            work.wait()
-
-    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        if self._replica_process_group is None:
-            return super()._sum_over_replicas(tensor)
-        result = tensor.detach().clone()
-        self._keep_alive(result)
-        dist.all_reduce(result, group=self._replica_process_group)
-        return result
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        result = tensor.detach().clone()
-        self._keep_alive(result)
-        dist.all_reduce(result, OPS[op])
-        return result.div_(self.world.size) if op == "mean" else result
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
-        self._keep_alive(tensor, *gathered)
-        dist.all_gather(gathered, tensor)
-        return gathered
-
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        sent = rows.contiguous()
-        received = torch.empty_like(sent)
-        self._keep_alive(sent, received)
-        dist.all_to_all_single(received, sent)
-        return received
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._keep_alive(tensor)
-        dist.broadcast(tensor, src=source)

@@ -6,28 +6,26 @@ state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper w
 
 from __future__ import annotations
 
-import functools
 import importlib
-import io
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReduceOp, ReplicaGrouping, Span
+from hvd_trainer.backends.base import Backend, ReplicaGrouping, Span
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.compiled import compile_in_buckets
+from hvd_trainer.backends.horovod_collectives import HorovodCollectives, import_horovod
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
-from hvd_trainer.backends.horovod_waiter import SPIN_S, Waiter
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
@@ -58,6 +56,8 @@ class HorovodBackend(Backend):
     """Average gradients by Horovod's background thread while backward runs."""
 
     name = "horovod"
+    collectives_class = HorovodCollectives
+    collectives: HorovodCollectives
     only_for_others = {
         "transport": DDP_ONLY,
         "static_graph": DDP_ONLY,
@@ -70,21 +70,11 @@ class HorovodBackend(Backend):
         self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
     ) -> None:
         super().__init__(session, grouping=grouping, timeline=timeline)
-        self._process_set: Any = None
         self._shutdown_lock = threading.Lock()
 
-    @functools.cached_property
+    @property
     def _hvd(self) -> ModuleType:
-        return _import_horovod()
-
-    @functools.cached_property
-    def _waiter(self) -> Waiter:
-        return Waiter(
-            self._hvd,
-            self.options.startup_timeout_s,
-            spin_s=0.0 if accelerator.is_host(self.device) else SPIN_S,
-            check=lambda: self.activity.check(),
-        )
+        return self.collectives.hvd
 
     @property
     def version(self) -> str:
@@ -105,7 +95,7 @@ class HorovodBackend(Backend):
     # Starting and ending.
 
     def _load(self) -> None:
-        _import_horovod()
+        import_horovod()
 
     def _start(self) -> None:
         hvd = self._hvd
@@ -121,13 +111,14 @@ class HorovodBackend(Backend):
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
                 f"all hosts: {INSTALL_HOROVOD}"
             )
+        sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
         if self.options.adasum:
             self._start_on_mpi()
         else:
-            sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
             with set_variables(self._variables()):
                 hvd.init(process_sets=sets)
-            self._process_set = next((its for its in sets if self.world.rank in its.ranks), hvd.global_process_set)
+        mine = (its for its in sets if self.world.rank in its.ranks)
+        self.collectives.process_set = next(mine, hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
 
     def _start_on_mpi(self) -> None:
@@ -241,7 +232,7 @@ class HorovodBackend(Backend):
 
     def _stop(self, failed: bool) -> None:
         if not failed and self._hvd.is_initialized():
-            self.barrier()
+            self.collectives.barrier()
         self._shut_down()
         self._close_reducer()
         process_group.stop()
@@ -307,7 +298,7 @@ class HorovodBackend(Backend):
         if options.adasum or options.num_groups is not None or sparse:
             own = {"op": hvd.Adasum} if options.adasum else {"groups": None if sparse else options.num_groups}
             settings = {"compression": self._compression(), **own}
-            return HorovodTensorReducer(hvd, self._waiter, model, optimizer, settings)
+            return HorovodTensorReducer(hvd, self.collectives.waiter, model, optimizer, settings)
         return self._make_bucket_reducer(model, hvd.global_process_set, reorder=not options.find_unused_parameters)
 
     def _make_bucket_reducer(
@@ -315,7 +306,7 @@ class HorovodBackend(Backend):
     ) -> BucketReducer:
         return BucketReducer(
             module,
-            HorovodBucketExchange(self._hvd, self._waiter, self._compression(), process_set),
+            HorovodBucketExchange(self._hvd, self.collectives.waiter, self._compression(), process_set),
             num_ranks=process_set.size(),
             limit_bytes=int(self.options.bucket_mb * 2**20),
             reorder=reorder,
@@ -325,7 +316,7 @@ class HorovodBackend(Backend):
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._check_formats(stage)
         self._close_reducer()
-        self._reducer = self._make_bucket_reducer(stage, self._process_set, passes=passes)
+        self._reducer = self._make_bucket_reducer(stage, self.collectives.process_set, passes=passes)
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
         if self._reducer is None:
@@ -334,7 +325,7 @@ class HorovodBackend(Backend):
             check_unused(self._parameter_names, optimizer)
             self._reducer.finish()
             return
-        unused = unused_everywhere(optimizer, lambda flags: self.all_reduce(flags, "max"))
+        unused = unused_everywhere(optimizer, lambda flags: self.collectives.all_reduce(flags, "max"))
         self._reducer.finish()
         for parameter in unused:
             parameter.grad = None
@@ -357,56 +348,6 @@ class HorovodBackend(Backend):
             with suppress(OSError, ValueError):  # a full disk cuts the file off
                 spans += read_timeline(file)
 
-    # Collectives.
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        hvd = self._hvd
-        ops = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._keep_alive(result)
-        # With a name that it has seen, Horovod answers from its cache instead of negotiating anew.
-        name = f"hvd_trainer.{op}.{result.dtype}.{tuple(result.shape)}"
-        self._waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op]))
-        return result.div_(self.world.size) if op == "mean" else result
-
-    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        handles = []
-        for number, (tensor, rank) in enumerate(pairs):
-            self._keep_alive(tensor)
-            # Two operations under way at once must have different names.
-            name = f"hvd_trainer.replicas.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"
-            handles.append(self._hvd.broadcast_async_(tensor, rank, name=name, process_set=self._process_set))
-        for handle in handles:
-            self._waiter.result(handle)
-
-    def _sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        if len(self.replica_groups) == 1:
-            return super()._sum_over_replicas(tensor)
-        result = tensor.detach().clone()
-        self._keep_alive(result)
-        name = f"hvd_trainer.replicas.{result.dtype}.{tuple(result.shape)}"
-        handle = self._hvd.allreduce_async_(result, name=name, op=self._hvd.Sum, process_set=self._process_set)
-        self._waiter.result(handle)
-        return result
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._keep_alive(tensor)
-        gathered: Tensor = self._waiter.result(self._hvd.allgather_async(tensor, name="hvd_trainer.gather"))
-        return list(gathered.split(len(tensor)))
-
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        sent = rows.contiguous()
-        self._keep_alive(sent)
-        handle = self._hvd.alltoall_async(sent, name=f"hvd_trainer.all_to_all.{sent.dtype}.{tuple(sent.shape)}")
-        received: Tensor = self._waiter.result(handle)[0]
-        return received
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._keep_alive(tensor)
-        # Horovod caches the source rank with the name.
-        name = f"hvd_trainer.broadcast.{source}"
-        self._waiter.result(self._hvd.broadcast_async_(tensor, root_rank=source, name=name))
-
 
 def _patch_set() -> int:
     """Return the PATCH_SET of `horovod_build` that this Horovod was built with; 0 if it is none of our builds."""
@@ -415,21 +356,3 @@ def _patch_set() -> int:
     except ImportError:
         return 0
     return int(build.RECORD["patch_set"])
-
-
-def _import_horovod() -> ModuleType:
-    try:
-        # A Horovod without its extension prints a message on every rank instead of raising.
-        with redirect_stdout(io.StringIO()):
-            hvd = importlib.import_module("horovod.torch")
-    except ImportError as error:
-        raise BackendError(
-            f"--backend horovod needs Horovod, which could not be imported ({error}). Type: "
-            f"{INSTALL_HOROVOD}, or train without it: --backend ddp"
-        ) from error
-    if not hasattr(hvd, "init"):
-        raise BackendError(
-            f"The Horovod that is installed was built without PyTorch or for another version than "
-            f"{torch.__version__}. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
-        )
-    return hvd

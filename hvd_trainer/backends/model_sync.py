@@ -31,7 +31,7 @@ def synchronize(
         "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
         "optimizer": optimizer.state_dict() if state is None else state,
     }
-    first = backend.broadcast_object(mine if backend.world.is_first else {})
+    first = backend.collectives.broadcast_object(mine if backend.world.is_first else {})
     theirs, ours = first["tensors"], mine["tensors"]
     if theirs != ours:
         difference = next(

@@ -8,16 +8,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_trainer.backends.base import Backend, ReduceOp
+from hvd_trainer.backends.base import Backend
+from hvd_trainer.backends.collectives import Collectives, ReduceOp
 from hvd_trainer.errors import LaunchError
 
 NOTHING_TO_EXCHANGE = "one process has nothing to exchange; leave it out"
+
+
+class LocalCollectives(Collectives):
+    """Collectives of one rank."""
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, replicas: bool = False) -> Tensor:
+        return tensor.clone()
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        pass
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
 
 
 class SingleBackend(Backend):
     """Train in one process, on one device."""
 
     name = "single"
+    collectives_class = LocalCollectives
     only_for_others = dict.fromkeys(
         (
             *("init_method", "compression", "transport", "static_graph", "bucket_views", "powersgd_rank"),
@@ -52,19 +73,4 @@ class SingleBackend(Backend):
         pass
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:
-        pass
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        return tensor.clone()
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
-
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
-        pass
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
         pass

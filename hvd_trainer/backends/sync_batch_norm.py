@@ -30,11 +30,11 @@ class _SumOverRanks(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, backend: Backend) -> Tensor:
         ctx.backend = backend
-        return backend.all_reduce(tensor)
+        return backend.collectives.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.backend.all_reduce(grads[0].contiguous()), None
+        return ctx.backend.collectives.all_reduce(grads[0].contiguous()), None
 
 
 class _FusedBatchNorm(Function):
@@ -76,7 +76,7 @@ class _FusedBatchNorm(Function):
         )
         grad_input = None
         if needs_input:
-            sums = ctx.backend.all_reduce(torch.cat([sum_dy, sum_dy_xmu]))
+            sums = ctx.backend.collectives.all_reduce(torch.cat([sum_dy, sum_dy_xmu]))
             sum_dy, sum_dy_xmu = sums.split(len(mean))
             scale = None if weight is None else weight.to(mean.dtype)
             grad_input = torch.batch_norm_backward_elemt(

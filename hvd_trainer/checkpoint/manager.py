@@ -116,7 +116,7 @@ class CheckpointManager:
         if self._backend.session.driver is None:
             return None
         snapshot = self._snapshot
-        all_ranks = self._backend.all_gather_object((snapshot.fit, snapshot.step))
+        all_ranks = self._backend.collectives.all_gather_object((snapshot.fit, snapshot.step))
         fits = {fit for fit, _ in all_ranks}
         if len(fits) > 1:
             raise OptionError(
@@ -129,7 +129,7 @@ class CheckpointManager:
             return None
         holder = steps.index(newest)
         mine = snapshot.state if self._backend.world.rank == holder else None
-        snapshot.state = self._backend.broadcast_object(mine, holder)
+        snapshot.state = self._backend.collectives.broadcast_object(mine, holder)
         # A copy, or training would change the snapshot.
         state = copy_to_host(snapshot.state)
         return storage.LoadedCheckpoint(
@@ -152,7 +152,7 @@ class CheckpointManager:
                 outcome = found._asdict()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
-        outcome = self._backend.broadcast_object(outcome)
+        outcome = self._backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
         found = storage.LoadedCheckpoint(**outcome)
@@ -188,7 +188,7 @@ class CheckpointManager:
                 else ([], [])
             )
             newest = max((manifest.step for manifest, _ in found), default=-1)
-        everyone = backend.all_gather_object(newest)
+        everyone = backend.collectives.all_gather_object(newest)
         if max(everyone) > step:
             theirs, ours = backend.session.peers[everyone.index(max(everyone))].host, backend.session.peers[0].host
             here = f"after {step:,} steps" if step >= 0 else "none"

@@ -100,7 +100,7 @@ class TrainState:
             mine["metrics"] = meter.state_dict()
             own = dict(self._model.named_buffers())
             mine["buffers"] = {name: own[name] for name in means}
-        ranks = self._backend.all_gather_object(mine)
+        ranks = self._backend.collectives.all_gather_object(mine)
         model = self._parts.gather_state({name: means.get(name, value) for name, value in self._owned().items()})
         if model is not None:
             model = {name: model[name] for name in self._model.state_dict()}  # in the model's order

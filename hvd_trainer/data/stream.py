@@ -76,7 +76,7 @@ class StreamLoader(Loader):
         for number in itertools.count():
             batch = next(batches, None)
             mine = 0 if batch is None else samples_in(batch)
-            smallest = int(self.backend.all_reduce_numbers([mine], "min")[0])
+            smallest = int(self.backend.collectives.all_reduce_numbers([mine], "min")[0])
             if smallest == 0 and number == 0 and consumed == 0:
                 raise DataError(f"{self.name} gave fewer samples than there are ranks: nothing to train on.")
             if batch is None or smallest == 0:

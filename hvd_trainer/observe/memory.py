@@ -33,7 +33,8 @@ class PeakMemory:
 
         On CPUs the peak is that of the whole process since its start, which is all that the system keeps.
         """
-        most, base = max(self._backend.all_gather_object((peak_bytes(self._backend.device), self._base)))
+        mine = peak_bytes(self._backend.device), self._base
+        most, base = max(self._backend.collectives.all_gather_object(mine))
         return {"peak_memory_mb": round(most / MB, 2), "base_memory_mb": round(base / MB, 2)}
 
 

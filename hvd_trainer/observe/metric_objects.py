@@ -85,7 +85,7 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
     if not metrics:
         return {}
     exported = {name: _exported(metric) for name, metric in metrics.items()}
-    gathered = backend.all_gather_object(exported)
+    gathered = backend.collectives.all_gather_object(exported)
     values = {}
     for name, metric in metrics.items():
         everyone = [rank[name] for rank in gathered]

@@ -153,7 +153,7 @@ class Meter:
 
     def _totals(self) -> list[float]:
         self._read()
-        return self._backend.all_reduce_numbers([*self._sums, self.samples])
+        return self._backend.collectives.all_reduce_numbers([*self._sums, self.samples])
 
     def _means(self, totals: Sequence[float]) -> dict[str, float]:
         *sums, samples = totals

@@ -58,7 +58,7 @@ class RunLog:
             return
         # In elastic mode horovodrun ends a frozen rank 0 while the others meet in their next world.
         patience_s = LOCK_PATIENCE_S if any(peer.past_worlds for peer in backend.session.peers) else 0.0
-        trouble = backend.broadcast_object(self._run_folder.lock(patience_s) if first else None)
+        trouble = backend.collectives.broadcast_object(self._run_folder.lock(patience_s) if first else None)
         if trouble is not None:
             raise OptionError(f"--log-dir {folder} cannot be written to: {trouble}")
 

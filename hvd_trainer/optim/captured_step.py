@@ -100,7 +100,7 @@ class CapturedStep(TrainStep):
         form = _form(batch)
         fits = self._form is not None and form == self._form
         if self._compares_shapes:
-            fits = self.backend.all_reduce_numbers([fits], "min") == [1]
+            fits = self.backend.collectives.all_reduce_numbers([fits], "min") == [1]
         if not fits and self._launch is None:
             self._form, self._done = form, 0
         return fits

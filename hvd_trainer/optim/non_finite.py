@@ -78,9 +78,9 @@ class NonFiniteGuard:
             return
         found = self._first_bad(self._losses), self._first_bad(self._norms), self._first_bad_weights()
         self._losses, self._norms, self._last_step = [], [], NEVER
-        if self._backend.all_reduce_numbers([min(found)], "min") == [NEVER]:
+        if self._backend.collectives.all_reduce_numbers([min(found)], "min") == [NEVER]:
             return
-        everyone = self._backend.all_gather_object(found)
+        everyone = self._backend.collectives.all_gather_object(found)
         step = min(map(min, everyone))
         ranks = [str(rank) for rank, (loss, *_) in enumerate(everyone) if loss == step]
         if ranks:

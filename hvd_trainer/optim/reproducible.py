@@ -9,7 +9,7 @@ seeded by (seed, step, virtual rank), and the V gradients are added in one order
                       +       +       +       +         the lower levels within a rank,
                        \     /         \     /
                         \   /           \   /
-                          +               +             the upper ones between ranks (Backend.tree_sum)
+                          +               +             the upper ones between ranks (Collectives.tree_sum)
                             \           /
                                   +
 
@@ -78,7 +78,7 @@ class ReproducibleStep(TrainStep):
             sums.add(self._flatten())
         self.backend.activity.enter("data")
         prefetch()
-        self._unflatten([self.backend.tree_sum(part) for part in sums.total()])
+        self._unflatten([self.backend.collectives.tree_sum(part) for part in sums.total()])
         return self.update(meter, start)
 
     def _flatten(self) -> list[Tensor]:

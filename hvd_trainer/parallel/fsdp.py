@@ -98,7 +98,8 @@ class FSDPShards:
         """Move tensors to the device and give them the values of the replica group's first rank."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._backend.device).contiguous()
-        self._backend.broadcast_to_replicas([(tensor.data, self._backend.replica_group[0]) for tensor in tensors])
+        first = self._backend.replica_group[0]
+        self._backend.collectives.broadcast_to_replicas([(tensor.data, first) for tensor in tensors])
 
     def gather(self, owned: Mapping[Any, Any]) -> dict[Any, Any] | None:
         """Return whole tensors in host memory on the replica group's first rank, None on others. A collective.
@@ -137,7 +138,7 @@ class FSDPShards:
         batches = loader.evaluation()
         while True:
             batch = next(batches, None)
-            if not any(self._backend.all_reduce_numbers([batch is not None], "max")):
+            if not any(self._backend.collectives.all_reduce_numbers([batch is not None], "max")):
                 return
             yield batch
 

@@ -111,7 +111,7 @@ class PipelineLayout(Layout):
             if backend.world.is_first:
                 chunk = slice_samples(batch, 0, self._chunk_size)
                 times = time_blocks(list(model.children()), chunk, backend.device, self._train.precision)
-            _BLOCK_TIMES_S[model] = backend.broadcast_object(times)
+            _BLOCK_TIMES_S[model] = backend.collectives.broadcast_object(times)
         return _BLOCK_TIMES_S[model]
 
     def _device(self, number: int) -> torch.device:
@@ -175,7 +175,7 @@ class PipelineLayout(Layout):
         """Return the fraction of their time in which stages waited, sent or received. A collective."""
         if not isinstance(self._pipeline, StagePipeline) or self.busy_s is None:
             return {}
-        busy, whole = self._backend.all_reduce(torch.tensor([self.busy_s, seconds])).tolist()
+        busy, whole = self._backend.collectives.all_reduce(torch.tensor([self.busy_s, seconds])).tolist()
         self._pipeline.busy_s = 0.0
         return {"bubble": 1 - busy / whole}
 

@@ -96,7 +96,7 @@ class ShardedOptimizer:
     def _send(self, sent: Sequence[tuple[Sequence[Tensor], int]]) -> None:
         """Broadcast buckets, each from the rank that has updated it."""
         pieces = [(_in_one_piece(parameters), rank) for parameters, rank in sent]
-        self._backend.broadcast_to_replicas(pieces)
+        self._backend.collectives.broadcast_to_replicas(pieces)
         for (parameters, rank), (piece, _) in zip(sent, pieces, strict=True):
             if rank != self._backend.world.rank and piece.data_ptr() != parameters[0].data_ptr():
                 for parameter, part in zip(parameters, piece.split([p.numel() for p in parameters]), strict=True):

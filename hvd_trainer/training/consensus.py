@@ -59,7 +59,7 @@ class StepConsensus:
         requested = [name in self._requested for name in self._names]
         next_steps = self._steps_to_next_poll() if self._backend.world.is_first else 0
         began = time.monotonic()
-        *by_any_rank, steps = self._backend.all_reduce_numbers([*requested, next_steps], "max")
+        *by_any_rank, steps = self._backend.collectives.all_reduce_numbers([*requested, next_steps], "max")
         self._poll_s = time.monotonic() - began
         self._steps = self._steps_left = int(steps)
         answer = frozenset(name for name, yes in zip(self._names, by_any_rank, strict=True) if yes)

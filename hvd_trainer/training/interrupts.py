@@ -87,5 +87,5 @@ class Interrupts:
         what = f"stopped by a signal after step {self._progress.step:,}, and saved"
         said = self._requeue.submit(what, acts=self._backend.world.is_first)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.
-        self._backend.barrier()
+        self._backend.collectives.barrier()
         raise PreemptedError(said)

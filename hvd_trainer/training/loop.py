@@ -170,7 +170,8 @@ class TrainingLoop:
         Each rank computes metric objects by itself, and all must stop after the same epoch.
         """
         figures = {key: value for key, value in record.items() if key.startswith(("train_", "test_"))}
-        return self._run.backend.broadcast_object(figures) if self._run.stop_condition.figure else figures
+        shared = bool(self._run.stop_condition.figure)
+        return self._run.backend.collectives.broadcast_object(figures) if shared else figures
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:

@@ -51,15 +51,15 @@ def compare_clocks(
         machine: that of this rank; `this_machine()` if None.
         now: its clock.
     """
-    machines = backend.all_gather_object(machine or this_machine())
+    machines = backend.collectives.all_gather_object(machine or this_machine())
     if len(set(machines)) == 1:
         return [Ahead(0, 0)] * len(machines)
     stamps = []
     for _ in range(BARRIERS):
         entered = now()
-        backend.barrier()
+        backend.collectives.barrier()
         stamps.append((entered, now()))
-    return ahead_of_first(machines, backend.all_gather_object(stamps))
+    return ahead_of_first(machines, backend.collectives.all_gather_object(stamps))
 
 
 def ahead_of_first(machines: Sequence[str], stamps: Sequence[Stamps]) -> list[Ahead]:

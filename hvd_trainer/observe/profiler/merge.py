@@ -44,11 +44,11 @@ def bring(backend: Backend, folder: Path, files: Sequence[Written]) -> None:
         unseen = [rank for rank in there if _content(folder, rank, files[rank]) is None]
         if sum(files[rank].size for rank in unseen) > LARGEST_SENT_BYTES:
             unseen = []
-    for rank in backend.broadcast_object(unseen):
+    for rank in backend.collectives.broadcast_object(unseen):
         mine = _content(folder, rank, files[rank]) or b"" if backend.world.rank == rank else b""
         pieces = []
         for begin in range(0, files[rank].size, PIECE_BYTES):
-            pieces.append(backend.broadcast_object(mine[begin : begin + PIECE_BYTES], rank))
+            pieces.append(backend.collectives.broadcast_object(mine[begin : begin + PIECE_BYTES], rank))
             if not backend.world.is_first:
                 pieces.clear()
         if backend.world.is_first:

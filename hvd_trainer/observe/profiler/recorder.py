@@ -66,7 +66,7 @@ class Recorder:
         self._open.callback(self._profiler.stop_trace)
         self.engine = self._open.enter_context(self._backend.timeline())
         listeners = self._backend.activity.listeners
-        self._backend.barrier()
+        self._backend.collectives.barrier()
         self.phases.begin()
         listeners.append(self.phases.enter)
         self._open.callback(listeners.remove, self.phases.enter)

@@ -59,11 +59,11 @@ class Report:
             trace = first_line(error)
         clocks = compare_clocks(backend)
         mine = self._figures(recorder, trace, unprofiled_s)
-        ranks = [Figures.from_plain(values) for values in backend.all_gather_object(mine.to_plain())]
+        ranks = [Figures.from_plain(values) for values in backend.collectives.all_gather_object(mine.to_plain())]
         origin_ns = min(its.window[0] - clock.by_ns for its, clock in zip(ranks, clocks, strict=True)) - HEAD_NS
         shift_ns = origin_ns + clocks[backend.world.rank].by_ns
         written = self._write(recorder, trace, shift_ns)
-        files = [Written(*values) for values in backend.all_gather_object(astuple(written))]
+        files = [Written(*values) for values in backend.collectives.all_gather_object(astuple(written))]
         bring(backend, self._folder, files)
         if backend.world.is_first:
             lines = [*breakdown(ranks, whole=False), *self._publish(ranks, clocks, files, origin_ns)]
@@ -71,7 +71,7 @@ class Report:
             self._log.info(
                 "\n".join(f"{'' if number else 'profile':8} {line}" for number, line in enumerate(lines))
             )
-        backend.barrier()
+        backend.collectives.barrier()
 
     def _figures(self, recorder: Recorder, trace: dict[str, Any] | str, unprofiled_s: float | None) -> Figures:
         phases, most = recorder.phases, {}

@@ -65,7 +65,7 @@ def check_sum(backend: Backend) -> None:
     """
     rank, ranks = backend.world.rank, backend.world.size
     numbers = torch.arange(1000.0)
-    found = backend.all_reduce(numbers * (rank + 1)).cpu()
+    found = backend.collectives.all_reduce(numbers * (rank + 1)).cpu()
     wanted = numbers * (ranks * (ranks + 1) // 2)
     if not torch.equal(found, wanted):
         place = int((found != wanted).nonzero()[0])
@@ -82,7 +82,7 @@ def all_reduce_s(backend: Backend, num_bytes: int, times: int) -> float:
     for _ in range(NUM_WARM_UP + times):
         began = time.perf_counter()
         # Reading an element waits until the GPU has finished.
-        float(backend.all_reduce(tensor)[0])
+        float(backend.collectives.all_reduce(tensor)[0])
         seconds.append(time.perf_counter() - began)
     return median(seconds[NUM_WARM_UP:])
 

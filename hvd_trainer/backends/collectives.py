@@ -1,0 +1,186 @@
+"""Collectives besides the exchange of gradients: reductions, and values that ranks send each other.
+
+Anybody on the network may have sent what arrives: nothing but plain values and tensors is made of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from hvd_trainer.backends.session import Session
+from hvd_trainer.errors import BackendError, first_line
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.files import UNREADABLE
+from hvd_trainer.utils.serialization import pack, unpack
+from hvd_trainer.utils.tensors import pairwise_sum
+
+MAX_GATHER_BYTES = 2**20
+"""Up to this total size `tree_sum` gathers whole tensors: one exchange is quicker than two of slices."""
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+T = TypeVar("T")
+
+
+class Collectives(ABC):
+    """The collectives of an engine that has started. All ranks must call them, in the same order.
+
+    Args:
+        session: this rank's membership in the job.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._kept_alive: deque[list[Tensor]] = deque(maxlen=4)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which the monitor sees that this rank waits for others."""
+        return self._session.activity.waiting()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Combine a tensor (any shape, same on all ranks) over ranks into a new tensor, equal on all ranks."""
+        with self._waiting():
+            return self._all_reduce(tensor, op)
+
+    def all_reduce_numbers(self, values: Sequence[float], op: ReduceOp = "sum") -> list[float]:
+        """Combine numbers over ranks: host to host, whatever the device is doing."""
+        with self._waiting():
+            numbers: list[float] = self._all_reduce(torch.tensor(values, dtype=torch.float64), op).tolist()
+            return numbers
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Collect one value from each rank: a list in rank order, on all ranks; tensors on the host.
+
+        Args:
+            value: plain values and tensors, as for `utils.serialization.flatten`.
+
+        Raises:
+            BackendError: a rank's value consists of others; on all ranks.
+        """
+        if self._session.world.size == 1:
+            return [value]
+        mine = encode_object(value)
+        with self._waiting():
+            lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
+            # The shorter ones are padded, because all ranks must send tensors of one shape.
+            payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+            parts = self._all_gather(payload)
+        return [decode_object(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
+        if self._session.world.size == 1:
+            return value
+        payload = encode_object(value) if self._session.world.rank == source else b""
+        with self._waiting():
+            length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
+            tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+            self._broadcast(tensor, source)
+        received: T = decode_object(tensor)
+        return received
+
+    def tree_sum(self, tensor: Tensor) -> Tensor:
+        """Return the ranks' sum of a flat tensor, added in the same order on every engine: a binary tree.
+
+            ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
+
+        The number of ranks must be a power of two. Each rank sums one slice of all ranks' tensors, and then all
+        gather the slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole,
+        which sends more and waits only once.
+        """
+        size = self._session.world.size
+        if size == 1:
+            return tensor
+        with self._waiting():
+            if size == 2 or size * tensor.numel() * tensor.element_size() <= MAX_GATHER_BYTES:
+                return pairwise_sum(self._all_gather(tensor))
+            length = -(-len(tensor) // size)
+            rows = nn.functional.pad(tensor, (0, length * size - len(tensor))).view(size, length)
+            mine = pairwise_sum(list(self._all_to_all(rows)))
+            return torch.cat(self._all_gather(mine))[: len(tensor)]
+
+    @abstractmethod
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        """Fill contiguous tensors with those of a given rank each, within this rank's replica group.
+
+        All are under way before the first is waited for.
+
+        Args:
+            pairs: each tensor with the rank that sends it.
+        """
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Return the sum over this rank's replica group, as a new tensor."""
+        with self._waiting():
+            return self._all_reduce(tensor, "sum", replicas=True)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it and their devices have done what was queued before."""
+        with self._waiting():
+            accelerator.synchronize(self._session.device)
+            self._all_reduce(torch.zeros(1), "sum")
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, replicas: bool = False) -> Tensor:
+        """Return the tensor combined over all ranks, or over the replica group, on the tensor's device."""
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the ranks' tensors (any shape, same on all ranks) in rank order."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank."""
+
+    @abstractmethod
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        """Send row i to rank i; return what rank i sent as row i. Both have shape (ranks, n)."""
+
+    def _keep_alive(self, *tensors: Tensor) -> None:
+        """Keep references to the CPU tensors of an exchange about to start until four more have started.
+
+        An engine's thread drops its reference to a tensor shortly after the exchange. If only Python's is left,
+        that thread must take the GIL, and a fork at that moment, such as that of a DataLoader's worker, makes a
+        child that hangs (CPython's issue 112275; Python before 3.10.15, 3.11.10 and 3.12.1). A view holds its base
+        from C++, so that no thread of the engine needs the GIL.
+        """
+        views = [tensor.view_as(tensor) for tensor in tensors if accelerator.is_host(tensor.device)]
+        if views:
+            self._kept_alive.append(views)
+
+
+def encode_object(value: Any) -> bytes:
+    """Return a value as bytes; if it cannot be sent, bytes for which `decode_object` raises on each rank.
+
+    An error here would end this rank alone: the others are on their way into the collective, and would wait in it.
+    """
+    try:
+        return pack({"value": value})
+    except (TypeError, ValueError) as error:
+        return pack({"error": ascii(first_line(error))})
+
+
+def decode_object(received: Tensor) -> Any:
+    """Return the value that `encode_object` has made these bytes (uint8) of; its tensors are on the host.
+
+    Raises:
+        BackendError: it consists of more than plain values, or cannot be read.
+    """
+    try:
+        content = unpack(received.cpu().numpy().tobytes())
+        if "error" not in content:
+            return content["value"]
+        reason = content["error"]
+    except (*UNREADABLE, SafetensorError) as error:
+        reason = f"it cannot be read ({type(error).__name__})"
+    raise BackendError(
+        f"A rank has sent a value that ranks do not exchange: {reason}. They exchange numbers, texts, tensors, "
+        f"and lists and dicts of them. If the optimizer's settings or a metric hold others, make numbers of them."
+    )

@@ -1,0 +1,91 @@
+"""Collectives, and the exchange of gradients in buckets, by torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.backends.buckets import Bucket, BucketExchange
+from hvd_trainer.backends.collectives import Collectives, ReduceOp
+from hvd_trainer.backends.session import Session
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+WIRE_FORMATS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class DDPCollectives(Collectives):
+    """Collectives on the default process group.
+
+    Attributes:
+        replica_process_group: the ranks of this one's replica group; None: all ranks.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.replica_process_group: dist.ProcessGroup | None = None
+
+    def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
+        started: list[Any] = []
+        for tensor, rank in pairs:
+            self._keep_alive(tensor)
+            started.append(dist.broadcast(tensor, src=rank, group=self.replica_process_group, async_op=True))
+        for work in started:
+            work.wait()
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, replicas: bool = False) -> Tensor:
+        result = tensor.detach().clone()
+        self._keep_alive(result)
+        dist.all_reduce(result, OPS[op], group=self.replica_process_group if replicas else None)
+        return result.div_(self._session.world.size) if op == "mean" else result
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self._session.world.size)]
+        self._keep_alive(tensor, *gathered)
+        dist.all_gather(gathered, tensor)
+        return gathered
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        sent = rows.contiguous()
+        received = torch.empty_like(sent)
+        self._keep_alive(sent, received)
+        dist.all_to_all_single(received, sent)
+        return received
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        self._keep_alive(tensor)
+        dist.broadcast(tensor, src=source)
+
+
+class DDPBucketExchange(BucketExchange):
+    """Sum buckets of a stage's gradients over the ranks of a process group.
+
+    DDP's own reducer takes one forward and one backward at a time, and a pipeline has several of them under way.
+
+    Args:
+        group: the ranks; None: all ranks.
+        compression: a name in `WIRE_FORMATS`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, compression: str) -> None:
+        self._group, self._wire_format = group, WIRE_FORMATS[compression]
+        self._sent: list[tuple[Any, Bucket, Tensor]] = []
+
+    def send(self, bucket: Bucket) -> None:
+        wire = bucket.flat if self._wire_format is None else bucket.flat.to(self._wire_format)
+        self._sent.append((dist.all_reduce(wire, group=self._group, async_op=True), bucket, wire))
+
+    def receive(self) -> None:
+        for work, bucket, wire in self._sent:
+            work.wait()
+            if wire is not bucket.flat:
+                bucket.flat.copy_(wire)
+        self._sent = []
