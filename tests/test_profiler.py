@@ -21,10 +21,9 @@ from hvd_trainer.config.options import LogOptions, MeasureOptions, TrainerOption
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.rules import find_mistakes
 from hvd_trainer.errors import OptionError
-from hvd_trainer.observe.profiler.breakdown import Figures, breakdown
-from hvd_trainer.observe.profiler.clocks import Ahead, ahead_of_first, compare_clocks
+from hvd_trainer.observe.profiler.breakdown import Figures, breakdown, waits
+from hvd_trainer.observe.profiler.merge import Ahead, ahead_of_first, compare_clocks
 from hvd_trainer.observe.profiler.operators import Operator, operators
-from hvd_trainer.observe.profiler.waits import waits
 
 ENGINES = ("ddp", "horovod")
 PHASES = {"data", "forward", "backward", "reduce", "step"}

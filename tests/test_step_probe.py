@@ -28,6 +28,7 @@ def recorded(folder: Path) -> float:
 def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's memory was compared with a trainer's memory on a GPU."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
+    clock = Probe(tmp_path, 0)._clock
     StandIn(monkeypatch).peak = 3 * 2**20
-    monkeypatch.setattr("hvd_trainer.tools.runner.step_probe.clock_of", lambda device: Probe(tmp_path, 0)._clock)
+    monkeypatch.setattr("hvd_trainer.tools.runner.step_probe.Clock", lambda device: clock)
     assert recorded(tmp_path) == 3

@@ -130,7 +130,9 @@ class Ranks:
             others = [its[number] for other, its in enumerate(before) if other != rank and number < len(its)]
             return sum(others, start=tensor.clone())
 
-        return SimpleNamespace(world=SimpleNamespace(size=RANKS, rank=rank), all_reduce=all_reduce)
+        return SimpleNamespace(
+            world=SimpleNamespace(size=RANKS, rank=rank), collectives=SimpleNamespace(all_reduce=all_reduce)
+        )
 
 
 def outcome(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> list[dict[str, Tensor]]:

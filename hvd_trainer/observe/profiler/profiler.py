@@ -12,10 +12,10 @@ from typing import Any
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.callback import Observer, RunView
+from hvd_trainer.observe.phases import Clock
 from hvd_trainer.observe.profiler.recorder import Recorder
 from hvd_trainer.observe.profiler.report import FOLDER, Report
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.observe.step_timer import clock_of
 
 MIN_COMPARED, MAX_COMPARED = 3, 50
 """Steps before the profiled ones that are timed for comparison."""
@@ -37,7 +37,7 @@ class Profile(Observer):
     def __init__(self, backend: Backend, log: RunLog, log_dir: str, plan: ProfilePlan) -> None:
         self._backend, self._log, self._plan = backend, log, plan
         self._report = Report(backend, log, Path(log_dir).expanduser() / FOLDER)
-        self._clock = clock_of(backend.device)
+        self._clock = Clock(backend.device)
         self._before: deque[tuple[Any, Any]] = deque(maxlen=MAX_COMPARED)
         self._last: Any = None
         self._recorder: Recorder | None = None

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvd_trainer.backends import Backend
 from hvd_trainer.backends.base import Span
 from hvd_trainer.config.profile_plan import ProfilePlan
-from hvd_trainer.observe.profiler.phases import Phases
+from hvd_trainer.observe.phases import Clock, Phases
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.environment import set_variables
 
@@ -44,7 +44,8 @@ class Recorder:
             profile_memory=plan.memory,
             with_stack=plan.stacks,
         )
-        self.phases = Phases(backend.device)
+        self._clock = Clock(backend.device)
+        self.phases = Phases(self._clock)
         self.engine: list[Span] = []
         self._open = ExitStack()
 
@@ -67,6 +68,7 @@ class Recorder:
         self.engine = self._open.enter_context(self._backend.timeline())
         listeners = self._backend.activity.listeners
         self._backend.collectives.barrier()
+        self._clock.settle()
         self.phases.begin()
         listeners.append(self.phases.enter)
         self._open.callback(listeners.remove, self.phases.enter)
@@ -77,7 +79,7 @@ class Recorder:
         Raises:
             RuntimeError, OSError, ValueError: the profiler or the engine cannot say what it has recorded.
         """
-        self.phases.clock.settle()
+        self._clock.settle()
         self._open.close()
 
     def drop(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import first_line
 from hvd_trainer.observe.profiler.breakdown import Figures, breakdown, steps_of
-from hvd_trainer.observe.profiler.clocks import Ahead, compare_clocks
-from hvd_trainer.observe.profiler.merge import MERGED, Written, bring, merge
+from hvd_trainer.observe.profiler.merge import MERGED, Ahead, Written, bring, compare_clocks, merge
 from hvd_trainer.observe.profiler.operators import operators
 from hvd_trainer.observe.profiler.recorder import Recorder
 from hvd_trainer.observe.profiler.trace import file_of, write_rank

@@ -23,7 +23,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from hvd_trainer.launch.world import detect
 from hvd_trainer.observe.memory import MB, peak_bytes
-from hvd_trainer.observe.step_timer import FOLDER, OTHER, PARTS, Clock, HostClock, clock_of
+from hvd_trainer.observe.phases import OTHER, PARTS, Clock
+from hvd_trainer.observe.step_timer import FOLDER
 
 
 class Probe:
@@ -37,7 +38,7 @@ class Probe:
     def __init__(self, log: Path, rank: int) -> None:
         self._file = log / FOLDER / f"rank-{rank}.npz"
         self._device = torch.device("cpu")
-        self._clock: Clock = HostClock()
+        self._clock = Clock(self._device)
         self._began_at, self._first_step_at = time.time(), 0.0
         self._ends: list[Any] = []
         self._rates: list[float] = []
@@ -80,7 +81,7 @@ class Probe:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._parameters = sum(tensor.numel() for tensor in tensors)
         self._device = tensors[0].device
-        self._clock = clock_of(self._device)
+        self._clock = Clock(self._device)
         self._clock.settle()
         self._first_step_at = time.time()
         # Now, so that it is called before what the script's own libraries do at the end, which may fail.

@@ -24,9 +24,10 @@ import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
-from hvd_trainer.observe.profiler.waits import REDUCE, exchange_s
+from hvd_trainer.observe.phases import PARTS
+from hvd_trainer.observe.profiler.breakdown import REDUCE, exchange_s
 from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS
-from hvd_trainer.observe.step_timer import FOLDER, PARTS
+from hvd_trainer.observe.step_timer import FOLDER
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """The parts of a step's time, over all ranks."""
