@@ -68,6 +68,10 @@ class BatchPlan:
         """Return the number of samples of all ranks in a step."""
         return self.size * self.batch_size * self.accumulate
 
+    def count_steps(self, batches: int | None) -> int | None:
+        """Return the steps in which a rank takes a number of batches; None if that is not known."""
+        return None if batches is None else -(-batches // self.passes)
+
     def lr_factor(self, scaling: str) -> float:
         """Return the factor of the learning rate for a value of --lr-scaling."""
         parts = self.size * self.accumulate

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,67 +33,54 @@ class LearningRate(Protocol):
         """The scaled rate after warm-up."""
 
 
-class RunView(Protocol):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunView(ABC):
     """A running training, as callbacks, the start-up summary, timers and the profiler see it."""
 
-    @property
-    def options(self) -> TrainerOptions:
-        """All options."""
-
-    @property
-    def backend(self) -> Backend:
-        """The engine."""
+    options: TrainerOptions
+    """all options"""
+    backend: Backend
+    """the engine"""
+    plan: BatchPlan
+    """how many samples each rank takes per step"""
+    train_loader: Loader
+    """this rank's training batches"""
+    test_loader: Loader | None
+    """this rank's test batches; None without a test set"""
+    model: nn.Module
+    """the module that was given to `fit`, without the engine's wrapper"""
+    optimizer: Optimizer
+    """the optimizer that was given to `fit`"""
+    rate: LearningRate
+    """the effective learning rate"""
+    progress: Progress
+    """counters of epochs, steps and samples"""
+    log: RunLog
+    """the run's log; its folder is None on other ranks than 0 and without --log-dir"""
 
     @property
     def world(self) -> World:
         """This process among all."""
+        return self.backend.world
 
     @property
     def device(self) -> torch.device:
         """Where this rank trains."""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """How many samples each rank takes per step."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The module that was given to `fit`."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that was given to `fit`."""
-
-    @property
-    def rate(self) -> LearningRate:
-        """The effective learning rate."""
-
-    @property
-    def progress(self) -> Progress:
-        """Counters of epochs, steps and samples."""
-
-    @property
-    def log(self) -> RunLog:
-        """The run's log; its folder is None on other ranks than 0 and without --log-dir."""
-
-    @property
-    def train_loader(self) -> Loader:
-        """This rank's training batches."""
-
-    @property
-    def test_loader(self) -> Loader | None:
-        """This rank's test batches; None without a test set."""
+        return self.backend.device
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in a whole epoch; None for a stream."""
+        return self.plan.count_steps(self.train_loader.batches_per_epoch)
 
     @property
+    @abstractmethod
     def busy_s(self) -> float | None:
         """Seconds in which this rank has computed since the epoch began; None unless it is a stage on a CPU."""
 
     def say(self, text: str) -> None:
         """Print a line once for the whole job, unless it is quiet."""
+        self.log.info(text)
 
 
 class Callback:

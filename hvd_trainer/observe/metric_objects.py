@@ -90,8 +90,7 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
     for name, metric in metrics.items():
         everyone = [rank[name] for rank in gathered]
         if _parts(metric):
-            for number, part in enumerate(_parts(metric)):
-                _load(part, [states[number] for states in everyone], backend.device)
+            import_state(metric, merge_state(everyone), backend.device)
             values[name] = _number(name, metric.compute())
         else:
             first, *others = [_with_attributes(type(metric), attributes) for attributes in everyone]
@@ -110,17 +109,15 @@ def _parts(metric: Any) -> list[Any]:
 
 
 def _exported(metric: Any) -> Any:
-    """Return what to send to the other ranks: per part the number of its updates and its states, on the host.
-
-    Of an object of another kind than torchmetrics' its attributes.
-    """
-    parts = _parts(metric)
-    if not parts and not hasattr(metric, "merge_state"):
+    """Return what to send to the other ranks: of an object of another kind than torchmetrics' its attributes."""
+    if _parts(metric):
+        return export_state(metric)
+    if not hasattr(metric, "merge_state"):
         raise OptionError(
             f"The metric {type(metric).__name__} is neither torchmetrics' nor has a merge_state(other): what the "
             f"ranks gathered cannot be brought together."
         )
-    return [(part.update_count, _on(torch.device("cpu"), part.metric_state)) for part in parts] or vars(metric)
+    return vars(metric)
 
 
 def _with_attributes(kind: type[Any], attributes: Mapping[str, Any]) -> Any:

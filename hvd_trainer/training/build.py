@@ -34,7 +34,7 @@ from hvd_trainer.optim.reproducible import ReproducibleStep
 from hvd_trainer.optim.step import LossFunction, StepParts, TrainStep
 from hvd_trainer.parallel.pipeline_layout import make_layout
 from hvd_trainer.training.kernels import check_kernels
-from hvd_trainer.training.run import TrainingRun, count_steps
+from hvd_trainer.training.run import TrainingRun
 from hvd_trainer.utils import accelerator
 
 
@@ -126,6 +126,7 @@ class _RunBuilder:
             test_loader=test_loader,
             metrics=inputs.metrics,
             model=inputs.model,
+            optimizer=step.optimizer,
             step=step,
             scheduler=scheduler,
             rate=self._build_rate(train_loader, step.optimizer),
@@ -211,7 +212,7 @@ class _RunBuilder:
         return StepRate(
             optimizer,
             self._plan.lr_factor(train.lr_scaling),
-            count_warmup_steps(train.warmup_epochs, count_steps(self._plan, train_loader)),
+            count_warmup_steps(train.warmup_epochs, self._plan.count_steps(train_loader.batches_per_epoch)),
             train.lr_decay,
             decay_start=train.warmup_epochs / train.epochs,
         )
