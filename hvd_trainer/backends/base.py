@@ -329,16 +329,24 @@ class Backend(ABC):
             passes: backward passes of a step, after the last of which a gradient is complete.
             exchange: whether the engine averages the gradients.
         """
-        if len(self.replica_group) > 1:
-            with self.activity.waiting():
-                tensors = list(stage.state_dict().values())
-                packed = [tensor.contiguous() for tensor in tensors]
-                self.collectives.broadcast_to_replicas([(tensor, self.replica_group[0]) for tensor in packed])
-                for tensor, received in zip(tensors, packed, strict=True):
-                    if received is not tensor:
-                        tensor.copy_(received)
-            if exchange:
-                self._connect_stage(stage, passes)
+        self._broadcast_tensors([*stage.parameters(), *stage.buffers()])
+        if exchange and len(self.replica_group) > 1:
+            self._connect_stage(stage, passes)
+
+    def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors the values that they have on the replica group's first rank."""
+        first, *others = self.replica_group
+        if not others:
+            return
+        targets = [tensor.detach() for tensor in tensors]
+        packed = [tensor.contiguous() for tensor in targets]  # as engines need them
+        with self.activity.waiting():
+            self.collectives.broadcast_to_replicas([(tensor, first) for tensor in packed])
+            # Horovod makes only the default stream wait for the result, and the current one may be another.
+            accelerator.synchronize(self.device)
+        for target, received in zip(targets, packed, strict=True):
+            if received is not target:
+                target.copy_(received)
 
     def set_parameter_names(self, model: nn.Module) -> None:
         """Learn the names of parameters for error messages; again after a model's parameters are replaced."""

@@ -107,10 +107,11 @@ class DDPBackend(Backend):
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
         self._unhook()
+        self._broadcast_tensors([*model.buffers(), *([] if exchange else model.parameters())])
+        if not exchange:
+            return model, optimizer
         with self.activity.waiting():
-            for tensor in [*model.buffers(), *([] if exchange else model.parameters())]:
-                dist.broadcast(tensor.detach(), src=0)
-            return (self._wrap(model) if exchange else model), optimizer
+            return self._wrap(model), optimizer
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         self._close_reducer()

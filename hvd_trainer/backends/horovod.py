@@ -253,8 +253,7 @@ class HorovodBackend(Backend):
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self)
         synchronize(self, model, optimizer)
-        with self.activity.waiting():
-            self._broadcast_model(model)
+        self._broadcast_tensors([*model.parameters(), *model.buffers()])
         self.set_parameter_names(model)
         self._close_reducer()
         if exchange and self.world.size > 1:
@@ -280,17 +279,6 @@ class HorovodBackend(Backend):
 
     def _compression(self) -> Any:
         return getattr(self._hvd.Compression, self.options.compression)
-
-    def _broadcast_model(self, model: nn.Module) -> None:
-        """Give rank 0's parameters and buffers to all ranks; Horovod takes contiguous tensors only."""
-        state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-        packed = {name: tensor.contiguous() for name, tensor in state.items()}
-        self._hvd.broadcast_parameters(packed, root_rank=0)
-        # Horovod makes only the default stream wait for the result, and the current one may be another.
-        accelerator.synchronize(self.device)
-        for name, tensor in state.items():
-            if not tensor.is_contiguous():
-                tensor.copy_(packed[name])
 
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd, options = self._hvd, self.options

@@ -1,4 +1,4 @@
-"""All parts of one training, which `TrainingLoop` works with; callbacks see those of `RunView`. Built by `build.py`.
+"""All parts of one training, which `TrainingLoop` works with (callbacks see a `RunView`). Built by `build.py`.
 
 part              on a batch's way
 layout            the slice of each batch, and the part of the model, that this rank has
