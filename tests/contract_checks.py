@@ -342,7 +342,7 @@ def different_models_are_refused(backend: Backend) -> None:
             # Rank 0 would go on to the engine's own broadcast, alone: only its part of the check runs here.
             from hvd_trainer.backends.model_sync import synchronize
 
-            synchronize(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            synchronize(backend.collectives, model, torch.optim.SGD(model.parameters(), lr=0.1))
     except BackendError as error:
         refused = "another model than rank 0" in str(error) and "weight" in str(error)
     assert refused is not backend.world.is_first

@@ -16,7 +16,7 @@ from hvd_trainer.errors import BackendError
 def check(model: nn.Module, **options: Any) -> None:
     backend = backends.create(EngineOptions(backend="horovod", **options), {})
     assert isinstance(backend, horovod.HorovodBackend)
-    backend._check_formats(model)
+    backend._check_model(model)
 
 
 @pytest.mark.parametrize("patch_set", [0, horovod.MIN_PATCH_SET_BFLOAT16 - 1, horovod.MIN_PATCH_SET_BFLOAT16])

@@ -119,7 +119,7 @@ class Ranks:
         self.sent: list[list[Tensor]] = [[] for _ in range(RANKS)]
 
     def of(self, rank: int) -> Any:
-        """Return the engine in one pass of one rank."""
+        """Return the collectives in one pass of one rank."""
         mine: list[Tensor] = []
         before = [list(tensors) for tensors in self.sent]
         self.sent[rank] = mine
@@ -130,9 +130,7 @@ class Ranks:
             others = [its[number] for other, its in enumerate(before) if other != rank and number < len(its)]
             return sum(others, start=tensor.clone())
 
-        return SimpleNamespace(
-            world=SimpleNamespace(size=RANKS, rank=rank), collectives=SimpleNamespace(all_reduce=all_reduce)
-        )
+        return SimpleNamespace(world=SimpleNamespace(size=RANKS, rank=rank), all_reduce=all_reduce)
 
 
 def outcome(model: nn.Module, inputs: list[Tensor], targets: list[Tensor]) -> list[dict[str, Tensor]]:

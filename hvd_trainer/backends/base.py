@@ -25,8 +25,10 @@ from torch.optim import Optimizer
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
+from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
+from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError, PreemptedError, UserError, first_line
@@ -297,7 +299,6 @@ class Backend(ABC):
         """
         model.compile(mode=mode)
 
-    @abstractmethod
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
     ) -> tuple[nn.Module, Optimizer]:
@@ -315,8 +316,33 @@ class Backend(ABC):
             tensors), and the optimizer to step: a plain one.
 
         Raises:
-            BackendError: the ranks built different models.
+            BackendError: the ranks built different models, or the engine cannot train this one.
         """
+        self._check_model(model)
+        model.to(self.device)
+        if self.options.sync_batch_norm:
+            convert_sync_batch_norm(model, self.collectives)
+        synchronize(self.collectives, model, optimizer)
+        self._broadcast_tensors([*model.parameters(), *model.buffers()])
+        self.set_parameter_names(model)
+        self._disconnect()
+        if not exchange:
+            return model, optimizer
+        with self.activity.waiting():
+            return self._connect_model(model, optimizer), optimizer
+
+    def _check_model(self, model: nn.Module) -> None:  # noqa: B027  an engine may take any
+        """Raise BackendError or OptionError if the engine cannot exchange a model's gradients."""
+
+    @abstractmethod
+    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Average the gradients of a whole model over all ranks from now on; return the module to call."""
+
+    def _disconnect(self) -> None:
+        """Average the gradients of no model any more."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
 
     def prepare_stage(self, stage: nn.Module, *, passes: int, exchange: bool = True) -> None:
         """Make one stage start equal on the ranks of its replica group, and connect its gradient exchange.
@@ -330,6 +356,7 @@ class Backend(ABC):
             exchange: whether the engine averages the gradients.
         """
         self._broadcast_tensors([*stage.parameters(), *stage.buffers()])
+        self._disconnect()
         if exchange and len(self.replica_group) > 1:
             self._connect_stage(stage, passes)
 
@@ -354,7 +381,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
-        """Average a stage's gradients over its replica group from now on, in place of an earlier stage's."""
+        """Average a stage's gradients over its replica group from now on."""
 
     def group_of(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return the torch.distributed group with this rank, such as that of a replica's stages. A collective.
@@ -471,11 +498,6 @@ class Backend(ABC):
             optimizer.step()
         else:
             self._reducer.update(optimizer)
-
-    def _close_reducer(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
 
     def timeline(self) -> AbstractContextManager[list[Span]]:
         """Have the engine record its own work, such as each exchange, inside the block; yield the list to fill.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError, first_line
+from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.serialization import pack, unpack
@@ -39,6 +40,11 @@ class Collectives(ABC):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._kept_alive: deque[list[Tensor]] = deque(maxlen=4)
+
+    @property
+    def world(self) -> World:
+        """This process among all."""
+        return self._session.world
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Return a context in which the monitor sees that this rank waits for others."""
@@ -64,7 +70,7 @@ class Collectives(ABC):
         Raises:
             BackendError: a rank's value consists of others; on all ranks.
         """
-        if self._session.world.size == 1:
+        if self.world.size == 1:
             return [value]
         mine = encode_object(value)
         with self._waiting():
@@ -76,9 +82,9 @@ class Collectives(ABC):
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
-        if self._session.world.size == 1:
+        if self.world.size == 1:
             return value
-        payload = encode_object(value) if self._session.world.rank == source else b""
+        payload = encode_object(value) if self.world.rank == source else b""
         with self._waiting():
             length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
             tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
@@ -95,7 +101,7 @@ class Collectives(ABC):
         gather the slices: 2(n-1)/n of the tensor's size are sent, as in a ring. Small tensors are gathered whole,
         which sends more and waits only once.
         """
-        size = self._session.world.size
+        size = self.world.size
         if size == 1:
             return tensor
         with self._waiting():

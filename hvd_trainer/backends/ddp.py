@@ -17,9 +17,7 @@ from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReplicaGrouping
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
-from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.session import Session
-from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
@@ -87,34 +85,19 @@ class DDPBackend(Backend):
         if not failed and dist.is_initialized():
             # A rank that closed its connections while another still reduces would make that one fail.
             self.collectives.barrier()
-        self._unhook()
+        self._disconnect()
         # The group's threads end when it is freed, and the caller may still hold the DDP module, which holds it.
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger, self._ddp.process_group
             self._ddp = None
-        self._close_reducer()
         self.collectives.replica_process_group = None
         process_group.stop()
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
-    ) -> tuple[nn.Module, Optimizer]:
-        model.to(self.device)
-        if self.options.sync_batch_norm:
-            convert_sync_batch_norm(model, self)
-        synchronize(self, model, optimizer)
-        self.set_parameter_names(model)
+    def _check_model(self, model: nn.Module) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise BackendError("The model has no parameter that requires a gradient: there is nothing to train.")
-        self._unhook()
-        self._broadcast_tensors([*model.buffers(), *([] if exchange else model.parameters())])
-        if not exchange:
-            return model, optimizer
-        with self.activity.waiting():
-            return self._wrap(model), optimizer
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
-        self._close_reducer()
         self._reducer = BucketReducer(
             stage,
             DDPBucketExchange(self.collectives.replica_process_group, self.options.compression),
@@ -123,13 +106,13 @@ class DDPBackend(Backend):
             passes=passes,
         )
 
-    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model in DDP, which makes its parameters rank 0's."""
+    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         no_buffers: dict[str, Any] = {BUFFERS_IN_FORWARD: False}  # see Backend.average_buffers
         ddp = DistributedDataParallel(
             model,
             # Batches are on the device already; with `device_ids` each forward would check that.
             device_ids=None,
+            init_sync=False,  # `prepare` has made the models equal
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
@@ -143,7 +126,8 @@ class DDPBackend(Backend):
         self._hook = first.register_post_accumulate_grad_hook(lambda _: self.activity.enter("reduce"))
         return ddp
 
-    def _unhook(self) -> None:
+    def _disconnect(self) -> None:
+        super()._disconnect()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

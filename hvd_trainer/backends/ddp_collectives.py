@@ -45,10 +45,10 @@ class DDPCollectives(Collectives):
         result = tensor.detach().clone()
         self._keep_alive(result)
         dist.all_reduce(result, OPS[op], group=self.replica_process_group if replicas else None)
-        return result.div_(self._session.world.size) if op == "mean" else result
+        return result.div_(self.world.size) if op == "mean" else result
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self._session.world.size)]
+        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
         self._keep_alive(tensor, *gathered)
         dist.all_gather(gathered, tensor)
         return gathered

@@ -26,10 +26,8 @@ from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives, import_horovod
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
-from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
-from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous import store_client
@@ -234,7 +232,7 @@ class HorovodBackend(Backend):
         if not failed and self._hvd.is_initialized():
             self.collectives.barrier()
         self._shut_down()
-        self._close_reducer()
+        self._disconnect()
         process_group.stop()
 
     # Training.
@@ -245,22 +243,7 @@ class HorovodBackend(Backend):
         else:
             super().compile(model, mode, exchange=exchange)
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
-    ) -> tuple[nn.Module, Optimizer]:
-        self._check_formats(model)
-        model.to(self.device)
-        if self.options.sync_batch_norm:
-            convert_sync_batch_norm(model, self)
-        synchronize(self, model, optimizer)
-        self._broadcast_tensors([*model.parameters(), *model.buffers()])
-        self.set_parameter_names(model)
-        self._close_reducer()
-        if exchange and self.world.size > 1:
-            self._reducer = self._make_reducer(model, optimizer)
-        return model, optimizer
-
-    def _check_formats(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         """Check that this Horovod can exchange bfloat16, if the model or the wire format is.
 
         Raises:
@@ -279,6 +262,11 @@ class HorovodBackend(Backend):
 
     def _compression(self) -> Any:
         return getattr(self._hvd.Compression, self.options.compression)
+
+    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        if self.world.size > 1:
+            self._reducer = self._make_reducer(model, optimizer)
+        return model
 
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Reducer:
         hvd, options = self._hvd, self.options
@@ -302,8 +290,7 @@ class HorovodBackend(Backend):
         )
 
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
-        self._check_formats(stage)
-        self._close_reducer()
+        self._check_model(stage)
         self._reducer = self._make_bucket_reducer(stage, self.collectives.process_set, passes=passes)
 
     def _finish_exchange(self, optimizer: Optimizer) -> None:

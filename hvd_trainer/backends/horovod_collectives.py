@@ -54,7 +54,7 @@ class HorovodCollectives(Collectives):
         # With a name that it has seen, Horovod answers from its cache instead of negotiating anew.
         name = f"hvd_trainer.{'replicas.' if replicas else ''}{op}.{result.dtype}.{tuple(result.shape)}"
         self.waiter.result(hvd.allreduce_async_(result, name=name, op=ops[op], process_set=ranks))
-        return result.div_(self._session.world.size) if op == "mean" else result
+        return result.div_(self.world.size) if op == "mean" else result
 
     def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         handles = []

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_trainer.backends.base import Backend
+from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.errors import BackendError
 
 
 def synchronize(
-    backend: Backend, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None = None
+    collectives: Collectives, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None = None
 ) -> None:
     """Check that all ranks built the same model, and give rank 0's optimizer state and settings to all.
 
@@ -31,7 +31,7 @@ def synchronize(
         "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
         "optimizer": optimizer.state_dict() if state is None else state,
     }
-    first = backend.collectives.broadcast_object(mine if backend.world.is_first else {})
+    first = collectives.broadcast_object(mine if collectives.world.is_first else {})
     theirs, ours = first["tensors"], mine["tensors"]
     if theirs != ours:
         difference = next(
@@ -39,7 +39,7 @@ def synchronize(
             f"{len(ours)} tensors against {len(theirs)} on rank 0",
         )
         raise BackendError(
-            f"Rank {backend.world.rank} built another model than rank 0: {difference}. Build it from the same "
+            f"Rank {collectives.world.rank} built another model than rank 0: {difference}. Build it from the same "
             f"options on all ranks."
         )
     optimizer.load_state_dict(first["optimizer"])

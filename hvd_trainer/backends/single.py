@@ -69,6 +69,9 @@ class SingleBackend(Backend):
     ) -> tuple[nn.Module, Optimizer]:
         return model.to(self.device), optimizer
 
+    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return model
+
     def _connect_stage(self, stage: nn.Module, passes: int) -> None:
         pass
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hvd_trainer.backends.base import Backend
+from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
@@ -28,13 +28,13 @@ class _SumOverRanks(Function):
     """Sum over ranks, forward and backward: each rank's output depends on all ranks' inputs."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, backend: Backend) -> Tensor:
-        ctx.backend = backend
-        return backend.collectives.all_reduce(tensor)
+    def forward(ctx: Any, tensor: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.backend.collectives.all_reduce(grads[0].contiguous()), None
+        return ctx.collectives.all_reduce(grads[0].contiguous()), None
 
 
 class _FusedBatchNorm(Function):
@@ -61,7 +61,7 @@ class _FusedBatchNorm(Function):
             layer.eps,
             counts.flatten().to(typed.dtype),
         )
-        ctx.backend = layer.backend
+        ctx.collectives = layer.collectives
         ctx.save_for_backward(input, weight, mean, invstd, counts.flatten().to(torch.int32))
         output: Tensor = torch.batch_norm_elemt(input, weight, bias, mean, invstd, layer.eps)
         return output
@@ -76,7 +76,7 @@ class _FusedBatchNorm(Function):
         )
         grad_input = None
         if needs_input:
-            sums = ctx.backend.collectives.all_reduce(torch.cat([sum_dy, sum_dy_xmu]))
+            sums = ctx.collectives.all_reduce(torch.cat([sum_dy, sum_dy_xmu]))
             sum_dy, sum_dy_xmu = sums.split(len(mean))
             scale = None if weight is None else weight.to(mean.dtype)
             grad_input = torch.batch_norm_backward_elemt(
@@ -100,7 +100,7 @@ def _samples(input: Tensor) -> int:
 class SyncBatchNorm(BatchNorm):
     """Batch norm of (N, C, ...) inputs over all ranks' N, with BatchNorm's parameters and state names."""
 
-    backend: Backend
+    collectives: Collectives
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -137,10 +137,10 @@ class SyncBatchNorm(BatchNorm):
 
     def gather(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks: (n) becomes (ranks, n). A collective, also in backward."""
-        world = self.backend.world
+        world = self.collectives.world
         # A gather that autograd can follow: each rank adds its row to zeros in place of the others'.
         padded = nn.functional.pad(row[None], (0, 0, world.rank, world.size - world.rank - 1))
-        rows: Tensor = _SumOverRanks.apply(padded, self.backend)
+        rows: Tensor = _SumOverRanks.apply(padded, self.collectives)
         return rows
 
     def _count_batch(self) -> float:
@@ -159,7 +159,7 @@ class SyncBatchNorm(BatchNorm):
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
 
 
-def convert_sync_batch_norm(model: nn.Module, backend: Backend) -> None:
+def convert_sync_batch_norm(model: nn.Module, collectives: Collectives) -> None:
     """Replace every batch norm inside `model`, in place; parameters and buffers stay the same objects.
 
     Raises:
@@ -167,7 +167,7 @@ def convert_sync_batch_norm(model: nn.Module, backend: Backend) -> None:
     """
     if isinstance(model, BatchNorm):
         raise BackendError("--sync-batch-norm: the model is itself a batch norm; put it into nn.Sequential.")
-    if backend.world.size == 1:
+    if collectives.world.size == 1:
         return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -175,7 +175,7 @@ def convert_sync_batch_norm(model: nn.Module, backend: Backend) -> None:
                 new = SyncBatchNorm(
                     child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
                 )
-                new.backend = backend
+                new.collectives = collectives
                 # The same tensors, because the optimizer holds them.
                 new._parameters, new._buffers = child._parameters, child._buffers
                 new.train(child.training)

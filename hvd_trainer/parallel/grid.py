@@ -32,11 +32,6 @@ class Grid:
     """per replica the ranks of its stages: `stage_groups[replica][stage]`"""
 
     @property
-    def num_stages(self) -> int:
-        """How many ranks share one copy of the model."""
-        return len(self.stage_groups[0])
-
-    @property
     def num_replicas(self) -> int:
         """How many copies of the model there are."""
         return len(self.stage_groups)

@@ -103,7 +103,7 @@ class Layout:
         to_train = self._blocks_of(model)
         if self._fsdp is not None:
             self._fsdp.check(model)
-            synchronize(self._backend, to_train, optimizer)
+            synchronize(self._backend.collectives, to_train, optimizer)
             blocks = []
             if isinstance(model, nn.Sequential):
                 block_names(model, "--shard full")  # refuses a parameter of two blocks, which would become two

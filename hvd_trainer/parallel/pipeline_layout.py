@@ -81,7 +81,7 @@ class PipelineLayout(Layout):
         # After an earlier training each stage has only the state of its own part.
         before = optimizer.state_dict()
         state = self.gather_state(before["state"])
-        synchronize(backend, model, optimizer, None if state is None else {**before, "state": state})
+        synchronize(backend.collectives, model, optimizer, None if state is None else {**before, "state": state})
         mine = range(self.place.stage, len(self.parts), options.stages)
         refuse_missing_blocks(model, [self.parts[number] for number in mine])
         for number, part in enumerate(self.parts):

@@ -178,7 +178,7 @@ def norm(words: list[str]) -> dict[str, float]:
         device = backend.device
         shape = (4, 8, 14, 14) if device.type == "cpu" else (256, 64, 56, 56)
         kinds: dict[str, nn.Module] = {"ours, us": nn.Sequential(nn.BatchNorm2d(shape[1]))}
-        convert_sync_batch_norm(kinds["ours, us"], backend)
+        convert_sync_batch_norm(kinds["ours, us"], backend.collectives)
         if device.type != "cpu":
             kinds["PyTorch's, us"] = nn.SyncBatchNorm(shape[1])
         figures = {}
