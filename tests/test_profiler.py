@@ -272,7 +272,7 @@ class Block(Callback):
     def on_step_end(self, run, result):
         block = os.environ["BLOCK"]
         if block == "large":
-            recorder.LARGEST_BYTES = 100
+            recorder.MAX_TRACE_BYTES = 100
         if block == "fail" and run.progress.step == 5 and run.world.rank:
             raise RuntimeError("the user's own mistake")
         if "." in block:

@@ -21,7 +21,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
 from hvd_trainer.checkpoint.export import export_tensors, export_weights
 from hvd_trainer.errors import CheckpointError, first_line
-from hvd_trainer.observe.metrics import Meter, check_state, combined_state
+from hvd_trainer.observe.metrics import Meter, check_state, combine_states
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
@@ -207,7 +207,7 @@ class TrainState:
         gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
         if gathered:
             # On another number of ranks, rank 0 has gathered everything, and the others nothing.
-            whole = gathered[world.rank] if same else combined_state(gathered) if world.is_first else None
+            whole = gathered[world.rank] if same else combine_states(gathered) if world.is_first else None
             self.metrics = whole
             restored.append("metrics")
         elif self._progress.consumed:

@@ -76,7 +76,7 @@ def import_state(metric: Any, state: Any, device: torch.device) -> bool:
     return True
 
 
-def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict[str, float]:
+def compute_over_ranks(metrics: Mapping[str, MetricObject], backend: Backend) -> dict[str, float]:
     """Return each metric over all samples of all ranks, equal on all ranks. A collective, unless there are none.
 
     Raises:
@@ -84,7 +84,7 @@ def merged_values(metrics: Mapping[str, MetricObject], backend: Backend) -> dict
     """
     if not metrics:
         return {}
-    exported = {name: _exported(metric) for name, metric in metrics.items()}
+    exported = {name: _export(metric) for name, metric in metrics.items()}
     gathered = backend.collectives.all_gather_object(exported)
     values = {}
     for name, metric in metrics.items():
@@ -108,7 +108,7 @@ def _parts(metric: Any) -> list[Any]:
     return [module for module in modules if hasattr(module, "_reductions")]
 
 
-def _exported(metric: Any) -> Any:
+def _export(metric: Any) -> Any:
     """Return what to send to the other ranks: of an object of another kind than torchmetrics' its attributes."""
     if _parts(metric):
         return export_state(metric)

@@ -19,10 +19,10 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.errors import CheckpointError, OptionError, first_line
 from hvd_trainer.observe.metric_objects import (
     MetricObject,
+    compute_over_ranks,
     export_state,
     import_state,
     merge_state,
-    merged_values,
     reset,
 )
 from hvd_trainer.utils.files import UNREADABLE
@@ -30,7 +30,7 @@ from hvd_trainer.utils.files import UNREADABLE
 MetricFunction = Callable[[Any, Any], Tensor]
 Metric = MetricFunction | MetricObject
 TAKEN = ("loss", "samples")
-MOST_UNREAD = 1000
+MAX_UNREAD = 1000
 """Batches whose figures stay on the device at most: a few hundred bytes of its memory each."""
 
 
@@ -66,13 +66,13 @@ class Meter:
     def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
         """Add one batch: `loss` is its mean loss (a scalar on the device)."""
         loss = loss.detach()
-        values = [_summed(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
+        values = [_sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
         # A metric may have computed on the host.
         self._unread.append((samples, [loss, *(value.to(loss.device, non_blocking=True) for value in values)]))
         for gatherer in self._objects.values():
             gatherer.update(outputs, targets)
         self.samples += samples
-        if len(self._unread) >= MOST_UNREAD:
+        if len(self._unread) >= MAX_UNREAD:
             self._read()
 
     def _read(self) -> None:
@@ -107,7 +107,7 @@ class Meter:
 
     def compute(self) -> dict[str, float]:
         """Return means over all samples of all ranks: `loss`, each metric by name, and `samples`. A collective."""
-        return self._means(self._totals()) | merged_values(self._objects, self._backend)
+        return self._means(self._totals()) | compute_over_ranks(self._objects, self._backend)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has accumulated so far, for a checkpoint."""
@@ -175,7 +175,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     state["objects"].items()
 
 
-def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def combine_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the `Meter.state_dict` of several ranks into that of one rank; the others start from zero."""
     first = states[0]
     return {
@@ -187,7 +187,7 @@ def combined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _summed(name: str, value: Tensor, samples: int) -> Tensor:
+def _sum(name: str, value: Tensor, samples: int) -> Tensor:
     """Return the sum over a batch of a metric that gave one value per sample, or their mean."""
     if value.dim() == 0:
         return value * samples

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hvd_trainer.observe.metrics import Meter
 
 REFRESH_S = 0.5
-MOST_COUNT = 2**53
+MAX_COUNT = 2**53
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Progress:
             raise ValueError("its figures are not all numbers")
         counts = {name: value for name, value in state.items() if name != "figures"}
         for name, value in counts.items():
-            if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MOST_COUNT:
+            if name not in Progress.__dataclass_fields__ or type(value) is not int or not 0 <= value < MAX_COUNT:
                 raise ValueError(f"its counter {name!r} is {value!r:.40}, and no number from 0 on")
         for name, value in counts.items():
             setattr(self, name, value)

@@ -175,9 +175,11 @@ class Layout:
 
     def gather_optimizer_state(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         """Return the optimizer's state of all parameters, on rank 0; else None. A collective."""
-        return self.gather_state(owned) if self._all_ranks is None else self._gathered(owned, self._all_ranks)
+        return (
+            self.gather_state(owned) if self._all_ranks is None else self._gather_on_first(owned, self._all_ranks)
+        )
 
-    def _gathered(self, owned: Mapping[K, V], group: dist.ProcessGroup) -> dict[K, V] | None:
+    def _gather_on_first(self, owned: Mapping[K, V], group: dist.ProcessGroup) -> dict[K, V] | None:
         """Return what the ranks of a group have together, on rank 0 of all; else None."""
         # Through the host, because a GPU's tensor would arrive on the GPU of the same number.
         mine = tree_map_only(Tensor, Tensor.cpu, dict(owned))

@@ -162,7 +162,7 @@ class PipelineLayout(Layout):
     def _gather_stages(self, owned: Mapping[K, V]) -> dict[K, V] | None:
         if self._group is None:
             return super()._gather_stages(owned)
-        return None if self.place.replica > 0 else self._gathered(owned, self._group)
+        return None if self.place.replica > 0 else self._gather_on_first(owned, self._group)
 
     @property
     def busy_s(self) -> float | None:

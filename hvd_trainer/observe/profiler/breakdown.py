@@ -88,7 +88,7 @@ def _table(ranks: Sequence[Figures], whole: bool) -> list[str]:
     if len(ranks) > 1:
         rows |= {"least": means.min(axis=0), "mean": means.mean(axis=0), "most": means.max(axis=0)}
     cells = [["mean of steps", *PARTS, "whole"], *([name, *map(_ms, row)] for name, row in rows.items())]
-    return _aligned(cells)
+    return _align(cells)
 
 
 def _waiting(ranks: Sequence[Figures], whole: bool) -> list[str]:
@@ -126,10 +126,10 @@ def _operators(ranks: Sequence[Figures]) -> list[str]:
     for name, its in sorted(total.items(), key=lambda entry: -entry[1][column])[:OPERATORS]:
         times = [its.host_us, *([its.device_us] if on_device else [])]
         cells.append([name, *(_ms(micro / steps / 1e6) for micro in times), f"{round(its.calls / steps, 1):g}"])
-    return _aligned(cells)
+    return _align(cells)
 
 
-def _aligned(cells: list[list[str]]) -> list[str]:
+def _align(cells: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(

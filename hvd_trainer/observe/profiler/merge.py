@@ -26,7 +26,7 @@ from hvd_trainer.observe.profiler.trace import file_of, read_events, write_event
 
 BARRIERS = 20
 MERGED = "trace.json.gz"
-LARGEST_SENT_BYTES, PIECE_BYTES = 2**28, 2**24
+MAX_SENT_BYTES, PIECE_BYTES = 2**28, 2**24
 """What other nodes send if rank 0 cannot see their files, all together and in one go."""
 Stamps = Sequence[tuple[int, int]]
 """When a rank entered and left each barrier, in nanoseconds."""
@@ -111,7 +111,7 @@ def bring(backend: Backend, folder: Path, files: Sequence[Written]) -> None:
     if backend.world.is_first:
         there = [rank for rank, its in enumerate(files) if its.trouble is None]
         unseen = [rank for rank in there if _content(folder, rank, files[rank]) is None]
-        if sum(files[rank].size for rank in unseen) > LARGEST_SENT_BYTES:
+        if sum(files[rank].size for rank in unseen) > MAX_SENT_BYTES:
             unseen = []
     for rank in backend.collectives.broadcast_object(unseen):
         mine = _content(folder, rank, files[rank]) or b"" if backend.world.rank == rank else b""

@@ -21,7 +21,7 @@ from hvd_trainer.utils.environment import set_variables
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 SILENT = "6"
 """Above ERROR: where PyTorch can do CUDA and the machine cannot, the profiler would report that as an error."""
-LARGEST_BYTES = 2**28
+MAX_TRACE_BYTES = 2**28
 """Of a rank's trace as PyTorch writes it: to bring it to the common clock takes several times as much memory."""
 
 
@@ -100,10 +100,10 @@ class Recorder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
             size = file.stat().st_size
-            if size > LARGEST_BYTES:
+            if size > MAX_TRACE_BYTES:
                 raise ValueError(
-                    f"its trace has {size / 2**20:,.0f} MB, and more than {LARGEST_BYTES / 2**20:,.0f} cannot be "
-                    f"read back. Take fewer steps, or less of each"
+                    f"its trace has {size / 2**20:,.0f} MB, and more than {MAX_TRACE_BYTES / 2**20:,.0f} cannot "
+                    f"be read back. Take fewer steps, or less of each"
                 )
             trace: dict[str, Any] = json.loads(file.read_text(errors="replace"), strict=False)
         return trace
