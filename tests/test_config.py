@@ -13,9 +13,8 @@ from typing import Annotated
 import pytest
 import yaml
 from annotated_types import Gt, Lt
-from launchers import REPOSITORY, launch, requires
+from launchers import launch, requires
 
-from hvd_trainer.config import reference
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
@@ -270,15 +269,6 @@ def test_endless_arguments_of_tools_override_until(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
     job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *ENDLESS]
     assert parse(MnistOptions, job).train.until is None
-
-
-def test_options_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = ("hvd_trainer.mnist:MnistOptions", "hvd_trainer.imdb:ImdbOptions")
-    reference.main(jobs)
-    written = (REPOSITORY / "docs/options.md").read_text()
-    assert written == capsys.readouterr().out, (
-        f"python -m hvd_trainer.config.reference {' '.join(jobs)} > docs/options.md"
-    )
 
 
 def test_messages_of_conflicts_name_options_that_exist() -> None:

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 from launchers import REPOSITORY
 
-SCRIPT = REPOSITORY / "docs/architecture_graph.py"
+DOCS = REPOSITORY / "docs"
 
 
-def test_the_drawing_of_the_packages_is_up_to_date() -> None:
-    drawn = runpy.run_path(str(SCRIPT))["drawing"]()
-    assert (REPOSITORY / "docs/architecture.svg").read_text() == drawn, "type: python docs/architecture_graph.py"
+@pytest.mark.parametrize(
+    ("script", "function", "file"),
+    [("architecture_graph.py", "drawing", "architecture.svg"), ("options_page.py", "page", "options.md")],
+)
+def test_what_is_made_from_the_source_is_up_to_date(script: str, function: str, file: str) -> None:
+    made = runpy.run_path(str(DOCS / script))[function]()
+    assert (DOCS / file).read_text() == made, f"type: python docs/{script}"
 
 
 BROKEN = {

@@ -1,19 +1,16 @@
-"""Write the reference of all options as Markdown: docs/options.md.
+"""Write the reference of all options, docs/options.md, from their dataclasses and from the table of conflicts.
 
-    python -m hvd_trainer.config.reference hvd_trainer.mnist:MnistOptions hvd_trainer.imdb:ImdbOptions
-
-Each argument names a job's module and its class of options; what it adds to `TrainerOptions` gets a section.
+python docs/options_page.py writes the file; tests/test_docs.py fails if it is out of date.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -23,7 +20,10 @@ from hvd_trainer.config.checks import flag, read_range
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, help_text
 from hvd_trainer.config.rules import CONFLICTS
+from hvd_trainer.jobs.options import ImdbOptions, MnistOptions
 
+JOBS: dict[str, type[TrainerOptions]] = {"hvd_trainer.mnist": MnistOptions, "hvd_trainer.imdb": ImdbOptions}
+"""By the module that is started; what a job adds to `TrainerOptions` gets a section."""
 INTRODUCTION = """\
 # Options
 
@@ -33,19 +33,15 @@ dashes in front (`batch_size: 64`). The command line wins over the file, and eve
 `config.yaml`. Values out of range, and options that do not go together, are refused before anything starts, all at
 once.
 
-<!-- Written by `python -m hvd_trainer.config.reference`: change the dataclasses and not this page. -->"""
+<!-- Written by `python docs/options_page.py`: change the dataclasses and not this page. -->"""
 CUT_BY = "--stages, --chunks or --devices-per-rank"
 
 
-def page(jobs: dict[str, type[TrainerOptions]]) -> str:
-    """Return the page.
-
-    Args:
-        jobs: by the module that is started, such as `hvd_trainer.mnist`.
-    """
+def page() -> str:
+    """Return the page."""
     shared = {group.name for group in fields(TrainerOptions)}
     sections = [INTRODUCTION, *_groups(TrainerOptions(), shared, "##")]
-    for module, kind in jobs.items():
+    for module, kind in JOBS.items():
         options = kind()
         sections.append(
             f"## `python -m {module}`\n\n{_in_code(inspect.getdoc(kind) or '')}{_other_defaults(options)}"
@@ -141,11 +137,5 @@ def _choices(options: TrainerOptions) -> set[str]:
     return {choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)}
 
 
-def main(jobs: Sequence[str]) -> None:
-    """Print the page for jobs such as `hvd_trainer.mnist:MnistOptions`."""
-    named = [job.partition(":") for job in jobs]
-    print(page({module: getattr(importlib.import_module(module), name) for module, _, name in named}), end="")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    (Path(__file__).parent / "options.md").write_text(page())
