@@ -19,7 +19,8 @@ from hvd_trainer.horovod_build.facts import Facts, TorchFacts
 from hvd_trainer.tools.doctor import cli
 from hvd_trainer.tools.doctor.context import Context, Options, look_up, read_hosts
 from hvd_trainer.tools.doctor.finding import Finding
-from hvd_trainer.tools.doctor.programs import Programs, start_threads
+from hvd_trainer.tools.doctor.programs import Programs
+from hvd_trainer.utils.threads import start_in_thread
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
 TORCH = TorchFacts(
@@ -72,7 +73,7 @@ def run_checks(
     hosts = read_hosts(chosen.hosts)
     variables = {**os.environ, **(environ or {})}
     known = [socket.gethostname(), "localhost", *(host.name for host in hosts)]
-    lookups = dict(zip(known, start_threads([partial(look_up, name) for name in known]), strict=True))
+    lookups = {name: start_in_thread(partial(look_up, name), "doctor") for name in known}
     probe: Future[Facts] = Future()
     probe.set_result(facts or Facts(TorchFacts(version="2.15.0")))
     with Programs(variables, time.monotonic() + limit_s) as programs:

@@ -24,6 +24,7 @@ from typing import Literal, NoReturn
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
+from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
 from hvd_trainer.faults.messages import Done, Message, RankEnded
@@ -72,6 +73,8 @@ class Monitor(ABC):
         log_folder: the run's log folder, once that is known: stacks are saved there.
         cause: the failure that ends the job; None as long as there is none.
         terminated_at: when this process was asked to end by a signal, by `time.monotonic`.
+        channels: to the monitors of other ranks, by rank.
+        last_message: when each of these ranks has sent its last message, by `time.monotonic`.
     """
 
     def __init__(self, settings: MonitorSettings) -> None:
@@ -80,6 +83,8 @@ class Monitor(ABC):
         self.log_folder: str | None = None
         self.cause: RootCause | None = None
         self.terminated_at: float | None = None
+        self.channels: dict[int, Channel] = {}
+        self.last_message: dict[int, float] = {}
         self.local_ranks = LocalRanks(self.world.rank, self.peers)
         self.selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -152,8 +157,12 @@ class Monitor(ABC):
     # Called by the monitor's thread.
 
     @abstractmethod
-    def handle_posted(self, message: Message) -> None:
-        """Handle a message of this rank itself."""
+    def handle(self, rank: int, message: Message) -> None:
+        """Handle a message of another rank, or of this one itself."""
+
+    @abstractmethod
+    def handle_loss(self, rank: int) -> None:
+        """Handle the end of a rank's channel, which is closed."""
 
     @abstractmethod
     def send_heartbeat(self) -> None:
@@ -175,6 +184,33 @@ class Monitor(ABC):
     def disconnect_if_done(self) -> bool:
         """Disconnect and return True, unless other ranks still need the channels."""
 
+    def add_channel(self, rank: int, channel: Channel) -> None:
+        """Handle what a rank sends by a channel from now on."""
+        self.channels[rank], self.last_message[rank] = channel, time.monotonic()
+        self.selector.register(channel, selectors.EVENT_READ, lambda: self._receive(rank))
+
+    def _receive(self, rank: int) -> None:
+        messages = self.channels[rank].receive()
+        if messages is None:
+            channel = self.channels.pop(rank)
+            self.selector.unregister(channel)
+            channel.close()
+            self.handle_loss(rank)
+            return
+        self.last_message[rank] = time.monotonic()
+        for message in messages:
+            self.handle(rank, message)
+
+    def broadcast(self, message: Message) -> None:
+        """Send a message by all channels."""
+        for channel in self.channels.values():
+            channel.send(message)
+
+    def close_channels(self) -> None:
+        """Close all channels."""
+        for channel in self.channels.values():
+            channel.close()
+
     def _run(self) -> None:
         try:
             self._loop()
@@ -191,7 +227,7 @@ class Monitor(ABC):
                 key.data()
             now = time.monotonic()
             if now - self._last_turn > MAX_TURN_GAP_S:
-                self.resume(now - self._last_turn)
+                self._resume(now - self._last_turn)
             self._last_turn = now
             self._check_launcher()
             if now - self._last_heartbeat >= HEARTBEAT_S:
@@ -211,18 +247,19 @@ class Monitor(ABC):
             if message is None:
                 self._closing = True
             else:
-                self.handle_posted(message)
+                self.handle(self.world.rank, message)
 
     def _check_launcher(self) -> None:
         """Treat the death of this rank's launcher, which would have ended it, as a failure."""
         if self._parent is not None and os.getppid() != self._parent:
             self._parent = None
             text = f"its launcher, {self.world.launcher}, has ended"
-            self.handle_posted(RankEnded(event=Event("orphaned", self.world.rank, text)))
+            self.handle(self.world.rank, RankEnded(event=Event("orphaned", self.world.rank, text)))
 
-    def resume(self, seconds: float) -> None:
+    def _resume(self, seconds: float) -> None:
         """Go on after a suspension of so many seconds, which do not count as lack of progress."""
         self.activity.since += seconds
+        self.last_message = dict.fromkeys(self.last_message, time.monotonic())
 
     def own_heartbeat(self) -> Heartbeat:
         """Return this rank's heartbeat."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import selectors
 import socket
 import time
 from collections.abc import Sequence
@@ -48,40 +47,30 @@ class MonitorClient(Monitor):
                 f"may stand between the nodes, or rank 0 has ended."
             ) from error
         connection.settimeout(STACKS_TIMEOUT_S)
-        self._channel = Channel(connection)
-        self._channel.send(Hello(token=self._token, rank=self.world.rank))
-        self._last_message = time.monotonic()
+        self.add_channel(0, Channel(connection))
+        self.broadcast(Hello(token=self._token, rank=self.world.rank))
         self._lost_at: float | None = None
         self._may_disconnect = False
         """whether this rank is done, or rank 0 has disconnected on purpose: the channel's end is no failure"""
         self._silent: list[int] = []
         """the silent ranks of this machine that this rank acts for"""
-        self.selector.register(self._channel, selectors.EVENT_READ, self._receive)
-
-    def handle_posted(self, message: Message) -> None:
-        self._may_disconnect = self._may_disconnect or isinstance(message, Done)
-        self._channel.send(message)
 
     def send_heartbeat(self) -> None:
-        self._channel.send(Alive(heartbeat=self.own_heartbeat()))
+        self.broadcast(Alive(heartbeat=self.own_heartbeat()))
 
-    def _receive(self) -> None:
-        messages = self._channel.receive()
-        if messages is None:
-            self.selector.unregister(self._channel)
-            self._channel.close()
-            self._lost_at = time.monotonic()
+    def handle_loss(self, rank: int) -> None:
+        self._lost_at = time.monotonic()
+
+    def handle(self, rank: int, message: Message) -> None:
+        if rank == self.world.rank:
+            self._may_disconnect = self._may_disconnect or isinstance(message, Done)
+            self.broadcast(message)
             return
-        self._last_message = time.monotonic()
-        for message in messages:
-            self._handle(message)
-
-    def _handle(self, message: Message) -> None:
         match message:
             case StacksRequest(silent=silent):
                 self._silent = self.local_ranks.silent_neighbours(silent)
-                for rank in [self.world.rank, *self._silent]:
-                    self._channel.send(Stacks(rank=rank, text=self.local_ranks.stacks_of(rank)))
+                for shown in [self.world.rank, *self._silent]:
+                    self.broadcast(Stacks(rank=shown, text=self.local_ranks.stacks_of(shown)))
             case JobEnded(cause=cause, exit_in_s=exit_in_s):
                 self.local_ranks.kill(self._silent)
                 self.end_job(cause, exit_in_s)
@@ -91,7 +80,7 @@ class MonitorClient(Monitor):
     def check(self, now: float) -> None:
         if self.cause is not None or self._may_disconnect:
             return
-        silent_s = now - self._last_message
+        silent_s = now - self.last_message[0]
         settle_s = SETTLE_S if self.world.rank == 1 else EXIT_GRACE_S
         if self._lost_at is not None and now - self._lost_at > settle_s:
             self._report_rank_0(ENDED_SILENTLY, ())
@@ -136,17 +125,13 @@ class MonitorClient(Monitor):
         own = hosts[self.world.rank]
         return own != hosts[0] and hosts.index(own) == self.world.rank
 
-    def resume(self, seconds: float) -> None:
-        super().resume(seconds)
-        self._last_message = time.monotonic()
-
     def is_deciding(self) -> bool:
         return self._lost_at is not None and not self._may_disconnect
 
     def disconnect(self) -> None:
-        self._channel.send(Done())
-        self._channel.close()
+        self.broadcast(Done())
+        self.close_channels()
 
     def disconnect_if_done(self) -> bool:
-        self._channel.close()
+        self.close_channels()
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import selectors
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -67,9 +66,7 @@ class MonitorServer(Monitor):
 
     def __init__(self, settings: MonitorSettings, store: dist.Store, address: str) -> None:
         super().__init__(settings)
-        self._channels: dict[int, Channel] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._last_message: dict[int, float] = {}
         self._done: set[int] = set()
         self._events: list[Event] = []
         self._first_event = 0.0
@@ -79,29 +76,16 @@ class MonitorServer(Monitor):
         store.set("monitor", json.dumps([address, self._listener.port, self._listener.token]))
 
     def _add_rank(self, rank: int, channel: Channel, messages: list[Message]) -> None:
-        self._channels[rank] = channel
-        self._heartbeats[rank], self._last_message[rank] = Heartbeat(), time.monotonic()
-        self.selector.register(channel, selectors.EVENT_READ, lambda: self._receive(rank))
+        self._heartbeats[rank] = Heartbeat()
+        self.add_channel(rank, channel)
         for message in messages:
-            self._handle(rank, message)
+            self.handle(rank, message)
 
-    def _receive(self, rank: int) -> None:
-        messages = self._channels[rank].receive()
-        if messages is None:
-            channel = self._channels.pop(rank)
-            self.selector.unregister(channel)
-            channel.close()
-            if rank not in self._done and all(event.rank != rank for event in self._events):
-                self._add_event(Event("lost", rank, ENDED_SILENTLY))
-            return
-        self._last_message[rank] = time.monotonic()
-        for message in messages:
-            self._handle(rank, message)
+    def handle_loss(self, rank: int) -> None:
+        if rank not in self._done and all(event.rank != rank for event in self._events):
+            self._add_event(Event("lost", rank, ENDED_SILENTLY))
 
-    def handle_posted(self, message: Message) -> None:
-        self._handle(0, message)
-
-    def _handle(self, rank: int, message: Message) -> None:
+    def handle(self, rank: int, message: Message) -> None:
         if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
             self._heartbeats[rank] = message.heartbeat
         match message:
@@ -126,14 +110,13 @@ class MonitorServer(Monitor):
             self._report_event(event)
 
     def send_heartbeat(self) -> None:
-        for channel in self._channels.values():
-            channel.send(Alive())
+        self.broadcast(Alive())
 
     def check(self, now: float) -> None:
         if self.cause is not None:
             return
         if self._stall is not None:
-            if now > self._stall.until or self._stall.stacks.keys() >= {0, *self._channels}:
+            if now > self._stall.until or self._stall.stacks.keys() >= {0, *self.channels}:
                 self._report_stall(self._stall)
         elif self._events:
             self._judge_events(now)
@@ -144,14 +127,10 @@ class MonitorServer(Monitor):
 
     def _current_heartbeats(self, now: float) -> dict[int, Heartbeat]:
         heartbeats = {0: self.own_heartbeat()}
-        for rank in self._channels:
-            silent_s = max(0.0, now - self._last_message[rank] - HEARTBEAT_S)
+        for rank in self.channels:
+            silent_s = max(0.0, now - self.last_message[rank] - HEARTBEAT_S)
             heartbeats[rank] = replace(self._heartbeats[rank], silent_s=silent_s)
         return heartbeats
-
-    def resume(self, seconds: float) -> None:
-        super().resume(seconds)
-        self._last_message = dict.fromkeys(self._last_message, time.monotonic())
 
     # Ranks that end.
 
@@ -190,8 +169,7 @@ class MonitorServer(Monitor):
 
     def _end_all(self, cause: RootCause, exit_in_s: float) -> None:
         """Tell all ranks why the job ends, and in how many seconds they have to."""
-        for channel in self._channels.values():
-            channel.send(JobEnded(cause=cause, exit_in_s=exit_in_s))
+        self.broadcast(JobEnded(cause=cause, exit_in_s=exit_in_s))
         self.end_job(cause, exit_in_s + RANK_0_DELAY_S)
 
     # Ranks that stall.
@@ -206,7 +184,7 @@ class MonitorServer(Monitor):
             until=now + STACKS_TIMEOUT_S,
         )
         silent = stall.ranks if stall.kind == "silent" else ()
-        for rank, channel in self._channels.items():
+        for rank, channel in self.channels.items():
             if rank not in silent:
                 channel.send(StacksRequest(silent=silent))
         for rank in [0, *self.local_ranks.silent_neighbours(silent)]:
@@ -252,9 +230,8 @@ class MonitorServer(Monitor):
         return bool(self._events) or self._stall is not None
 
     def disconnect(self) -> None:
-        for channel in self._channels.values():
-            channel.send(Bye())
-            channel.close()
+        self.broadcast(Bye())
+        self.close_channels()
         self._listener.close()
 
     def disconnect_if_done(self) -> bool:
@@ -262,7 +239,7 @@ class MonitorServer(Monitor):
         self._closing_since = self._closing_since or now
         # After a failure soon, else once all other ranks have said that they are done.
         limit_s = RANK_0_DELAY_S if self.cause else EXIT_GRACE_S
-        if self._channels.keys() - self._done and now - self._closing_since < limit_s:
+        if self.channels.keys() - self._done and now - self._closing_since < limit_s:
             return False
         self.disconnect()
         return True

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
+
+from hvd_trainer.utils.threads import start_in_thread
 
 SIGNAL = signal.SIGUSR2
 MAX_EXCHANGES = 4
@@ -30,24 +32,11 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
-    exchanges = _call_with_timeout(unfinished_exchanges)
-    if exchanges:
-        parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in exchanges), ""]))
+    asked = start_in_thread(unfinished_exchanges, "flight-recorder")
+    wait([asked], ANSWER_TIMEOUT_S)  # the driver may hang
+    if asked.done() and asked.exception() is None and asked.result():
+        parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in asked.result()), ""]))
     return "\n".join(parts)
-
-
-def _call_with_timeout(function: Callable[[], list[str]]) -> list[str]:
-    """Return what a function returns, or nothing if it fails or is slow: the driver may hang."""
-    result: list[str] = []
-
-    def call() -> None:
-        with suppress(Exception):
-            result.extend(function())
-
-    thread = threading.Thread(target=call, name="flight-recorder", daemon=True)
-    thread.start()
-    thread.join(ANSWER_TIMEOUT_S)
-    return list(result)
 
 
 def unfinished_exchanges() -> list[str]:

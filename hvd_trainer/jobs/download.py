@@ -7,12 +7,12 @@ import logging
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 from hvd_trainer.errors import DataError, first_line
+from hvd_trainer.utils.threads import start_in_thread
 
 CONNECT_S = 5.0
 """To reach the server, and between two pieces of a file."""
@@ -46,16 +46,7 @@ def download(files: Sequence[RemoteFile], folder: Path, *, limit_s: float) -> No
 
 def _call_within(limit_s: float, work: Callable[[], None], too_late: str) -> None:
     """Call a function in a thread that is left behind at a time limit: looking up a name has none of its own."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            outcome.set_result(None)
-        except Exception as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name="download", daemon=True).start()
+    outcome = start_in_thread(work, "download")
     wait([outcome], limit_s)
     try:
         if not outcome.done():

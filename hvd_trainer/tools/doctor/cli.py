@@ -25,9 +25,10 @@ from hvd_trainer.errors import first_line
 from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software
 from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts, run_probe
 from hvd_trainer.tools.doctor.finding import Finding, error, no_answer
-from hvd_trainer.tools.doctor.programs import Programs, start_threads
+from hvd_trainer.tools.doctor.programs import Programs
 from hvd_trainer.tools.doctor.report import as_json, name_width, print_findings, summary
 from hvd_trainer.utils.text import COMMAND
+from hvd_trainer.utils.threads import start_in_thread
 
 Check = Callable[[Context], list[Finding]]
 
@@ -106,14 +107,14 @@ def build_context(options: Options, visited: Sequence[Host], programs: Programs)
     own = [socket.gethostname(), "localhost"]
     master = os.environ.get("MASTER_ADDR")
     names = list(dict.fromkeys([*own, *(host.name for host in visited), *([master] if master else [])]))
-    lookups = start_threads([partial(look_up, name) for name in names])
-    (probe,) = start_threads([partial(run_probe, programs)])
+    lookups = [start_in_thread(partial(look_up, name), "doctor") for name in names]
+    probe = start_in_thread(partial(run_probe, programs), "doctor")
     return Context(options, tuple(visited), os.environ, programs, probe, dict(zip(names, lookups, strict=True)))
 
 
 def run_checks(context: Context, checks: dict[str, Check]) -> list[Finding]:
     """Run all checks at the same time and return their findings in the order of the table."""
-    futures = start_threads([partial(check, context) for check in checks.values()])
+    futures = [start_in_thread(partial(check, context), "doctor") for check in checks.values()]
     wait(futures, timeout=context.programs.check_left_s)
     return [
         finding

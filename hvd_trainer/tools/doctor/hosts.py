@@ -31,8 +31,9 @@ from hvd_trainer.errors import first_line
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
-from hvd_trainer.tools.doctor.programs import DRAIN_S, start_threads
+from hvd_trainer.tools.doctor.programs import DRAIN_S
 from hvd_trainer.utils.text import plural
+from hvd_trainer.utils.threads import start_in_thread
 
 CONNECT_TIMEOUT_S = 3
 NUM_CLOCK_SAMPLES = 3
@@ -85,7 +86,7 @@ def check_hosts(context: Context) -> list[Finding]:
     if others and ssh is None:
         return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
     here = facts.host_facts(os.getcwd())
-    visits = start_threads([partial(_visit_host, context, ssh or "ssh", host) for host in others])
+    visits = [start_in_thread(partial(_visit_host, context, ssh or "ssh", host), "doctor") for host in others]
     wait(visits, timeout=context.programs.program_left_s + DRAIN_S)
     findings = []
     for host in context.hosts:

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from hvd_trainer.errors import LaunchError
 
@@ -136,20 +135,3 @@ class Programs:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def start_threads(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """Start each call in a daemon thread, so that a call that never returns does not keep the process from
-    ending.
-    """
-    futures: list[Future[T]] = [Future() for _ in calls]
-    for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=_fulfil, args=(call, future), daemon=True).start()
-    return futures
-
-
-def _fulfil(call: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
