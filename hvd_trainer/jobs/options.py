@@ -38,10 +38,6 @@ class OptimizerOptions:
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """decay of the weights (adamw: decoupled)"""
 
-    def filled(self, lr: float) -> OptimizerOptions:
-        """Return these options with a learning rate, `lr` if they have none."""
-        return self if self.lr is not None else replace(self, lr=lr)
-
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -120,13 +116,6 @@ class TextModelOptions:
             PRESETS[self.preset].sizes, **{name: value for name, value in chosen.items() if value is not None}
         )
 
-    def mistakes(self) -> list[str]:
-        """Return one message per mistake that no range says."""
-        sizes = self.sizes
-        if sizes.heads > 0 and sizes.d_model % sizes.heads:
-            return [f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}"]
-        return []
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -165,10 +154,13 @@ class ImdbOptions(TrainerOptions):
     def filled(self) -> ImdbOptions:
         """Return these options with the preset's values for what is None."""
         network = replace(self.network, **asdict(self.network.sizes))
-        return replace(self, network=network, optimizer=self.optimizer.filled(PRESETS[network.preset].lr))
+        lr = PRESETS[network.preset].lr if self.optimizer.lr is None else self.optimizer.lr
+        return replace(self, network=network, optimizer=replace(self.optimizer, lr=lr))
 
     def mistakes(self) -> list[str]:
-        found = self.network.mistakes()
+        found, sizes = [], self.network.sizes
+        if sizes.heads > 0 and sizes.d_model % sizes.heads:
+            found.append(f"--heads must divide --d-model, and {sizes.heads} does not divide {sizes.d_model}")
         if self.data.dataset == "synthetic" and self.data.data_dir is not None:
             found.append("--dataset synthetic reads no data: leave out --data-dir")
         return found

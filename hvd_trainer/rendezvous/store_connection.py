@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 
 MAX_KEY_BYTES = 4096
 """PyTorch's keys have some hundred bytes."""
@@ -135,22 +136,19 @@ class Connection:
         self._unsent.append(memoryview(data))
         self.store.pending.add(self)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether answers are left that the client has not read."""
-        return bool(self._unsent)
-
-    def flush(self) -> None:
-        """Send as much as the socket takes.
+    def flush(self) -> bool:
+        """Send as much as the socket takes for now; return whether that is all.
 
         Raises:
-            BlockingIOError: it takes no more for now.
+            OSError: the connection is broken.
         """
-        while self._unsent:
-            sent = self.sock.send(self._unsent[0])
-            self._unsent[0] = self._unsent[0][sent:]
-            if not self._unsent[0]:
-                self._unsent.popleft()
+        with suppress(BlockingIOError):
+            while self._unsent:
+                sent = self.sock.send(self._unsent[0])
+                self._unsent[0] = self._unsent[0][sent:]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
+        return not self._unsent
 
     def close(self) -> None:
         self.store.cancel_wait(self)

@@ -106,17 +106,14 @@ class StoreServer:
         for connection in list(self._store.pending):
             self._store.pending.discard(connection)
             try:
-                connection.flush()
-            except BlockingIOError:
-                pass
+                is_sent = connection.flush()
             except OSError:
+                is_sent = connection.is_finished = True
+            if is_sent and connection.is_finished:
                 self._close(connection)
-                continue
-            if connection.is_finished and not connection.has_unsent:
-                self._close(connection)
-                continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
-            self._selector.modify(connection.sock, events, connection)
+            else:
+                events = selectors.EVENT_READ | (0 if is_sent else selectors.EVENT_WRITE)
+                self._selector.modify(connection.sock, events, connection)
 
     def _close(self, connection: Connection) -> None:
         self._unauthenticated.pop(connection, None)
