@@ -88,20 +88,9 @@ def save(
     try:
         number = 1 + max((manifest.number for manifest, _ in find_checkpoints(folder)[0]), default=-1)
         temporary.mkdir(parents=True)
-        with atomic_write(temporary / TENSORS) as file:
-            serialize_file(tensor_specs(tensors), file)
-        (temporary / TREE).write_bytes(to_json(tree))
-        manifest = Manifest(
-            format=FORMAT,
-            number=number,
-            step=step,
-            epoch=epoch,
-            # JSON has no number for the others: no checkpoint is the best by them.
-            figures={name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)},
-            tensors=_sync(temporary / TENSORS),
-            tree=_sync(temporary / TREE),
-        )
-        _write_manifest(temporary, manifest)
+        # JSON has no number for NaN and infinities: no checkpoint is the best by them.
+        finite = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
+        _write(temporary, tree, tensors, number=number, step=step, epoch=epoch, figures=finite)
         # A run that was taken back to an earlier step comes by the same step again.
         final = folder / (f"{name}.{number}" if (folder / name).exists() else name)
         temporary.rename(final)
@@ -114,7 +103,12 @@ def save(
     return final
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> None:
+def _write(path: Path, tree: Any, tensors: Mapping[str, Tensor], **about: Any) -> None:
+    """Write the files of a checkpoint into an empty folder, its manifest with all `about` it last."""
+    with atomic_write(path / TENSORS) as file:
+        serialize_file(tensor_specs(tensors), file)
+    (path / TREE).write_bytes(to_json(tree))
+    manifest = Manifest(format=FORMAT, tensors=_sync(path / TENSORS), tree=_sync(path / TREE), **about)
     content = msgspec.to_builtins(manifest)
     (path / MANIFEST).write_bytes(msgspec.json.encode(content | {"self": _digest(content)}))
     _sync(path / MANIFEST)
