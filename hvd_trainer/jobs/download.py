@@ -29,33 +29,42 @@ class RemoteFile(NamedTuple):
         return self.url.rpartition("/")[2]
 
 
-def download(files: Sequence[RemoteFile], folder: Path, *, limit_s: float) -> None:
-    """Download what `folder` does not have yet.
+def download_missing(
+    find: Callable[[], object], files: Sequence[RemoteFile], folder: Path, *, limit_s: float
+) -> bool:
+    """Download files into `folder` unless the data is found without; return whether it was not.
 
     The folder is made once the server has answered: one with a mistyped name does not stay behind.
 
     Args:
+        find: raises DataError if the data is not there.
         limit_s: for all files, in seconds.
 
     Raises:
         DataError: the server cannot be reached, a file is not what it should be, or time is up.
     """
-    _call_within(CONNECT_S, lambda: _reach(files[0].url), f"no answer in {CONNECT_S:.0f} s")
-    _call_within(limit_s, lambda: _retrieve(files, folder, limit_s), f"it took longer than {limit_s:g} s")
+    try:
+        find()
+        return False
+    except DataError as error:
+        missing = str(error)
+    try:
+        _call_within(CONNECT_S, lambda: _reach(files[0].url), f"no answer in {CONNECT_S:.0f} s")
+        _call_within(limit_s, lambda: _retrieve(files, folder, limit_s), f"it took longer than {limit_s:g} s")
+    # A file with another MD5 is a ValueError.
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = str(getattr(error, "reason", "")) or first_line(error)
+        raise DataError(f"{missing}, and it cannot be downloaded from here ({reason})") from error
+    return True
 
 
 def _call_within(limit_s: float, work: Callable[[], None], too_late: str) -> None:
     """Call a function in a thread that is left behind at a time limit: looking up a name has none of its own."""
     outcome = start_in_thread(work, "download")
     wait([outcome], limit_s)
-    try:
-        if not outcome.done():
-            raise TimeoutError(too_late)
-        outcome.result()
-    # A file with another MD5 is a ValueError.
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = str(getattr(error, "reason", "")) or first_line(error)
-        raise DataError(f"it cannot be downloaded from here ({reason})") from error
+    if not outcome.done():
+        raise TimeoutError(too_late)
+    outcome.result()
 
 
 def _reach(url: str) -> None:

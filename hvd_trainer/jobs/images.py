@@ -20,7 +20,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_node
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import RemoteFile, download
+from hvd_trainer.jobs.download import RemoteFile, download_missing
 from hvd_trainer.jobs.options import ImageOptions
 from hvd_trainer.utils.files import atomic_write, open_regular
 from hvd_trainer.utils.paths import default_data_dir
@@ -157,18 +157,9 @@ def fetch_mnist(folder: Path, limit_s: float) -> None:
     Raises:
         DataError: it cannot be downloaded, or not be written there.
     """
-    try:
-        for name in MD5:
-            _find(folder, name)
-        return
-    except DataError as error:
-        missing = str(error)
     raw = folder / "MNIST/raw"
     files = [RemoteFile(f"{SERVER}{name}.gz", md5) for name, md5 in MD5.items()]
-    try:
-        download(files, raw, limit_s=limit_s)
-    except DataError as error:
-        raise DataError(f"{missing}, and {error}") from error
-    for name in MD5:
+    is_new = download_missing(lambda: [_find(folder, name) for name in MD5], files, raw, limit_s=limit_s)
+    for name in MD5 if is_new else ():
         with gzip.open(raw / f"{name}.gz") as packed, atomic_write(raw / name) as file:
             file.write_bytes(packed.read())

@@ -19,7 +19,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.per_node import SharedDataError, once_per_node
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import RemoteFile, download
+from hvd_trainer.jobs.download import RemoteFile, download_missing
 from hvd_trainer.jobs.options import TextOptions
 from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
@@ -123,17 +123,12 @@ def fetch(place: Path, limit_s: float) -> None:
     Raises:
         DataError: it cannot be downloaded, or not be written there.
     """
-    try:
-        archive.find(place)
-        return
-    except DataError as error:
-        missing = str(error)
-    if place.suffix in (".gz", ".tgz", ".tar"):
+    if place.suffix in (".gz", ".tgz", ".tar") and not place.exists():
         raise DataError(f"there is no file {place}. {HOW}")
     try:
-        download([RemoteFile(URL, archive.MD5)], place, limit_s=limit_s)
+        download_missing(lambda: archive.find(place), [RemoteFile(URL, archive.MD5)], place, limit_s=limit_s)
     except DataError as error:
-        raise DataError(f"{missing}, and {error}. {HOW}") from error
+        raise DataError(f"{error}. {HOW}") from error
 
 
 def prepare_tokens(
