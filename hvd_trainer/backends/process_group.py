@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import BackendError
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
+
+NO_TIMEOUT = timedelta(days=365)
 
 
 def start(session: Session, transport: str) -> None:
@@ -71,6 +74,28 @@ def new_group(
             mine = made
     assert isinstance(mine, dist.ProcessGroup)
     return mine
+
+
+def standalone_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+    """Return a group of its own, beside the default group, which it neither needs nor changes. A collective.
+
+    No time limit: a rank may wait as long as the others compute, and the monitor finds a dead one.
+
+    Args:
+        store: for this group alone.
+        rank: of this process in the group.
+        device: of the tensors that the group moves.
+    """
+    # Imported before there is a group, for the reason in `start`.
+    import torch.distributed.nn.functional  # noqa: F401
+
+    backend = accelerator.collectives(device)
+    kind: Any = getattr(dist, f"ProcessGroup{'Gloo' if backend == 'gloo' else backend.upper()}")
+    if backend == "gloo":
+        return kind(store, rank, size, NO_TIMEOUT)
+    options = kind.Options()
+    options._timeout = NO_TIMEOUT
+    return kind(store, rank, size, options)
 
 
 _END_LOCK = threading.Lock()

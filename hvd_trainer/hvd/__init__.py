@@ -1,0 +1,14 @@
+"""Horovod's API for PyTorch, as `import horovod.torch as hvd` has it, on torch.distributed.
+
+    from hvd_trainer import hvd
+
+No Horovod and no compiler: CPU tensors travel by Gloo, GPU tensors by the GPU's library. Started by any launcher.
+"""
+
+from __future__ import annotations
+
+from hvd_trainer.hvd import mpi_ops
+from hvd_trainer.hvd.compression import Compression
+from hvd_trainer.hvd.mpi_ops import *  # noqa: F403
+
+__all__ = ["Compression", *mpi_ops.__all__]

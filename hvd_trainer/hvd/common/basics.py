@@ -1,0 +1,363 @@
+"""This process's part in the job, between `init` and `shutdown`: rank, size, controllers of process sets."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from hvd_trainer.backends.session import Session
+from hvd_trainer.config.options import EngineOptions
+from hvd_trainer.hvd.common.controller import Controller, Settings
+from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.matching import Response
+from hvd_trainer.hvd.common.request import ADD_SET, Request, Signature
+from hvd_trainer.launch.world import World, lone_process_warning
+
+logger = logging.getLogger(__name__)
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+class Runtime:
+    """One job, from `init` to `shutdown`.
+
+    Args:
+        environ: `os.environ`.
+        process_sets: ranks of each further process set.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other, or the ranks could not meet.
+    """
+
+    def __init__(self, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]) -> None:
+        self._session = Session(_engine_options(environ))
+        session = self._session
+        warning = lone_process_warning(session.world, environ)
+        if warning:
+            logger.warning("%s", warning)
+        try:
+            session.connect()
+            session.begin_monitoring(self._abort_exchanges)
+            self._settings = _agree(session.store, session.world, read_settings(environ), process_sets)
+            self._controllers: dict[int, Controller | None] = {}
+            self._set_ranks: dict[int, list[int]] = {}
+            self._set_numbers = itertools.count()
+            for ranks in (range(session.world.size), *process_sets):
+                self._open_set([*ranks])
+        except BaseException as error:
+            session.fail(error)
+            session.close()
+            raise
+
+    @property
+    def world(self) -> World:
+        """This process among all."""
+        return self._session.world
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether another rank has shut the job down, or an exchange has failed."""
+        return self.controller(0).ended is not None
+
+    @property
+    def local_sizes(self) -> list[int]:
+        """The number of ranks on each node."""
+        nodes = [peer.node for peer in self._session.peers]
+        return [nodes.count(node) for node in dict.fromkeys(nodes)]
+
+    @property
+    def cross_size(self) -> int:
+        """How many nodes have a rank with this one's local rank."""
+        return sum(size > self.world.local_rank for size in self.local_sizes)
+
+    def controller(self, set_id: int) -> Controller:
+        """Return a process set's controller.
+
+        Raises:
+            ValueError: there is no such set, or this process is not in it.
+        """
+        controller = self._controllers.get(set_id)
+        if controller is None:
+            self.ranks_of(set_id)
+            raise ValueError(f"Rank {self.world.rank} is not a member of process set {set_id}.")
+        return controller
+
+    def ranks_of(self, set_id: int) -> list[int]:
+        """Return the global ranks of a process set's members.
+
+        Raises:
+            ValueError: there is no such set.
+        """
+        if set_id not in self._set_ranks:
+            raise ValueError("Process set does not exist or has not been registered.")
+        return self._set_ranks[set_id]
+
+    def set_ids(self) -> dict[int, list[int]]:
+        """Return the ranks of each process set, by its id."""
+        return dict(self._set_ranks)
+
+    def _open_set(self, ranks: list[int]) -> int | None:
+        """Register a process set, on all ranks at once; return its id, or None if there is one of these ranks."""
+        if ranks in self._set_ranks.values():
+            return None
+        set_id = next(self._set_numbers)
+        self._set_ranks[set_id] = ranks
+        self._controllers[set_id] = None
+        if self.world.rank in ranks:
+            self._controllers[set_id] = Controller(
+                store=dist.PrefixStore(f"set {set_id}", self._session.store),
+                ranks=ranks,
+                rank=self.world.rank,
+                settings=self._settings,
+                activity=self._session.activity,
+                change_sets=self._change_sets,
+            )
+        return set_id
+
+    def change_set(self, kind: str, ranks: Sequence[int]) -> int | None:
+        """Add or remove a process set together with all ranks; return its id, or None if nothing was to be done.
+
+        Args:
+            kind: `ADD_SET` or `REMOVE_SET`.
+        """
+        name = f"{kind} of ranks {', '.join(map(str, ranks))}"
+        request = Request(Signature(kind=kind, name=name, splits=tuple(ranks)))
+        controller = self.controller(0)
+        controller.submit(request, will_wait=True)
+        controller.wait(request)
+        if request.error is not None:
+            raise request.error
+        result: int | None = request.result
+        return result
+
+    def _change_sets(self, response: Response) -> int | None:
+        ranks = [*response.signature.splits]
+        if response.signature.kind == ADD_SET:
+            return self._open_set(ranks)
+        found = next((set_id for set_id, its in self._set_ranks.items() if its == ranks and set_id), None)
+        if found is not None:
+            del self._set_ranks[found]
+            controller = self._controllers.pop(found)
+            if controller is not None:
+                controller.abort("The process set has been removed.")
+        return found
+
+    def shutdown(self) -> None:
+        """End together with all other ranks; without them if an exchange has failed."""
+        glob = self.controller(0)
+        failed = self._session.root_cause is not None
+        if not failed:
+            self._session.finish()
+            glob.shutdown()
+        for controller in self._controllers.values():
+            if controller is not None and (controller is not glob or failed):
+                controller.abort("Horovod has been shut down.")
+        self._controllers.clear()
+        self._session.close()
+
+    def _abort_exchanges(self) -> None:
+        """Give up exchanges with a rank that is gone; called by the monitor's thread."""
+        for controller in self._controllers.values():
+            if controller is not None:
+                controller.abort("Another rank has failed or ended.")
+
+
+def _engine_options(environ: Mapping[str, str]) -> EngineOptions:
+    options = EngineOptions(backend="ddp")
+    timeout = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
+    return options if timeout is None else replace(options, startup_timeout_s=float(timeout))
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Return what Horovod's environment variables ask for.
+
+    Raises:
+        ValueError: one of them is not a number.
+    """
+    default = Settings()
+    return Settings(
+        fusion_bytes=int(environ.get("HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
+        cycle_s=float(environ.get("HOROVOD_CYCLE_TIME", default.cycle_s * 1000)) / 1000,
+        cache_capacity=int(environ.get("HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
+    )
+
+
+def _agree(store: dist.Store, world: World, settings: Settings, process_sets: Sequence[Sequence[int]]) -> Settings:
+    """Return rank 0's settings, since all ranks must compute the same from them.
+
+    Raises:
+        ValueError: this rank was given other process sets than rank 0.
+    """
+    sets = [list(ranks) for ranks in process_sets]
+    if world.is_first:
+        store.set("hvd settings", msgspec.json.encode([settings, sets]).decode())
+        return settings
+    agreed, first_sets = msgspec.json.decode(store.get("hvd settings"), type=tuple[Settings, list[list[int]]])
+    if first_sets != sets:
+        raise ValueError(
+            f"Rank 0 has called hvd.init with process sets {first_sets}, rank {world.rank} with {sets}."
+        )
+    return agreed
+
+
+class _State:
+    """The job of this process; None before `init` and after `shutdown`."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.registered_exit = False
+
+
+_state = _State()
+
+
+def runtime() -> Runtime:
+    """Return the job that `init` has started.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if _state.runtime is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _state.runtime
+
+
+def controller(set_id: int) -> Controller:
+    """Return a process set's controller.
+
+    Raises:
+        HorovodInternalError: `init` has not been called.
+        ValueError: this process is not in the set.
+    """
+    if _state.runtime is None:
+        raise HorovodInternalError(NOT_INITIALIZED)
+    return _state.runtime.controller(set_id)
+
+
+def start(process_sets: Sequence[Sequence[int]]) -> bool:
+    """Find the other ranks and start, unless that is done already; return whether it was still to be done.
+
+    A collective.
+    """
+    if _state.runtime is not None:
+        if not _state.runtime.has_ended:
+            return False
+        shutdown()
+    _state.runtime = Runtime(os.environ, process_sets)
+    if not _state.registered_exit:
+        _state.registered_exit = True
+        atexit.register(shutdown)
+    return True
+
+
+def shutdown() -> None:
+    """End this job together with all other ranks; nothing if there is none."""
+    ending, _state.runtime = _state.runtime, None
+    if ending is not None:
+        ending.shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether `init` has been called, and no rank has shut the job down since."""
+    return _state.runtime is not None and not _state.runtime.has_ended
+
+
+def rank() -> int:
+    """Return this process's rank, from 0.
+
+    Raises:
+        ValueError: before `init`; so do the functions below.
+    """
+    return runtime().world.rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return runtime().world.size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its node."""
+    return runtime().world.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    return runtime().world.local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this node, from 0."""
+    return runtime().world.node_rank
+
+
+def cross_size() -> int:
+    """Return how many nodes have a rank with this one's local rank."""
+    return runtime().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have the same number of ranks."""
+    return len(set(runtime().local_sizes)) == 1
+
+
+def gloo_enabled() -> bool:
+    """Return whether Gloo is used: once initialised, it is."""
+    return is_initialized()
+
+
+def gloo_built() -> bool:
+    """Return whether this PyTorch has Gloo."""
+    return dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """Return NCCL's version as a number, such as 22703 for 2.27.3; 0 if this PyTorch has none."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
+    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+
+
+def cuda_built() -> bool:
+    """Return whether this PyTorch was built for NVIDIA's GPUs."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether this PyTorch was built for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not used."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: MPI is not used, also under mpirun."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: MPI is not used, also under mpirun."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Raise ValueError, as Horovod without MPI does."""
+    raise ValueError("MPI is not used by this Horovod API: it works on torch.distributed.")

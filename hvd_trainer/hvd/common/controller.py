@@ -1,0 +1,323 @@
+"""Agrees with the other members of a process set on what to do next, and does it.
+
+Members meet in rounds. In a round each says what it newly asks for (`wire`), and all compute the same responses
+from the rows (`matching`), which they carry out in the same order (`executor`). A member comes to a round whenever
+it has an unfinished operation; one that has none computes on, and the others wait for its row asleep.
+
+    submit      puts a request into the queue
+    wait        the waiting thread itself drives rounds until its request is done: no thread has to be woken
+    the thread  drives rounds for requests that nobody waits for, and ends its rest when there are some
+
+Small tensors travel with the rows. Then one round is all that an allreduce needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.faults.activity import Activity
+from hvd_trainer.hvd.common import wire
+from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.executor import Executor, Job
+from hvd_trainer.hvd.common.matching import Matcher, Response
+from hvd_trainer.hvd.common.request import ADD_SET, REMOVE_SET, Request
+from hvd_trainer.hvd.common.transport import Transport
+
+DUPLICATE_NAME = (
+    "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name."
+)
+SHUT_DOWN = (
+    "Horovod has been shut down: {who} called hvd.shutdown() or came to its end, while this rank asked for an "
+    "operation. If it ended by an exception, its own output says why."
+)
+LINGER_S = 0.1
+"""How long the thread looks for requests again and again after the last one, so that submitting wakes nobody."""
+MAX_IDLE_CYCLES = 5
+"""While ranks wait for each other's requests, rounds are up to so many cycle times apart."""
+MAX_IDLE_ROUNDS = 200
+"""After so many rounds without a response (about a second), different operations under one name are a mistake."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What Horovod's environment variables say; the same on all ranks."""
+
+    fusion_bytes: int = 128 * 2**20
+    cycle_s: float = 0.001
+    cache_capacity: int = 1024
+
+
+class Controller:
+    """One process set, of which this process is a member.
+
+    Args:
+        store: of this set alone.
+        ranks: global ranks of the members, in order.
+        rank: global rank of this process.
+        settings: the same on all ranks.
+        activity: tells the monitor when this rank waits for others.
+        change_sets: carries out a request to add or remove a process set, on all members at once.
+
+    Attributes:
+        ended: why no operation succeeds any more; None as long as they do.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        settings: Settings,
+        activity: Activity,
+        change_sets: Callable[[Response], object],
+    ) -> None:
+        me = ranks.index(rank)
+        self.ranks = ranks
+        self.ended: str | None = None
+        self._settings, self._activity, self._change_sets = settings, activity, change_sets
+        self._transport = Transport(store, me, len(ranks), self._check_wait)
+        self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
+        self._matcher = Matcher(ranks, me, settings.cache_capacity)
+        self._writer = wire.RowWriter()
+        self._state = threading.Condition()
+        self._queue: list[Request] = []
+        """submitted, and not yet told the others"""
+        self._open: dict[tuple[str, int], Request] = {}
+        """submitted, and not done"""
+        self._numbers: dict[str, int] = {}
+        self._is_driving = False
+        self._num_waiting = 0
+        self._idle_rounds = 0
+        self._flags = 0
+        self._last_joined = -1
+        self._work = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Called by the user's threads.
+
+    def submit(self, request: Request, *, will_wait: bool = False) -> None:
+        """Ask for an operation.
+
+        Args:
+            will_wait: the caller calls `wait` at once, so that the thread need not care for it.
+
+        Raises:
+            ValueError: an operation of this name is under way.
+            HorovodInternalError: operations have ended.
+        """
+        with self._state:
+            if self.ended is not None:
+                raise HorovodInternalError(self.ended)
+            if request.key in self._open:
+                raise ValueError(DUPLICATE_NAME.format(name=request.signature.name))
+            self._open[request.key] = request
+            self._queue.append(request)
+        if not will_wait:
+            self._wake_thread()
+
+    def next_number(self, kind: str) -> int:
+        """Return the number of a request that has no name, counted for each kind of operation."""
+        with self._state:
+            self._numbers[kind] = self._numbers.get(kind, 0) + 1
+            return self._numbers[kind]
+
+    def wait(self, request: Request) -> None:
+        """Return when a request is done, with or without an error."""
+        if not request.is_done:
+            self._drive_until(lambda: request.is_done)
+
+    def join(self, device: torch.device) -> int:
+        """Take part in the others' operations until all have joined; return the rank that came last.
+
+        Args:
+            device: where this rank makes zeros for operations on an accelerator.
+
+        Raises:
+            HorovodInternalError: operations have ended.
+        """
+        with self._state:
+            self._executor.join_device = device
+            if self.ended is not None:
+                raise HorovodInternalError(self.ended)
+            self._flags |= wire.JOINED
+        self._drive_until(lambda: not self._flags & wire.JOINED)
+        if self.ended is not None:
+            raise HorovodInternalError(self.ended)
+        return self._last_joined
+
+    def shutdown(self) -> None:
+        """Return when all members have come to a shutdown, or operations have ended; then free everything."""
+        with self._state:
+            self._flags |= wire.SHUTDOWN
+        self._drive_until(lambda: self.ended is not None)
+        self._stop_thread()
+        self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """End all operations, also those under way, without the other members."""
+        self._end(reason)
+        self._transport.abort()
+        self._stop_thread()
+
+    def _stop_thread(self) -> None:
+        self._work.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _drive_until(self, is_done: Callable[[], bool]) -> None:
+        """Drive rounds until a condition holds, or wait while another thread does."""
+        while True:
+            with self._state:
+                self._num_waiting += 1
+                while not is_done() and self._is_driving and self.ended is None:
+                    self._state.wait()
+                self._num_waiting -= 1
+                if is_done() or self.ended is not None:
+                    return
+                self._is_driving = True
+            self._drive_once()
+
+    # The thread for requests that nobody waits for.
+
+    def _wake_thread(self) -> None:
+        if self._thread is None:
+            with self._state:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="horovod", daemon=True)
+                    self._thread.start()
+        if not self._work.is_set():
+            self._work.set()
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while self.ended is None:
+            self._work.wait()
+            time.sleep(self._settings.cycle_s)
+            if self._open:
+                idle_since = time.monotonic()
+                with self._state:
+                    if self._is_driving or self.ended is not None or not self._open:
+                        continue
+                    self._is_driving = True
+                self._drive_once()
+            elif time.monotonic() - idle_since > LINGER_S:
+                self._work.clear()
+                if self._open:
+                    self._work.set()
+
+    # Called by the one thread that drives.
+
+    def _drive_once(self) -> None:
+        try:
+            self._pace()
+            self._round()
+        except BaseException as error:
+            self._end(f"An exchange with the other ranks failed: {error}", error)
+            self._transport.abort()  # the others must not wait for this rank
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._state:
+                self._is_driving = False
+                if self._num_waiting:
+                    self._state.notify_all()
+
+    def _pace(self) -> None:
+        """Wait after a round without a response, in which all members wait for requests of each other."""
+        if self._idle_rounds and not self._queue:
+            time.sleep(self._settings.cycle_s * min(self._idle_rounds, MAX_IDLE_CYCLES))
+
+    def _round(self) -> None:
+        with self._state:
+            queue = self._queue
+            extension, num_sent = self._writer.write(queue, self._matcher, self._flags)
+            del queue[:num_sent]
+        with self._activity.waiting():
+            rows = self._transport.exchange_rows(self._writer.row)
+            flags = self._read(rows, extension)
+        if self._idle_rounds == MAX_IDLE_ROUNDS:
+            self._matcher.refuse_conflicts()
+        jobs, responses = [], self._matcher.take_responses()
+        for response in responses:
+            request = self._open.get(response.key)
+            if response.error is not None:
+                self._finish(request, HorovodInternalError(response.error))
+            elif response.signature.kind in (ADD_SET, REMOVE_SET):
+                assert request is not None
+                request.result = self._change_sets(response)
+                self._finish(request)
+            else:
+                jobs.append(Job(response, request))
+        if jobs:
+            with self._activity.waiting():
+                self._executor.run(jobs)
+            for job in jobs:
+                self._finish(job.request)
+        self._idle_rounds = 0 if responses else self._idle_rounds + 1
+        self._end_round(flags)
+
+    def _read(self, rows: Tensor, extension: bytes) -> list[int]:
+        """Give all members' requests to the matcher; return the members' flags."""
+        flags, sizes = [], []
+        for member, row in enumerate(rows.numpy()):
+            row_flags, size = wire.read_row(member, rows, row.data, self._matcher)
+            flags.append(row_flags)
+            sizes.append(size)
+        if any(sizes):
+            for member, received in enumerate(self._transport.exchange_bytes(extension, sizes)):
+                if received:
+                    wire.read_extension(member, received, self._matcher)
+        if any(flags):
+            self._note_joined([member for member, its in enumerate(flags) if its & wire.JOINED])
+        return flags
+
+    def _note_joined(self, members: Sequence[int]) -> None:
+        """Note who has joined; if all have, end their `join`."""
+        for member in members:
+            if member not in self._matcher.joined:
+                self._matcher.join(member)
+                self._last_joined = self.ranks[member]
+        if len(self._matcher.joined) == len(self.ranks):
+            self._matcher.joined.clear()
+            self._flags &= ~wire.JOINED
+
+    def _end_round(self, flags: Sequence[int]) -> None:
+        """Act on who has joined or shuts down."""
+        shut = [self.ranks[member] for member, its in enumerate(flags) if its & wire.SHUTDOWN]
+        if shut:
+            self._end(SHUT_DOWN.format(who=f"rank {shut[0]}"))
+
+    def _finish(self, request: Request | None, error: HorovodInternalError | None = None) -> None:
+        if request is None:
+            return
+        with self._state:
+            del self._open[request.key]
+            request.error = error
+            request.is_done = True
+
+    def _end(self, reason: str, cause: BaseException | None = None) -> None:
+        """Let all unfinished and further operations fail."""
+        with self._state:
+            if self.ended is None:
+                self.ended = reason
+            for request in self._open.values():
+                request.error = HorovodInternalError(self.ended)
+                request.error.__cause__ = cause
+                request.is_done = True
+            self._open.clear()
+            self._queue.clear()
+            self._work.set()
+            self._state.notify_all()
+
+    def _check_wait(self) -> None:
+        """Give up waiting for another rank if operations have ended meanwhile."""
+        if self.ended is not None:
+            raise HorovodInternalError(self.ended)

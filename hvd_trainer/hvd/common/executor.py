@@ -1,0 +1,382 @@
+"""Carries out the operations that all members of a process set have asked for, in the order of the responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.hvd.common import adasum
+from hvd_trainer.hvd.common.matching import Response
+from hvd_trainer.hvd.common.request import (
+    ADASUM,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    AVERAGE,
+    BROADCAST,
+    DTYPES,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCESCATTER,
+    SUM,
+    Request,
+    Signature,
+)
+from hvd_trainer.hvd.common.transport import Transport
+from hvd_trainer.hvd.common.wire import as_bytes
+from hvd_trainer.utils import accelerator
+
+GROUP_OPS = {
+    AVERAGE: dist.ReduceOp.SUM,
+    SUM: dist.ReduceOp.SUM,
+    MIN: dist.ReduceOp.MIN,
+    MAX: dist.ReduceOp.MAX,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+COMBINE: dict[int, Callable[..., Tensor]] = {
+    AVERAGE: torch.add,
+    SUM: torch.add,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    PRODUCT: torch.mul,
+}
+
+
+class Job(NamedTuple):
+    """A response and this rank's request for it; None if this rank has joined."""
+
+    response: Response
+    request: Request | None
+
+
+class _Part(NamedTuple):
+    """One tensor of an allreduce, which may travel with others."""
+
+    source: Tensor
+    output: Tensor
+
+
+class Executor:
+    """Carries out operations; one thread at a time.
+
+    Args:
+        transport: to the other members.
+        ranks: global ranks of the members.
+        fusion_bytes: tensors up to this size in total travel together.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int], fusion_bytes: int) -> None:
+        self._transport = transport
+        self._ranks = ranks
+        self._fusion_bytes = fusion_bytes
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self.join_device = torch.device("cpu")
+        """where the zeros of a rank that has joined are made, for operations on an accelerator"""
+
+    @torch.no_grad()
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Carry out operations and fill the requests' outputs.
+
+        Raises:
+            RuntimeError: a connection is broken.
+        """
+        fused: dict[tuple[Any, ...], list[Job]] = {}
+        for job in jobs:
+            if job.response.payloads:
+                self._reduce_inline(job)
+                continue
+            signature = job.response.signature
+            if signature.kind == ALLREDUCE and signature.op != ADASUM:
+                key: tuple[Any, ...] = (ALLREDUCE, signature.device, signature.op, *_factors(signature))
+                fused.setdefault(key, []).append(job)
+            elif signature.kind == BROADCAST:
+                fused.setdefault((BROADCAST, signature.device, signature.root), []).append(job)
+            elif signature.kind in (ALLGATHER, ALLTOALL, REDUCESCATTER, ALLREDUCE):
+                fused.setdefault((id(job),), []).append(job)
+        for together in fused.values():
+            signature = together[0].response.signature
+            run = {
+                ALLREDUCE: self._adasum if signature.op == ADASUM else self._all_reduce,
+                BROADCAST: self._broadcast,
+                ALLGATHER: self._all_gather,
+                ALLTOALL: self._all_to_all,
+                REDUCESCATTER: self._reduce_scatter,
+            }[signature.kind]
+            device = self._device(together)
+            if accelerator.is_host(device):
+                run(together, device)
+            else:
+                self._on_stream(run, together, device)
+
+    def _device(self, jobs: Sequence[Job]) -> torch.device:
+        for job in jobs:
+            if job.request is not None and job.request.tensors:
+                return job.request.tensors[0].device
+        return torch.device("cpu") if jobs[0].response.signature.device == "cpu" else self.join_device
+
+    def _on_stream(self, run: Callable[..., None], jobs: Sequence[Job], device: torch.device) -> None:
+        """Queue the operations on a stream of their own, after what the tensors depend on."""
+        if device not in self._streams:
+            accelerator.set_current(device)
+            self._streams[device] = accelerator.new_stream(device)
+        stream = self._streams[device]
+        with accelerator.on_stream(stream):
+            for job in jobs:
+                if job.request is not None and job.request.ready is not None:
+                    stream.wait_event(job.request.ready)
+            run(jobs, device)
+            finished = accelerator.event(device)
+            finished.record(stream)
+        for job in jobs:
+            if job.request is not None:
+                job.request.finished = finished
+
+    # Tensors that came with the requests.
+
+    def _reduce_inline(self, job: Job) -> None:
+        """Compute the result on this rank: all members' tensors are here."""
+        signature, request = job.response.signature, job.request
+        if request is None:
+            return
+        dtype = DTYPES[signature.dtypes[0]]
+        rows = [payload.view(dtype) for payload in job.response.payloads if payload is not None]
+        if signature.kind == ALLREDUCE:
+            result = _combine(rows, signature)
+            _scale(result, _factor_after(signature, len(self._ranks)))
+        elif signature.kind == BROADCAST:
+            result = rows[self._ranks.index(signature.root)]
+        else:
+            result = torch.cat(rows)
+            lengths = [its.shapes[0][0] for its in job.response.signatures if its is not None]
+            request.outputs = [result.view(sum(lengths), *signature.shapes[0][1:])]
+            request.result = [sum(lengths[: self._transport.member])]
+            return
+        if request.in_place:
+            request.outputs[0].data.view(-1).copy_(result)
+        else:
+            request.outputs = [result.view(signature.shapes[0])]
+
+    # Allreduce.
+
+    def _all_reduce(self, jobs: Sequence[Job], device: torch.device) -> None:
+        by_dtype: dict[torch.dtype, list[_Part]] = {}
+        for job in jobs:
+            for part in self._parts(job, device):
+                by_dtype.setdefault(part.source.dtype, []).append(part)
+        signature = jobs[0].response.signature
+        for parts in by_dtype.values():
+            for chunk in self._chunks(parts):
+                self._all_reduce_together(chunk, signature, device)
+
+    def _parts(self, job: Job, device: torch.device) -> list[_Part]:
+        signature, request = job.response.signature, job.request
+        if request is None:
+            zeros = [
+                torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+                for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
+            ]
+            return [_Part(tensor, tensor) for tensor in zeros]
+        outputs = self._outputs(request)
+        return [_Part(source, output) for source, output in zip(request.tensors, outputs, strict=True)]
+
+    def _outputs(self, request: Request) -> list[Tensor]:
+        """Return where the results of tensors of the same shapes go."""
+        if not request.in_place:
+            request.outputs = [torch.empty_like(tensor) for tensor in request.tensors]
+        return [output.data for output in request.outputs]
+
+    def _chunks(self, parts: Sequence[_Part]) -> list[list[_Part]]:
+        """Divide parts into lists of at most `fusion_bytes`, or of one part."""
+        chunks: list[list[_Part]] = []
+        space = -1
+        for part in parts:
+            space -= part.source.nbytes
+            if space < 0:
+                chunks.append([])
+                space = self._fusion_bytes - part.source.nbytes
+            chunks[-1].append(part)
+        return chunks
+
+    def _all_reduce_together(self, parts: Sequence[_Part], signature: Signature, device: torch.device) -> None:
+        if len(parts) == 1:
+            flat = parts[0].output.view(-1)
+            if parts[0].output is not parts[0].source:
+                flat.copy_(parts[0].source.view(-1))
+        else:
+            flat = self._gather_into_buffer([part.source.view(-1) for part in parts])
+        if flat.numel() == 0:
+            return
+        _scale(flat, signature.prescale)
+        if len(self._ranks) > 1:
+            options = dist.AllreduceOptions()
+            options.reduceOp = GROUP_OPS[signature.op]
+            self._transport.wait(self._transport.group(device).allreduce([flat], options))
+        _scale(flat, _factor_after(signature, len(self._ranks)))
+        if len(parts) > 1:
+            _scatter_buffer(flat, [part.output.view(-1) for part in parts])
+
+    def _gather_into_buffer(self, flats: Sequence[Tensor]) -> Tensor:
+        """Return the tensors one after the other in a buffer, which is kept for the next time."""
+        size = sum(map(len, flats))
+        key = flats[0].dtype, flats[0].device
+        if key not in self._buffers or len(self._buffers[key]) < size:
+            self._buffers[key] = torch.empty(size, dtype=key[0], device=key[1])
+        return torch.cat(list(flats), out=self._buffers[key][:size])
+
+    def _adasum(self, jobs: Sequence[Job], device: torch.device) -> None:
+        for part in self._parts(jobs[0], device):
+            signature = jobs[0].response.signature
+            result = part.source * signature.prescale if signature.prescale != 1.0 else part.source
+            result = adasum.reduce(result.view(-1), self._transport, self._transport.group(device))
+            part.output.view(-1).copy_(result)
+            _scale(part.output, signature.postscale)
+
+    # The operations that only move bytes.
+
+    def _broadcast(self, jobs: Sequence[Job], device: torch.device) -> None:
+        root = self._ranks.index(jobs[0].response.signature.root)
+        is_root = root == self._transport.member
+        parts = []
+        for job in jobs:
+            assert job.request is not None
+            for source, output in zip(job.request.tensors, self._outputs(job.request), strict=True):
+                if is_root and output is not source:
+                    output.copy_(source)
+                if source.numel():
+                    parts.append(_Part(as_bytes(output), as_bytes(output)))
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        for chunk in self._chunks(parts) if len(self._ranks) > 1 else ():
+            flats = [part.output for part in chunk]
+            flat = flats[0] if len(flats) == 1 else self._gather_into_buffer(flats)
+            self._transport.wait(self._transport.group(device).broadcast([flat], options))
+            if len(flats) > 1 and not is_root:
+                _scatter_buffer(flat, flats)
+
+    def _all_gather(self, jobs: Sequence[Job], device: torch.device) -> None:
+        response, request = jobs[0]
+        assert request is not None
+        request.outputs, request.result = [], []
+        for index, tensor in enumerate(request.tensors):
+            lengths = [s.shapes[index][0] for s in response.signatures if s is not None]
+            output = tensor.new_empty((sum(lengths), *tensor.shape[1:]))
+            request.outputs.append(output)
+            request.result.append(sum(lengths[: self._transport.member]))
+            if output.numel() == 0:
+                continue
+            sent, received = as_bytes(tensor), as_bytes(output)
+            group = self._transport.group(device)
+            if len(set(lengths)) == 1:
+                self._transport.wait(group._allgather_base(received, sent))
+                continue
+            row_bytes = len(received) // sum(lengths)
+            slices = received.split([length * row_bytes for length in lengths])
+            slices[self._transport.member].copy_(sent)
+            works = []
+            for member, part in enumerate(slices):
+                if len(part):
+                    options = dist.BroadcastOptions()
+                    options.rootRank = member
+                    works.append(group.broadcast([part], options))
+            for work in works:
+                self._transport.wait(work)
+
+    def _all_to_all(self, jobs: Sequence[Job], device: torch.device) -> None:
+        response, request = jobs[0]
+        assert request is not None
+        tensor = request.tensors[0]
+        mine = response.signatures[self._transport.member]
+        assert mine is not None
+        received_rows = [s.splits[self._transport.member] for s in response.signatures if s is not None]
+        output = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        received_bytes = [count * row_bytes for count in received_rows]
+        sent_bytes = [count * row_bytes for count in mine.splits]
+        sent = as_bytes(tensor[: sum(mine.splits)])
+        self._exchange(as_bytes(output), sent, received_bytes, sent_bytes, device)
+        request.outputs, request.result = [output], received_rows
+
+    def _exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """Send consecutive parts of a flat tensor to the members, and receive theirs."""
+        group = self._transport.group(device)
+        work = group.alltoall_base(received, sent, [*received_sizes], [*sent_sizes])
+        self._transport.wait(work)
+
+    def _reduce_scatter(self, jobs: Sequence[Job], device: torch.device) -> None:
+        response, request = jobs[0]
+        assert request is not None
+        size, me = len(self._ranks), self._transport.member
+        request.outputs = []
+        for tensor in request.tensors:
+            base, rest = divmod(tensor.shape[0], size)
+            rows = [base + (member < rest) for member in range(size)]
+            row_size = math.prod(tensor.shape[1:])
+            flat = tensor.view(-1)
+            if response.signature.prescale != 1.0:
+                flat = flat.clone()
+                _scale(flat, response.signature.prescale)
+            received = flat.new_empty(size * rows[me] * row_size)
+            self._exchange(
+                as_bytes(received),
+                as_bytes(flat),
+                [rows[me] * row_size * flat.element_size()] * size,
+                [n * row_size * flat.element_size() for n in rows],
+                device,
+            )
+            result = _combine(received.view(size, -1).unbind(), response.signature, scaled=True)
+            _scale(result, _factor_after(response.signature, size))
+            request.outputs.append(result.view(rows[me], *tensor.shape[1:]))
+
+
+def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Copy consecutive parts of a buffer to where they belong."""
+    torch._foreach_copy_(list(outputs), list(flat.split([len(output) for output in outputs])))
+
+
+def _factors(signature: Signature) -> tuple[float, float]:
+    return signature.prescale, signature.postscale
+
+
+def _factor_after(signature: Signature, size: int) -> float:
+    """Return by what a sum is to be multiplied."""
+    return signature.postscale / size if signature.op == AVERAGE else signature.postscale
+
+
+def _scale(tensor: Tensor, factor: float) -> None:
+    """Multiply in place; integers are computed in fp64 and cut towards zero, as Horovod does."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_((tensor.double() * factor).trunc_())
+
+
+def _combine(rows: Sequence[Tensor], signature: Signature, scaled: bool = False) -> Tensor:
+    """Return the rows combined in the members' order; 16-bit numbers are added up in fp32."""
+    dtype = rows[0].dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        rows = [row.float() for row in rows]
+    else:
+        rows = [rows[0].clone(), *rows[1:]]
+    if not scaled:
+        for row in rows:
+            _scale(row, signature.prescale)
+    combine = COMBINE[signature.op]
+    for row in rows[1:]:
+        combine(rows[0], row, out=rows[0])
+    return rows[0].to(dtype)

@@ -1,0 +1,264 @@
+"""Which operations all ranks have asked for: the same state on all members of a process set.
+
+Every member feeds its `Matcher` with the same requests in the same order, as they came in the rounds of the
+controller. So all members get the same list of responses, without a coordinator. Pure: no threads, no network.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hvd_trainer.hvd.common.request import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCE_OPS,
+    REDUCESCATTER,
+    Signature,
+)
+
+NOT_WITH_JOIN = (ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER)
+
+
+@dataclass(kw_only=True)
+class Response:
+    """An operation that all members of the set have asked for, or a mistake in it."""
+
+    key: tuple[str, int]
+    signatures: Sequence[Signature | None]
+    """of each member; None for one that has joined"""
+    payloads: Sequence[Tensor | None] = ()
+    """the members' tensors as bytes, if all of them came with the requests"""
+    error: str | None = None
+    cached_id: int = -1
+    """the cache entry by which all members have asked for it; -1: there is none"""
+
+    @property
+    def signature(self) -> Signature:
+        """That of the first member that has one."""
+        return next(signature for signature in self.signatures if signature is not None)
+
+
+@dataclass
+class _Pending:
+    """Who has asked for an operation so far."""
+
+    size: int
+    signatures: list[Signature | None] = field(init=False)
+    ids: list[int] = field(init=False)
+    """cache entry by which each member has asked; -1: in full"""
+    payloads: list[Tensor | None] = field(init=False)
+    num_posted: int = 0
+
+    def __post_init__(self) -> None:
+        self.signatures = [None] * self.size
+        self.ids = [-1] * self.size
+        self.payloads = [None] * self.size
+
+
+class Cached:
+    """What each member asked for in an operation that was executed before."""
+
+    __slots__ = ("inline_bytes", "signatures")
+
+    def __init__(self, signatures: Sequence[Signature]) -> None:
+        self.signatures = signatures
+        self.inline_bytes = [signature.inline_bytes for signature in signatures]
+
+
+class Matcher:
+    """Collects requests of all members of a process set.
+
+    Args:
+        ranks: global ranks of the members.
+        me: index of this process among them.
+        capacity: how many operations the cache remembers; 0: none.
+
+    Attributes:
+        joined: indices of members that have called `join`.
+        pending: what some members have asked for, by name and number.
+    """
+
+    def __init__(self, ranks: Sequence[int], me: int, capacity: int) -> None:
+        self.ranks = ranks
+        self.joined: set[int] = set()
+        self.pending: dict[tuple[str, int], _Pending] = {}
+        self._me = me
+        self._capacity = capacity
+        self._cache: OrderedDict[int, Cached] = OrderedDict()
+        self._next_id = 0
+        self._own_ids: dict[Signature, int] = {}
+        self._responses: list[Response] = []
+
+    def cached_id(self, signature: Signature) -> int | None:
+        """Return the id by which this rank can ask for the same again; None if it must be sent in full."""
+        return self._own_ids.get(signature)
+
+    def cached(self, id_: int) -> Cached:
+        """Return a cache entry."""
+        return self._cache[id_]
+
+    def add_cached(self, member: int, id_: int, number: int, payload: Tensor | None) -> None:
+        """Note that a member asks for what it has asked for before."""
+        self._add(member, self._cache[id_].signatures[member], number, id_, payload)
+
+    def add(self, member: int, signature: Signature, number: int) -> None:
+        """Note that a member asks for an operation."""
+        self._add(member, signature, number, -1, None)
+
+    def _add(self, member: int, signature: Signature, number: int, id_: int, payload: Tensor | None) -> None:
+        key = signature.name, number
+        entry = self.pending.get(key)
+        if entry is None:
+            entry = self.pending[key] = _Pending(len(self.ranks))
+        entry.signatures[member] = signature
+        entry.ids[member] = id_
+        entry.payloads[member] = payload
+        entry.num_posted += 1
+        self._respond_if_complete(key, entry)
+
+    def join(self, member: int) -> None:
+        """Note that a member has joined: it takes part in whatever the others ask for."""
+        if member in self.joined:
+            return
+        self.joined.add(member)
+        for key, entry in list(self.pending.items()):
+            self._respond_if_complete(key, entry)
+
+    def _respond_if_complete(self, key: tuple[str, int], entry: _Pending) -> None:
+        if entry.num_posted < len(self.ranks) and any(
+            signature is None and member not in self.joined for member, signature in enumerate(entry.signatures)
+        ):
+            return
+        del self.pending[key]
+        payloads = entry.payloads if all(p is not None for p in entry.payloads) else ()
+        response = Response(key=key, signatures=entry.signatures, payloads=payloads)
+        id_ = entry.ids[0]
+        if id_ >= 0 and all(other == id_ for other in entry.ids):
+            response.cached_id = id_
+        else:
+            response.error = self._mistake(key, entry.signatures)
+        self._responses.append(response)
+
+    def _remember(self, signatures: Sequence[Signature]) -> None:
+        if self._capacity == 0 or signatures[0].kind not in (*NOT_WITH_JOIN, ALLREDUCE, BARRIER):
+            return
+        while len(self._cache) >= self._capacity:
+            old_id, old = self._cache.popitem(last=False)
+            if self._own_ids.get(old.signatures[self._me]) == old_id:
+                del self._own_ids[old.signatures[self._me]]
+        id_, self._next_id = self._next_id, self._next_id + 1
+        self._cache[id_] = Cached(signatures)
+        self._own_ids[signatures[self._me]] = id_
+
+    def take_responses(self) -> list[Response]:
+        """Return the operations that have become complete, in the order in which they did.
+
+        Called when all rows of a round are read: the cache must not change in between.
+        """
+        responses, self._responses = self._responses, []
+        for response in responses:
+            if response.cached_id in self._cache:
+                self._cache.move_to_end(response.cached_id)
+            elif response.error is None and None not in response.signatures:
+                self._remember([signature for signature in response.signatures if signature is not None])
+        return responses
+
+    def refuse_conflicts(self) -> None:
+        """Respond with an error to different operations under one name, on which all members wait for each other.
+
+        Horovod tells kinds of operations apart by name, so that these would never be matched.
+        """
+        by_name: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for key in self.pending:
+            by_name.setdefault((key[0].partition(".")[2], key[1]), []).append(key)
+        for keys in by_name.values():
+            entries = [self.pending[key] for key in keys]
+            asked = [
+                [s for s in signatures if s is not None]
+                for signatures in zip(*(e.signatures for e in entries), strict=True)
+            ]
+            if len(keys) == 1 or any(len(signatures) != 1 for signatures in asked):
+                continue
+            signatures = [signature for (signature,) in asked]
+            error = self._mistake(keys[0], signatures)
+            for key in keys:
+                del self.pending[key]
+                self._responses.append(Response(key=key, signatures=signatures, error=error))
+
+    def missing(self, key: tuple[str, int]) -> list[int]:
+        """Return the global ranks that have not asked for an operation yet."""
+        entry = self.pending.get(key)
+        if entry is None:
+            return []
+        return [
+            self.ranks[member]
+            for member, signature in enumerate(entry.signatures)
+            if signature is None and member not in self.joined
+        ]
+
+    def _mistake(self, key: tuple[str, int], signatures: Sequence[Signature | None]) -> str | None:
+        """Return what ranks disagree in, with who asked for what; None if they agree."""
+        asked = {
+            self.ranks[member]: signature for member, signature in enumerate(signatures) if signature is not None
+        }
+        first = next(iter(asked.values()))
+        if len(asked) < len(signatures) and first.kind in NOT_WITH_JOIN:
+            joined = ", ".join(str(self.ranks[member]) for member in sorted(self.joined))
+            return (
+                f"{first.kind.capitalize()} is not supported with Join: {_title(key)} was asked for by "
+                f"{_ranks(list(asked))}, while {_ranks([int(rank) for rank in joined.split(', ')])} had joined."
+            )
+        for what, value in _ASPECTS:
+            values = {rank: value(signature) for rank, signature in asked.items()}
+            if len(set(values.values())) > 1:
+                return f"Mismatched {what} in {_title(key)}: {_who_asked(values)}."
+        return None
+
+
+def _title(key: tuple[str, int]) -> str:
+    name, number = key
+    return f"{name}.{number}" if number else name
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _who_asked(values: dict[int, Any]) -> str:
+    """Return such as `rank 0 has float32, ranks 1, 2 have int64`."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()
+    )
+
+
+def _comparable_shapes(signature: Signature) -> str:
+    """Return the shapes as far as ranks must agree on them: gathered rows may differ in number."""
+    shapes = signature.shapes
+    if signature.kind in (ALLGATHER, ALLTOALL):
+        return ", ".join(f"({', '.join(['any', *map(str, shape[1:])])})" for shape in shapes)
+    return ", ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+
+
+_ASPECTS: Sequence[tuple[str, Callable[[Signature], Any]]] = (
+    ("operations", lambda s: s.kind),
+    ("numbers of tensors", lambda s: len(s.shapes)),
+    ("data types", lambda s: ", ".join(s.dtypes)),
+    ("devices", lambda s: s.device),
+    ("reduction operations", lambda s: REDUCE_OPS[s.op] if s.op >= 0 else "none"),
+    ("prescale factors", lambda s: s.prescale),
+    ("postscale factors", lambda s: s.postscale),
+    ("tensor shapes", _comparable_shapes),
+    ("root ranks", lambda s: s.root),
+    ("process sets", lambda s: s.splits if s.kind != ALLTOALL else ()),
+)

@@ -1,0 +1,108 @@
+"""One operation as a rank asks for it, and the description of it that ranks compare."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+REDUCE_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+"""Names of the reductions, by Horovod's numbers."""
+
+ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
+REDUCESCATTER, BARRIER, ADD_SET, REMOVE_SET = "reducescatter", "barrier", "add_process_set", "remove_process_set"
+
+MAX_INLINE_BYTES = 128
+"""Tensors up to this size travel with the request, instead of in an exchange of their own."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+}
+REDUCIBLE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types that Horovod's operations with arithmetic take; the others take all of `DTYPES`."""
+
+
+class Signature(msgspec.Struct, frozen=True, array_like=True):
+    """Everything about an operation in which ranks must agree, or which the others must know."""
+
+    kind: str
+    name: str
+    """as the user gave it; else that of the operation's kind, and the request's number counts them"""
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = ""
+    """type of the tensors' device"""
+    op: int = -1
+    root: int = -1
+    """global rank that sends a broadcast"""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[int, ...] = ()
+    """alltoall: rows for each member of the process set; process sets: their ranks"""
+    is_group: bool = False
+    """whether a list of tensors was given, even of one"""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of this rank's tensors."""
+        sizes = (DTYPES[dtype].itemsize for dtype in self.dtypes)
+        return sum(math.prod(shape) * size for shape, size in zip(self.shapes, sizes, strict=True))
+
+    @property
+    def inline_bytes(self) -> int:
+        """How many bytes travel with the request; 0 if its tensors need an exchange of their own."""
+        if self.device != "cpu" or self.is_group or self.op == ADASUM:
+            return 0
+        if self.kind not in (ALLREDUCE, BROADCAST, ALLGATHER):
+            return 0
+        return self.num_bytes if self.num_bytes <= MAX_INLINE_BYTES else 0
+
+
+class Request:
+    """One operation of this rank, from submission to its result.
+
+    Args:
+        signature: what is asked for.
+        number: of a request without a name of its own, else 0.
+        tensors: contiguous.
+        in_place: whether the results go into `tensors`.
+
+    Attributes:
+        outputs: the results, once done.
+        result: what an operation without tensors returns; alltoall: rows received from each member.
+        error: why it has failed; None if it has not.
+        is_done: whether outputs or error are there.
+        ready, finished: events of an accelerator, after which the tensors and the outputs may be read.
+        submitted_at: by `time.monotonic`.
+    """
+
+    def __init__(
+        self, signature: Signature, *, number: int = 0, tensors: Sequence[Tensor] = (), in_place: bool = False
+    ) -> None:
+        self.signature = signature
+        self.number = number
+        # Without autograd's record: the user's tensors may require gradients.
+        self.tensors = [tensor.data for tensor in tensors]
+        self.outputs: list[Tensor] = list(tensors) if in_place else []
+        self.in_place = in_place
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.ready: Any = None
+        self.finished: Any = None
+        self.submitted_at = time.monotonic()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What ranks match it by."""
+        return self.signature.name, self.number

@@ -1,0 +1,1 @@
+"""The operations of `hvd.mpi_ops`, one kind a module."""

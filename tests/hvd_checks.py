@@ -1,0 +1,440 @@
+"""What `hvd_trainer.hvd` promises, one function per promise. Each runs in every rank, after `hvd.init()`.
+
+`test_hvd.py` runs all of them at several sizes. A check passes by returning.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hvd_trainer import hvd
+
+CHECKS: dict[str, Callable[[], None]] = {}
+ALL_DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+REDUCIBLE = ALL_DTYPES[3:]
+SIZES = ((), (3,), (0,), (7, 5), (1000, 3))
+"""Tensors that travel with a request, and larger ones."""
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks() -> tuple[int, dict[str, str | None]]:
+    """Run all checks; return each one's traceback, or None where it held."""
+    outcomes: dict[str, str | None] = {}
+    hvd.init(process_sets="dynamic")
+    rank = hvd.rank()
+    for name, function in CHECKS.items():
+        try:
+            function()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    hvd.shutdown()
+    return rank, outcomes
+
+
+def ranks() -> range:
+    return range(hvd.size())
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor of a rank: small whole numbers, whose sums are exact in each type."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 4, shape, generator=generator).to(dtype)
+
+
+@check
+def allreduce_combines_all_types_and_sizes() -> None:
+    combine = {hvd.Sum: torch.sum, hvd.Min: torch.amin, hvd.Max: torch.amax, hvd.Product: torch.prod}
+    for dtype in REDUCIBLE:
+        for shape in SIZES:
+            mine = values(hvd.rank(), shape, dtype)
+            everyone = torch.stack([values(rank, shape, dtype) for rank in ranks()])
+            for op, function in combine.items():
+                for repeat in range(3):  # unknown, then known to all
+                    result = hvd.allreduce(mine, name=f"{dtype}.{shape}.{op}", op=op)
+                    assert result.dtype == dtype
+                    assert torch.equal(result, function(everyone, 0).to(dtype)), (dtype, shape, op, repeat)
+            assert torch.equal(mine, values(hvd.rank(), shape, dtype)), "the input was changed"
+
+
+@check
+def allreduce_averages_and_scales() -> None:
+    size = hvd.size()
+    for repeat in range(3):
+        result = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), name="average")
+        assert torch.allclose(result, torch.full((3,), (size + 1) / 2)), repeat
+        whole = hvd.allreduce(torch.tensor([3, -4, size]), name="whole")
+        assert whole.tolist() == [3, -4, size], "integers are cut towards zero"
+        scaled = hvd.allreduce(
+            torch.ones(5), name="scaled", op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25
+        )
+        assert torch.allclose(scaled, torch.full((5,), size / 2))
+
+
+@check
+def in_place_operations_return_their_tensor() -> None:
+    for shape in SIZES:
+        tensor = torch.full(shape, 1.0, requires_grad=True)
+        for op, expected in ((hvd.Sum, hvd.size()), (hvd.Average, hvd.size())):
+            assert hvd.allreduce_(tensor, op=op) is tensor
+            assert torch.equal(tensor.detach(), torch.full(shape, float(expected)))
+        whole = torch.full(shape, hvd.rank())
+        assert hvd.broadcast_(whole, 0) is whole
+        assert torch.equal(whole, torch.full(shape, 0))
+
+
+@check
+def groups_are_one_operation() -> None:
+    tensors = [values(hvd.rank(), shape, dtype) for shape in SIZES for dtype in REDUCIBLE]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
+    expected = [
+        sum(values(rank, tuple(tensor.shape), tensor.dtype) for rank in ranks())  # type: ignore[misc]
+        for tensor in tensors
+    ]
+    assert all(map(torch.equal, results, expected))
+    assert hvd.grouped_allreduce_(tensors, op=hvd.Sum)[0] is tensors[0]
+    assert all(map(torch.equal, tensors, expected))
+    one = hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2)], op=hvd.Sum))
+    assert isinstance(one, tuple)
+    rows = [torch.full((hvd.rank() + 1, 2), hvd.rank()), torch.full((3,), hvd.rank(), dtype=torch.int16)]
+    gathered = hvd.grouped_allgather(rows)
+    assert gathered[0].shape == (sum(rank + 1 for rank in ranks()), 2)
+    assert gathered[1].tolist() == [rank for rank in ranks() for _ in range(3)]
+    parts = hvd.grouped_reducescatter([torch.ones(hvd.size(), 2), torch.ones(2 * hvd.size())], op=hvd.Sum)
+    assert [tuple(part.shape) for part in parts] == [(1, 2), (2,)]
+
+
+@check
+def allgather_takes_different_numbers_of_rows() -> None:
+    for dtype in ALL_DTYPES:
+        for columns in (1, 40):
+            for rows_of in (lambda rank: 2, lambda rank: rank, lambda rank: rank + 3):
+                mine = torch.full((rows_of(hvd.rank()), columns), hvd.rank(), dtype=dtype)
+                expected = torch.cat([torch.full((rows_of(r), columns), r, dtype=dtype) for r in ranks()])
+                for _ in range(2):
+                    assert torch.equal(hvd.allgather(mine, name=f"gather.{dtype}.{columns}"), expected)
+
+
+@check
+def broadcast_sends_from_any_root() -> None:
+    for dtype in ALL_DTYPES:
+        for shape in SIZES:
+            for root in {0, hvd.size() - 1}:
+                for _ in range(2):
+                    got = hvd.broadcast(values(hvd.rank(), shape, dtype), root, name=f"{dtype}.{shape}.{root}")
+                    assert torch.equal(got, values(root, shape, dtype))
+
+
+@check
+def alltoall_sends_rows_and_tells_how_many_came() -> None:
+    size, me = hvd.size(), hvd.rank()
+    even = hvd.alltoall(torch.arange(size * 2) + 100 * me)
+    assert even.tolist() == [100 * rank + 2 * me + row for rank in ranks() for row in (0, 1)]
+    splits = torch.tensor([(me + to) % 3 for to in ranks()], dtype=torch.int32)
+    rows = torch.cat([torch.full((int(count), 2), 10 * me + to) for to, count in enumerate(splits)])
+    for dtype in ALL_DTYPES:
+        got, received = hvd.alltoall(rows.to(dtype), splits, name=f"{dtype}")
+        assert received.tolist() == [(rank + me) % 3 for rank in ranks()]
+        assert received.dtype == torch.int32
+        expected = torch.cat([torch.full((int(n), 2), 10 * r + me) for r, n in enumerate(received)])
+        assert torch.equal(got, expected.to(dtype))
+
+
+@check
+def reducescatter_gives_the_first_ranks_one_row_more() -> None:
+    size, me = hvd.size(), hvd.rank()
+    for dtype in REDUCIBLE:
+        for extra in (0, 1):
+            whole = values(0, (2 * size + extra, 3), dtype)
+            got = hvd.reducescatter(whole, op=hvd.Sum, name=f"{dtype}.{extra}")
+            first = 2 * me + min(me, extra)
+            assert torch.equal(got, whole[first : first + 2 + (me < extra)] * size), (dtype, extra)
+    assert torch.allclose(hvd.reducescatter(torch.ones(size), prescale_factor=4.0), torch.tensor([4.0]))
+
+
+@check
+def adasum_averages_parallel_and_adds_orthogonal_gradients() -> None:
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(NotImplementedError, match="power of two"):
+            hvd.allreduce(torch.ones(3), op=hvd.Adasum)
+        return
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        parallel = hvd.allreduce(torch.ones(300, dtype=dtype), op=hvd.Adasum)
+        assert torch.allclose(parallel, torch.ones(300, dtype=dtype))
+        orthogonal = torch.zeros(hvd.size(), dtype=dtype)
+        orthogonal[hvd.rank()] = 2
+        assert torch.allclose(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.full((hvd.size(),), 2, dtype=dtype))
+
+
+@check
+def gradients_flow_as_in_horovod() -> None:
+    size, me = hvd.size(), hvd.rank()
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        tensor = torch.ones(4 * size, requires_grad=True)
+        function(tensor).sum().backward()
+        assert tensor.grad is not None
+        return tensor.grad
+
+    assert torch.equal(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum)), torch.full((4 * size,), float(size)))
+    assert torch.allclose(gradient(hvd.allreduce), torch.ones(4 * size))
+    assert torch.equal(
+        gradient(lambda t: hvd.grouped_allreduce([t], op=hvd.Sum)[0]), torch.full((4 * size,), size)
+    )
+    assert torch.equal(gradient(hvd.allgather), torch.ones(4 * size))
+    root = gradient(lambda t: hvd.broadcast(t, 0))
+    assert torch.equal(root, torch.full((4 * size,), float(me == 0)))
+    assert torch.equal(gradient(hvd.alltoall), torch.ones(4 * size))
+    assert torch.equal(gradient(lambda t: hvd.alltoall(t, [1] * size)[0]), (torch.arange(4 * size) < size).float())
+    assert torch.equal(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum)), torch.full((4 * size,), float(size)))
+
+
+@check
+def operations_are_matched_by_name_in_any_order() -> None:
+    names = [f"layer{number}" for number in range(150)]
+    order = names[hvd.rank() :] + names[: hvd.rank()]
+    for _ in range(3):
+        handles = {name: hvd.allreduce_async(torch.full((5,), float(name[5:])), name=name) for name in order}
+        for name in reversed(order):
+            assert hvd.synchronize(handles[name]).tolist() == [float(name[5:])] * 5
+
+
+@check
+def large_operations_are_matched_by_name_in_any_order() -> None:
+    shapes = {f"large{number}": (number + 1, 1000) for number in range(30)}
+    order = list(shapes)[hvd.rank() :] + list(shapes)[: hvd.rank()]
+    for _ in range(2):
+        handles = {name: hvd.allreduce_async(torch.ones(shapes[name]), name=name, op=hvd.Sum) for name in order}
+        sent = {name: hvd.broadcast_async(torch.full(shapes[name], hvd.rank()), 0, name=name) for name in order}
+        for name in order:
+            assert torch.equal(hvd.synchronize(handles[name]), torch.full(shapes[name], float(hvd.size())))
+            assert torch.equal(hvd.synchronize(sent[name]), torch.full(shapes[name], 0))
+
+
+@check
+def several_threads_may_submit() -> None:
+    def reduce(number: int) -> float:
+        total = 0.0
+        for step in range(20):
+            total += float(hvd.allreduce(torch.tensor(float(number)), name=f"thread{number}.{step % 3}"))
+        return total
+
+    order = [(number + hvd.rank()) % 4 for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(reduce, order)) == [20.0 * number for number in order]
+
+
+@check
+def poll_and_synchronize_know_their_handles() -> None:
+    handle = hvd.allreduce_async(torch.ones(3), name="polled", op=hvd.Sum)
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+    assert hvd.synchronize(handle) is None
+    with pytest.raises(ValueError, match="Handle"):
+        hvd.poll(handle)
+
+
+@check
+def mistakes_are_the_same_error_on_all_ranks_and_the_job_goes_on() -> None:
+    odd = hvd.rank() % 2
+    if hvd.size() == 1:
+        return
+    mistakes: dict[str, Callable[[], object]] = {
+        "tensor shapes": lambda: hvd.allreduce(torch.ones(3 + odd), name="wrong"),
+        "data types": lambda: hvd.allreduce(torch.ones(3).to([torch.int32, torch.float32][odd]), name="wrong"),
+        "reduction operations": lambda: hvd.allreduce(torch.ones(3), name="wrong", op=[hvd.Sum, hvd.Max][odd]),
+        "prescale factors": lambda: hvd.allreduce(torch.ones(3), name="wrong", prescale_factor=1.0 + odd),
+        "postscale factors": lambda: hvd.allreduce(torch.ones(3), name="wrong", postscale_factor=1.0 + odd),
+        "root ranks": lambda: hvd.broadcast(torch.ones(3), odd, name="wrong"),
+        "numbers of tensors": lambda: hvd.grouped_allreduce([torch.ones(3)] * (1 + odd), name="wrong"),
+        "operations": lambda: (
+            hvd.broadcast(torch.ones(3), 0, name="wrong") if odd else hvd.allreduce(torch.ones(3), name="wrong")
+        ),
+    }
+    for what, call in mistakes.items():
+        with pytest.raises(hvd.HorovodInternalError, match=f"Mismatched {what}.*wrong: rank.* 0.*; rank.* 1"):
+            call()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@check
+def names_in_use_are_refused_at_once() -> None:
+    handle = hvd.allreduce_async(torch.ones(1), name="taken") if hvd.rank() == 0 else None
+    if handle is not None and hvd.size() > 1:
+        with pytest.raises(ValueError, match="taken"):
+            hvd.allreduce_async(torch.ones(1), name="taken")
+    hvd.barrier()
+    if handle is None:
+        handle = hvd.allreduce_async(torch.ones(1), name="taken")
+    assert hvd.synchronize(handle).item() == 1
+
+
+@check
+def unsupported_tensors_are_refused() -> None:
+    for call, error in (
+        (lambda: hvd.allreduce(torch.ones(2, dtype=torch.uint8)), "ByteTensor"),
+        (lambda: hvd.allgather(torch.ones(2, dtype=torch.bool)), "BoolTensor"),
+        (lambda: hvd.allreduce(torch.ones(2, 3).t()), "contiguous"),
+        (lambda: hvd.broadcast(torch.ones(2), hvd.size()), "root rank"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "scalar"),
+        (lambda: hvd.reducescatter(torch.tensor(1.0)), "scalar"),
+        (lambda: hvd.alltoall(torch.ones(hvd.size()), torch.ones(hvd.size())), "32-bit"),
+        (lambda: hvd.alltoall(torch.ones(1), [2] * hvd.size()), "do not fit"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "supersedes"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            call()
+    with pytest.raises(hvd.HorovodInternalError, match="Average and"):
+        hvd.reducescatter(torch.ones(4), op=hvd.Max)
+
+
+@check
+def ranks_that_joined_contribute_zeros() -> None:
+    size, me = hvd.size(), hvd.rank()
+    if size == 1:
+        assert hvd.join() == 0
+        return
+    for known in (False, True):
+        if known:
+            hvd.allreduce(torch.ones(3), name="joined", op=hvd.Sum)
+        for first in {0, size - 1}:
+            if me != first:
+                for shape in ((3,), (500,)):
+                    name = "joined" if shape == (3,) else "joined.large"
+                    assert torch.equal(
+                        hvd.allreduce(torch.ones(shape), name=name, op=hvd.Sum), torch.full(shape, size - 1.0)
+                    )
+                with pytest.raises(hvd.HorovodInternalError, match=f"Join.*while rank {first} had joined"):
+                    hvd.allgather(torch.ones(3), name="joined.gather")
+            last = hvd.join()
+            assert last != first
+            assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
+
+
+@check
+def barriers_wait_for_all_ranks() -> None:
+    began = time.monotonic()
+    if hvd.rank() == 0:
+        time.sleep(0.3)
+    hvd.barrier()
+    assert time.monotonic() - began > 0.25
+
+
+@check
+def process_sets_work_by_themselves_and_at_once() -> None:
+    size, me = hvd.size(), hvd.rank()
+    with pytest.raises(ValueError, match="duplicate"):
+        hvd.add_process_set([*ranks()])
+    if size == 1:
+        return
+    even, odd = hvd.add_process_set([*range(0, size, 2)]), None
+    if size > 1:
+        odd = hvd.add_process_set(range(1, size, 2))
+        mine, other = (even, odd) if me % 2 == 0 else (odd, even)
+        assert mine.included()
+        assert not other.included()
+        assert mine.rank() == me // 2
+        total = hvd.allreduce(torch.tensor([float(me)]), op=hvd.Sum, process_set=mine, name="same name")
+        assert total.item() == sum(mine.ranks or ())
+        assert (
+            hvd.broadcast(torch.tensor([me]), (mine.ranks or [0])[-1], process_set=mine).item() == mine.ranks[-1]
+        )
+        assert hvd.allgather(torch.tensor([me]), process_set=mine).tolist() == mine.ranks
+        with pytest.raises(ValueError, match="not a member"):
+            hvd.allreduce(torch.ones(1), process_set=other)
+        with pytest.raises(NotImplementedError, match="Adasum"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=mine)
+        # One set waits, and the other does not wait for it.
+        began = time.monotonic()
+        if me == 0:
+            time.sleep(0.5)
+        hvd.barrier(mine)
+        if mine is odd:
+            assert time.monotonic() - began < 0.4
+    hvd.barrier()
+    for process_set in (even, odd):
+        if process_set is not None:
+            assert hvd.remove_process_set(process_set)
+            assert process_set.process_set_id is None
+    assert not hvd.remove_process_set(even)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+@check
+def idle_ranks_use_no_cpu() -> None:
+    hvd.barrier()
+    if hvd.rank() == hvd.size() - 1:
+        time.sleep(1.5)
+        began = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - began < 0.05
+        hvd.allreduce(torch.ones(1), name="late")
+    else:
+        handle = hvd.allreduce_async(torch.ones(1), name="late")
+        time.sleep(0.2)
+        began = time.process_time()
+        hvd.synchronize(handle)
+        if hvd.size() > 1:
+            assert time.process_time() - began < 0.1
+
+
+@check
+def rank_and_size_are_the_launchers() -> None:
+    assert hvd.is_initialized()
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert str(hvd.global_process_set) == (f"ProcessSet(process_set_id=0, ranks={list(ranks())}, mpi_comm=None)")
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert not hvd.mpi_built()
+
+
+# Whole jobs.
+
+
+def start_and_stop_again() -> tuple[int, list[float]]:
+    """Start and stop three times, with process sets, and an operation that nobody waits for."""
+    totals = []
+    for step in range(3):
+        hvd.init(process_sets=[hvd.ProcessSet([0])])
+        rank = hvd.rank()
+        totals.append(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item())
+        hvd.allreduce_async(torch.ones(10_000), name=f"unwaited{step}")
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        with pytest.raises(hvd.HorovodInternalError, match="not been initialized"):
+            hvd.allreduce(torch.ones(1))
+        with pytest.raises(ValueError, match="not been initialized"):
+            hvd.rank()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("horovod", "monitor")]
+    return rank, totals
+
+
+def one_rank_shuts_down() -> tuple[int, str]:
+    """The last rank ends, the others ask for an operation."""
+    hvd.init()
+    rank = hvd.rank()
+    text = ""
+    if rank < hvd.size() - 1:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1))
+        text = str(caught.value)
+        assert not hvd.is_initialized()
+    hvd.shutdown()
+    return rank, text
