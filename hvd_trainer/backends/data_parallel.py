@@ -37,8 +37,5 @@ class DataParallelBackend(SingleBackend):
                 f"{'none' if accelerator.is_host(self.device) else self.num_replicas}. Type: --backend single"
             )
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
-    ) -> tuple[nn.Module, Optimizer]:
-        model, optimizer = super().prepare(model, optimizer)
-        return nn.DataParallel(model), optimizer
+    def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return nn.DataParallel(model)

@@ -64,11 +64,6 @@ class SingleBackend(Backend):
     def _stop(self, failed: bool) -> None:
         pass
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, exchange: bool = True
-    ) -> tuple[nn.Module, Optimizer]:
-        return model.to(self.device), optimizer
-
     def _connect_model(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return model
 

@@ -102,12 +102,12 @@ class Phases:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the steps that are done."""
+        """Numbers of the steps that are done."""
         return [number for number, _, _ in self._steps]
 
     @property
     def window(self) -> tuple[int, int]:
-        """When `begin` was called, and the last of them ended, in nanoseconds since 1970."""
+        """Begin of the first and end of the last step, in nanoseconds since 1970."""
         return self._marks[0].host_ns, self._marks[self._steps[-1][2]].host_ns
 
     def in_step(self, at_ns: float) -> bool:

@@ -42,7 +42,7 @@ class Figures:
     """what they went to: NumPy, of shape (steps, parts)"""
     operators: dict[str, Operator]
     unprofiled_s: float | None
-    """What a step took before they were recorded."""
+    """the median step before they were recorded; None if there were too few"""
 
     def to_plain(self) -> dict[str, Any]:
         """Return them as ranks send each other values."""
@@ -67,7 +67,7 @@ def breakdown(ranks: Sequence[Figures], *, whole: bool = True) -> list[str]:
 
 
 def steps_of(ranks: Sequence[Figures]) -> str:
-    """Which steps they are."""
+    """Return the numbers of the steps, such as `steps 5 to 9`."""
     first, last = ranks[0].numbers[0], ranks[0].numbers[-1]
     return f"step {first}" if first == last else f"steps {first} to {last}"
 

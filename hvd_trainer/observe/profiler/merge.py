@@ -92,7 +92,7 @@ class Written:
     size: int
     checksum: int
     trouble: str | None = None
-    """Why there is none."""
+    """why there is none"""
 
     @classmethod
     def of(cls, content: bytes) -> Written:
