@@ -1,21 +1,14 @@
-"""Define the input of the rules that know causes: two runs that differ."""
+"""Define what the rules that know causes take and give: two runs that differ, and a cause."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvd_trainer.tools.parity.findings import Finding
 from hvd_trainer.tools.parity.traces import Trace
-
-MAX_RATIO_ERROR = 1e-3
-"""The relative difference between a ratio and the number that explains it."""
-MAX_ROUNDING = 1e-5
-"""The relative difference up to which rounding in fp32 explains it."""
-MAX_WEIGHT_CHANGE = 0.1
-"""The relative difference up to which weights were equal before something changed them."""
 
 
 class Cause(NamedTuple):
@@ -64,20 +57,6 @@ class Case:
         if abs(left) >= abs(right):
             return self.one, self.other, _ratio(left, right)
         return self.other, self.one, _ratio(right, left)
-
-
-Rule = Callable[[Case], Iterator[Cause]]
-"""Yields its cause if the case fits it; a rule knows one cause, and a cause has one rule."""
-
-
-def is_near(ratio: float, number: float) -> bool:
-    """Return whether a ratio is this number, but for rounding."""
-    return number > 0 and abs(ratio / number - 1) < MAX_RATIO_ERROR
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Join the first three names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _ratio(large: float, small: float) -> float:
