@@ -301,6 +301,10 @@ def test_report_names_trials_without_figures(capsys: pytest.CaptureFixture[str],
     page = (tmp_path / "comparison.html").read_text()
     assert "Heat map: throughput, samples/s" in page
     assert "from ddp x 1, stages 1" in page
+    # Heat maps of the page once were saved without their style: letters were shapes, and names random.
+    assert re.search(r"<text [^>]*>1,084</text>", page)
+    report.show(grid(), tmp_path)
+    assert (tmp_path / "comparison.html").read_text() == page
     assert json.loads((tmp_path / "comparison.json").read_text())["varied"]["chunks"] == ["2", "4"]
 
 
@@ -333,9 +337,9 @@ def test_heat_maps_have_a_panel_for_ranks_and_stages(tmp_path: Path) -> None:
     comparison = grid()
     across, up = heat_map.inner_axes(comparison.axes)
     assert (across.name, up.name) == ("chunks", "batch_size")
-    panels = list(heat_map.panels_of(comparison.results, comparison.axes, across, up))
-    assert [panel.title for panel in panels] == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
-    assert [len(panel.results) for panel in panels] == [4] * 4
+    panels = heat_map.panels_of(comparison.results, comparison.axes, across, up)
+    assert list(panels) == [f"ranks {r}, stages {s}" for r in (1, 2) for s in (1, 2)]
+    assert [len(results) for results in panels.values()] == [4] * 4
     files = heat_map.write(comparison, heat_map.QUANTITIES[0], "a heading", tmp_path)
     assert [file.name for file in files] == ["throughput.png", "throughput.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")

@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS
@@ -21,7 +25,7 @@ from hvd_trainer.tools.runner.formats import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap, Normalize
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 INNER = ("chunks", "batch_size")
@@ -38,6 +42,7 @@ DARK = 0.5
 """The lightness, from 0 to 1, below which a colour needs white figures."""
 IMPOSSIBLE: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0, "hatch": "////"}
 BETWEEN: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.5}
+STYLE = {"hatch.linewidth": 0.6, "font.size": 9}
 
 
 class Quantity(NamedTuple):
@@ -59,56 +64,45 @@ QUANTITIES = (
 )
 
 
-class Shades(NamedTuple):
-    """How a figure becomes a colour."""
-
-    figure: str
-    colours: Colormap
-    scale: Normalize
-    best: float
-
-
-class Panel(NamedTuple):
-    """The trials that agree on all axes but two."""
-
-    title: str
-    results: Sequence[TrialResult]
+def svg(comparison: Comparison, quantity: Quantity) -> str:
+    """Return the heat map as an element of a page; empty where `draw` returns None."""
+    with drawing_style(quantity.name, STYLE):
+        figure = draw(comparison, quantity)
+        return "" if figure is None else as_element(figure)
 
 
 def write(comparison: Comparison, quantity: Quantity, heading: str, folder: Path) -> list[Path]:
     """Write NAME.png and NAME.svg, and return their paths; none where `draw` returns None."""
-    if (figure := draw(comparison, quantity)) is None:
-        return []
     files = [folder / f"{quantity.name}.{kind}" for kind in ("png", "svg")]
-    with _style(heading):
+    with drawing_style(heading, STYLE):
+        if (figure := draw(comparison, quantity)) is None:
+            return []
         set_heading(figure, heading)
         for file in files:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 
-def draw(comparison: Comparison, quantity: Quantity) -> Figure | None:
-    """Return the heat map; None where no option is varied, or no trial has the figure."""
-    found = (its.median(quantity.figure) for its in comparison.results)
-    values = [value for value in found if value is not None]
-    if not values or not any(axis.varies for axis in comparison.varied):
-        return None
-    from matplotlib import colormaps
-    from matplotlib.colors import Normalize
+def drawing_style(salt: str, style: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which figures must be drawn and saved, too.
 
-    # From 0, so that twice the way along the colours is twice the figure.
-    scale, colours = Normalize(0, max(values) or 1), colormaps[quantity.colours]
-    with _style(quantity.name):
-        return make_figure(
-            comparison, Shades(quantity.figure, colours, scale, quantity.best(values)), quantity.title
-        )
-
-
-def _style(salt: str) -> AbstractContextManager[None]:
+    Args:
+        salt: from which names in the SVG are made, so that the same figures have the same ones.
+        style: settings of matplotlib.
+    """
     from matplotlib import rc_context
 
     # Text stays text in the SVG: it can be searched, and read aloud.
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "hatch.linewidth": 0.6, "font.size": 9})
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, **style}
+    return rc_context(settings)
+
+
+def as_element(figure: Figure) -> str:
+    """Return a figure as SVG without its header: an element of a page."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
 
 
 def set_heading(figure: Figure, heading: str) -> None:
@@ -118,34 +112,60 @@ def set_heading(figure: Figure, heading: str) -> None:
     figure.set_figheight(figure.get_figheight() + (len(lines) - 1) * HEADING_SIZE * 1.2 / 72)
 
 
-def make_figure(comparison: Comparison, shades: Shades, title: str) -> Figure:
-    """Return all panels, the scale of their colours, and what the hatching means."""
+def draw(comparison: Comparison, quantity: Quantity) -> Figure | None:
+    """Return all panels, the scale of their colours, and what the hatching means.
+
+    None where no option is varied, or no trial has the figure.
+    """
+    found = (its.median(quantity.figure) for its in comparison.results)
+    values = [value for value in found if value is not None]
+    if not values or not any(axis.varies for axis in comparison.varied):
+        return None
     from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
+    from matplotlib.colors import Normalize
     from matplotlib.patches import Patch
 
     axes = comparison.axes
     across, up = inner_axes(axes)
-    panels = list(panels_of(comparison.results, axes, across, up))
+    panels = panels_of(comparison.results, axes, across, up)
     columns = columns_for(len(panels), [axis for axis in axes if axis not in (across, up)])
-    lines = -(-len(panels) // columns)
-    width = max(len(across.values) * CELL_WIDTH, MIN_WIDTH) * columns + 2
-    height = (len(up.values) * CELL_HEIGHT + 0.8) * lines + 0.8
-    figure = Figure(figsize=(max(width, 4.5), max(height, 2.6)), layout="constrained")
-    places = figure.subplots(lines, columns, squeeze=False).flatten()
-    for place, panel in zip(places, panels, strict=False):
-        draw_panel(place, panel, across, up, shades)
-    for place in places[len(panels) :]:
-        place.set_axis_off()
-    for place in places[::columns]:
-        place.set_ylabel(up.label)
-    figure.colorbar(
-        ScalarMappable(shades.scale, shades.colours), ax=list(places), label=title, format="{x:,.0f}", pad=0.02
-    )
+    figure, places = _lay_out(len(panels), columns, across, up)
+    # From 0, so that twice the way along the colours is twice the figure.
+    shades = ScalarMappable(Normalize(0, max(values) or 1), quantity.colours)
+    for place, (title, results) in zip(places, panels.items(), strict=False):
+        place.set_title(title, fontsize=9)
+        for its in results:
+            for x, y in itertools.product(_positions(its, across), _positions(its, up)):
+                _draw_cell(place, x, y, its, its.median(quantity.figure), shades, quantity.best(values))
+    figure.colorbar(shades, ax=places, label=quantity.title, format="{x:,.0f}", pad=0.02)
     if any(its.state == "impossible" for its in comparison.results):
         handles = [Patch(label="impossible", **IMPOSSIBLE)]
         figure.legend(handles=handles, loc="outside lower right", frameon=False)
     return figure
+
+
+def _lay_out(count: int, columns: int, across: Axis, up: Axis) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` empty panels and their axes; places that are left over are blank."""
+    from matplotlib.figure import Figure
+
+    lines = -(-count // columns)
+    width = max(len(across.values) * CELL_WIDTH, MIN_WIDTH) * columns + 2
+    height = (len(up.values) * CELL_HEIGHT + 0.8) * lines + 0.8
+    figure = Figure(figsize=(max(width, 4.5), max(height, 2.6)), layout="constrained")
+    places = list(figure.subplots(lines, columns, squeeze=False).flatten())
+    for place in places[:count]:
+        place.set_xlim(-0.5, len(across.values) - 0.5)
+        place.set_ylim(-0.5, len(up.values) - 0.5)
+        place.set_xticks(range(len(across.values)), across.values)
+        place.set_yticks(range(len(up.values)), up.values)
+        place.set_xlabel(across.label)
+        place.tick_params(length=0)
+        place.spines[:].set_visible(False)
+    for place in places[count:]:
+        place.set_axis_off()
+    for place in places[::columns]:
+        place.set_ylabel(up.label)
+    return figure, places
 
 
 def inner_axes(axes: Sequence[Axis]) -> tuple[Axis, Axis]:
@@ -160,16 +180,17 @@ def inner_axes(axes: Sequence[Axis]) -> tuple[Axis, Axis]:
     return across, up
 
 
-def panels_of(results: Sequence[TrialResult], axes: Sequence[Axis], across: Axis, up: Axis) -> Iterator[Panel]:
-    """Yield the panels in the order of the trials; a title names what has several values."""
-    outer = [axis for axis in axes if axis not in (across, up)]
-    grouped: dict[tuple[str, ...], list[TrialResult]] = {}
+def panels_of(
+    results: Sequence[TrialResult], axes: Sequence[Axis], across: Axis, up: Axis
+) -> dict[str, list[TrialResult]]:
+    """Return the trials of each panel in their order, by its title: the values on all other axes."""
+    outer = [axis for axis in axes if axis not in (across, up) and axis.varies]
+    panels: dict[str, list[TrialResult]] = {}
     for its in results:
-        grouped.setdefault(tuple(its.trial.values[axis.name] for axis in outer), []).append(its)
-    for values, of_it in grouped.items():
-        named = zip(outer, values, strict=True)
-        title = [f"{axis.label} {value}" for axis, value in named if axis.varies and value != NOT_APPLICABLE]
-        yield Panel(", ".join(title), of_it)
+        values = ((axis.label, its.trial.values[axis.name]) for axis in outer)
+        title = ", ".join(f"{label} {value}" for label, value in values if value != NOT_APPLICABLE)
+        panels.setdefault(title, []).append(its)
+    return panels
 
 
 def columns_for(count: int, outer: Sequence[Axis]) -> int:
@@ -180,47 +201,26 @@ def columns_for(count: int, outer: Sequence[Axis]) -> int:
     )
 
 
-def draw_panel(place: Axes, panel: Panel, across: Axis, up: Axis, shades: Shades) -> None:
-    """Draw one panel with its cells and its values on both axes."""
-    for its in panel.results:
-        for x in _positions(its, across):
-            for y in _positions(its, up):
-                _draw_cell(place, x, y, its, shades)
-    place.set_title(panel.title, fontsize=9)
-    place.set_xlim(-0.5, len(across.values) - 0.5)
-    place.set_ylim(-0.5, len(up.values) - 0.5)
-    place.set_xticks(range(len(across.values)), across.values)
-    place.set_yticks(range(len(up.values)), up.values)
-    place.set_xlabel(across.label)
-    place.tick_params(length=0)
-    place.spines[:].set_visible(False)
-
-
 def _positions(its: TrialResult, axis: Axis) -> Sequence[int]:
     """Return where a trial is on an axis: everywhere, if the axis does not apply to it."""
     value = its.trial.values.get(axis.name, "")
     return range(len(axis.values)) if value == NOT_APPLICABLE else [axis.values.index(value)]
 
 
-def _draw_cell(place: Axes, x: int, y: int, its: TrialResult, shades: Shades) -> None:
+def _draw_cell(
+    place: Axes, x: int, y: int, its: TrialResult, value: float | None, shades: ScalarMappable, best: float
+) -> None:
     from matplotlib.patches import Rectangle
 
-    corner, value = (x - 0.5, y - 0.5), its.median(shades.figure)
+    look, text, font = IMPOSSIBLE, "", dict[str, Any]()
     if value is not None:
-        red, green, blue, opaque = shades.colours(shades.scale(value))
+        red, green, blue, _ = colour = shades.to_rgba(np.asarray(value))
         # Rec. 601: how light the eye finds a colour.
         light = 0.299 * red + 0.587 * green + 0.114 * blue
-        place.add_patch(Rectangle(corner, 1, 1, facecolor=(red, green, blue, opaque), **BETWEEN))
-        place.text(
-            *(x, y, number(value)),
-            color="white" if light < DARK else "black",
-            weight="bold" if value == shades.best else "normal",
-            ha="center",
-            va="center",
-        )
-        return
-    look = IMPOSSIBLE if its.state == "impossible" else {**IMPOSSIBLE, "hatch": None}
-    place.add_patch(Rectangle(corner, 1, 1, **look))
-    place.add_patch(Rectangle(corner, 1, 1, facecolor="none", **BETWEEN))
-    if its.state != "impossible":
-        place.text(x, y, its.state, ha="center", va="center", color="0.35", fontsize=7)
+        look, text = {"facecolor": colour}, number(value)
+        font = {"color": "white" if light < DARK else "black", "weight": "bold" if value == best else "normal"}
+    elif its.state != "impossible":
+        look, text, font = {**IMPOSSIBLE, "hatch": None}, its.state, {"color": "0.35", "fontsize": 7}
+    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="none", **BETWEEN))
+    place.text(x, y, text, ha="center", va="center", **font)

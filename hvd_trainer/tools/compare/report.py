@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvd_trainer.tools.compare import heat_map
-from hvd_trainer.tools.compare.page import write_page
+from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
 from hvd_trainer.tools.runner.formats import console, milliseconds, more_or_less, number, percent
 from hvd_trainer.utils.text import plural
 
 NAME = "comparison"
+PAGE = Path(__file__).with_name("page.html.j2")
+"""The template of the page: one file, without scripts and without anything from the network."""
 MAX_NAMED = 3
 """Trials that are named with a note that many have."""
 
@@ -207,15 +209,7 @@ def show(comparison: Comparison, folder: Path) -> None:
         for quantity in heat_map.QUANTITIES
         for path in heat_map.write(comparison, quantity, heading(comparison), folder)
     ]
-    write_page(
-        comparison,
-        files["html"],
-        heading=heading(comparison),
-        tables=tables(comparison),
-        conditions=conditions(comparison),
-        deviations=comparison.deviations(),
-        troubles=troubles(comparison),
-    )
+    files["html"].write_text(page(comparison))
     print("written: " + ", ".join(map(str, [*files.values(), *maps])), flush=True)
 
 
@@ -250,6 +244,24 @@ def markdown(comparison: Comparison) -> str:
     if deviations := comparison.deviations():
         parts.append("\n".join(deviations))
     return "\n\n".join([*parts, *conditions(comparison), *troubles(comparison)]) + "\n"
+
+
+def page(comparison: Comparison) -> str:
+    """Return verdicts, pictures and tables as a page."""
+    from jinja2 import Environment
+
+    # What came from the command line or from a failed run is text, and never a part of the page.
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
+    rendered = template.render(
+        heading=heading(comparison),
+        pairs=comparison.pairs,
+        tables=tables(comparison),
+        pictures=pictures(comparison),
+        conditions=conditions(comparison),
+        deviations=comparison.deviations(),
+        troubles=troubles(comparison),
+    )
+    return rendered + "\n"
 
 
 def write_csv(comparison: Comparison, file: Path) -> None:
