@@ -29,11 +29,12 @@ from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import (
     Plan,
     TracedRun,
+    check_traced_job,
     global_batch_options,
     parse_engines,
-    read_traced_job,
 )
 from hvd_trainer.tools.parity.traces import EVENTS, Moment, Trace, read_trace
+from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.runs import RunRecord
 
 HERE = Path(__file__).parent
@@ -448,14 +449,14 @@ def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> Non
 )
 def test_invalid_jobs_are_refused(words: Sequence[str], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        read_traced_job(words, 20)
+        check_traced_job(read_job(words), 20)
     assert message in str(caught.value)
 
 
 def test_max_steps_of_the_job_limits_steps() -> None:
-    assert read_traced_job([*DIGITS, "--max-steps", "5"], 20)[1] == 5
-    assert read_traced_job([*DIGITS, "--max_steps=7"], 20)[1] == 7
-    assert read_traced_job([*DIGITS, "--max-steps", "500"], 20)[1] == 20
+    assert check_traced_job([*DIGITS, "--max-steps", "5"], 20) == 5
+    assert check_traced_job([*DIGITS, "--max_steps=7"], 20) == 7
+    assert check_traced_job([*DIGITS, "--max-steps", "500"], 20) == 20
 
 
 @pytest.mark.parametrize("engines", ["ddp", "ddp,ddp", "ddp,mpi", ""])

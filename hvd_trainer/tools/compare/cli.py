@@ -11,27 +11,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare.entries import read_entries
 from hvd_trainer.tools.compare.equal_work import refuse_unequal
 from hvd_trainer.tools.compare.report import show
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials
-from hvd_trainer.tools.compare.variants import make_variants, read_axes
-from hvd_trainer.tools.runner.command import ENDLESS, command_for, read_job, with_options
+from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
+from hvd_trainer.tools.runner.command import command_for, read_command, with_steps
 from hvd_trainer.tools.runner.formats import check_installed, number
-from hvd_trainer.tools.runner.machine import busy_warning, describe_machine, num_gpus
+from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
@@ -40,10 +39,9 @@ from hvd_trainer.tools.runner.runs import (
     log_dir,
     read_runs,
     run_once,
-    split_job,
 )
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures, read_probed
-from hvd_trainer.utils.text import COMMAND, plural
+from hvd_trainer.utils.text import plural
 
 MAX_NAMED = 6
 """Trials that are named before they are run."""
@@ -113,31 +111,14 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or unknown to the job; the runs have not done the same work.
     """
-    own, words = split_job(argv)
-    options = tyro.cli(Options, prog=f"{COMMAND} compare", args=own)
-    check_ranges(options)
+    options, job = read_command("compare", Options, argv)
     if options.vary and options.baseline:
         raise OptionError("--vary changes options of the job, which a --baseline has not: leave one out")
     check_installed()
-    job, numbers, axes = read_job(words), options.numbers, read_axes(options.vary)
     if options.steps is not None:
-        job = tuple(with_options(job, [*ENDLESS, "--max-steps", str(options.warmup_steps + options.steps)]))
-    machine = describe_machine()
-    trials = make_trials(
-        read_entries(
-            [name.strip() for name in options.engines.split(",")],
-            options.baseline,
-            max_ranks=max(numbers),
-            num_gpus=num_gpus(),
-        ),
-        numbers,
-        make_variants(job, axes),
-        threads=options.threads or max(1, len(os.sched_getaffinity(0)) // max(numbers)),
-        conditions={
-            "warmup_steps": options.warmup_steps,
-            **{name: machine[name] for name in ("python", "torch", "horovod")},
-        },
-    )
+        job = tuple(with_steps(job, options.warmup_steps + options.steps))
+    axes, machine = read_axes(options.vary), describe_machine()
+    trials = plan_trials(job, axes, options, machine)
     strong = any(word.startswith("--global-batch-size") for word in job)
     folder = options.out.expanduser().resolve()
     interrupted = False
@@ -160,6 +141,25 @@ def main(argv: Sequence[str]) -> int:
     return int(not all(its.is_complete for its in comparison.results))
 
 
+def plan_trials(
+    job: Sequence[str], axes: Sequence[Axis], options: Options, machine: Mapping[str, Any]
+) -> list[Trial]:
+    """Return what is to be run, in the order of the tables.
+
+    Raises:
+        OptionError: an option is not what it should be, or unknown to the job.
+    """
+    numbers = options.numbers
+    engines = [name.strip() for name in options.engines.split(",")]
+    return make_trials(
+        read_entries(engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus()),
+        numbers,
+        make_variants(job, axes),
+        threads=options.threads or threads_per_rank(max(numbers)),
+        conditions={"warmup_steps": options.warmup_steps, **versions(machine)},
+    )
+
+
 def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: bool) -> None:
     """Run what has not been run yet, and write down each run as it ends.
 
@@ -180,8 +180,8 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
     )
     if count := sum(trial.key in failed for trial in possible):
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
-    if to_do and (warning := busy_warning()) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+    if to_do:
+        warn_if_busy()
     ended = list(done.values())
     sides = [side_of(trial, run) for run in done.values() for trial in trials if trial.key == run.key]
     given_up: set[str] = set()

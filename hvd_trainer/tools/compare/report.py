@@ -14,7 +14,7 @@ from hvd_trainer.tools.compare import heat_map
 from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
-from hvd_trainer.tools.runner.formats import console, milliseconds, more_or_less, number, percent
+from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, more_or_less, number, percent
 from hvd_trainer.utils.text import plural
 
 NAME = "comparison"
@@ -214,17 +214,9 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _print(comparison: Comparison) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-
     out = console()
     for cells in tables(comparison):
-        table = RichTable(box=SIMPLE_HEAD, title=cells.title, title_justify="left", title_style="bold")
-        for place, name in enumerate(cells.columns):
-            table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
-        for row in cells.rows:
-            table.add_row(*row)
-        out.print(table)
+        out.print(make_table(*cells))
     for text in [
         *comparison.verdicts(),
         *comparison.deviations(),

@@ -10,7 +10,6 @@ each part costs.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose import collectives_job
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
@@ -38,20 +36,19 @@ from hvd_trainer.tools.diagnose.causes import (
 )
 from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
 from hvd_trainer.tools.runner.command import (
-    ENDLESS,
     LAUNCHER_OF,
     NOT_SAVED,
     command_for,
     measured_job,
-    read_job,
-    with_options,
+    read_command,
+    with_steps,
 )
 from hvd_trainer.tools.runner.formats import check_installed
-from hvd_trainer.tools.runner.machine import busy_warning
-from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once, split_job
+from hvd_trainer.tools.runner.machine import warn_if_busy
+from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once
 from hvd_trainer.tools.runner.step_stats import medians, read_figures
 from hvd_trainer.utils.process import cpu_ids
-from hvd_trainer.utils.text import COMMAND, plural
+from hvd_trainer.utils.text import plural
 
 WARMUP_STEPS = 5
 """Steps at the beginning of each run that do not count."""
@@ -111,8 +108,7 @@ class TrialRunner:
     def run(self, trial: Trial, steps: int) -> Mapping[str, Any]:
         """Run a trial once, and return its figures, which are also kept under its name."""
         engine = self._options.backend if trial.ranks > 1 else "single"
-        limit = ("--max-steps", str(WARMUP_STEPS + steps))
-        words = with_options(self._job, [*ENDLESS, *NOT_SAVED, *trial.words, *limit])
+        words = with_steps(self._job, WARMUP_STEPS + steps, [*NOT_SAVED, *trial.words])
         read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
         run = self._run_once(engine, trial, measured_job(words, engine, log_dir(self._folder)), read)
         figures = {**run.figures, **run.figures["typical"]}
@@ -138,8 +134,7 @@ class TrialRunner:
             read=read,
         )
         if run.state != "done":
-            output = f"; its output is in {self._folder / run.output}" if run.output else ""
-            raise OptionError(f"The job failed when it was run {trial.name}: {run.note}{output}")
+            raise OptionError(f"The job failed when it was run {trial.name}: {run.why(self._folder)}")
         return run
 
 
@@ -149,11 +144,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or the job failed.
     """
-    own, words = split_job(argv)
-    options = tyro.cli(Options, prog=f"{COMMAND} diagnose", args=own)
-    check_ranges(options)
+    options, job = read_command("diagnose", Options, argv)
     check_installed()
-    job = read_job(words)
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):
         diagnose(TrialRunner(job, options, folder), options, folder)
@@ -162,8 +154,7 @@ def main(argv: Sequence[str]) -> int:
 
 def diagnose(runner: TrialRunner, options: Options, folder: Path) -> None:
     """Measure the trials, print the report, and write diagnosis.json."""
-    if (warning := busy_warning()) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+    warn_if_busy()
     print(f"a first look: {plural(options.np, 'rank')} on {options.backend}", flush=True)
     first = runner.run(Trial("to see how long a step takes", options.np, (), options.threads), MIN_STEPS)
     facts = first["work"] | {"cores": len(cpu_ids())}

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_trainer.tools.diagnose.actions import Action
 from hvd_trainer.tools.diagnose.causes import CAUSES, COMPUTING, Figures, Line, Shares
-from hvd_trainer.tools.runner.formats import console, milliseconds, number
+from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
 from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30
@@ -31,24 +31,23 @@ class Report:
 
 def show(report: Report) -> None:
     """Print the tables and the sentences."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    out = console()
-    runs = Table("", "ms per step", "samples/s", box=SIMPLE_HEAD, title="What was run", title_justify="left")
-    for name, figures in report.runs.items():
-        runs.add_row(name, milliseconds(figures["step_s"]), number(figures["samples_per_s"]))
-    title = "What a step's time goes to"
-    parts = Table("", "ms", "of a step", "", box=SIMPLE_HEAD, title=title, title_justify="left")
-    found = report.found
-    seconds = {COMPUTING: found.computing_s, **{text: found.seconds[cause] for cause, text in CAUSES.items()}}
-    for text, value in [*seconds.items(), ("unexplained: overlaps and noise", found.unexplained_s)]:
-        share = value / found.step_s
-        parts.add_row(text, milliseconds(value), f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0)))
-    for table in (runs, parts):
-        for column in table.columns[1:3]:
-            column.justify = "right"
-        out.print(table)
+    out, found = console(), report.found
+    runs = [
+        (name, milliseconds(figures["step_s"]), number(figures["samples_per_s"]))
+        for name, figures in report.runs.items()
+    ]
+    out.print(make_table("What was run", ("", "ms per step", "samples/s"), runs))
+    seconds = {
+        COMPUTING: found.computing_s,
+        **{text: found.seconds[cause] for cause, text in CAUSES.items()},
+        "unexplained: overlaps and noise": found.unexplained_s,
+    }
+    shares = {text: value / found.step_s for text, value in seconds.items()}
+    parts = [
+        (text, milliseconds(seconds[text]), f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0)))
+        for text, share in shares.items()
+    ]
+    out.print(make_table("What a step's time goes to", ("", "ms", "of a step", ""), parts, words=(0, 3)))
     for text in sentences(report):
         out.print(text, markup=False)
 

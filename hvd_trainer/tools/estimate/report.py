@@ -12,7 +12,7 @@ from hvd_trainer.tools.estimate.fit import INTERVAL_LEVEL
 from hvd_trainer.tools.estimate.held_out import Errors, Guess
 from hvd_trainer.tools.estimate.projection import Basis, Row, new_cluster_factor
 from hvd_trainer.tools.estimate.workload import Job
-from hvd_trainer.tools.runner.formats import console, number
+from hvd_trainer.tools.runner.formats import console, make_table, number
 from hvd_trainer.utils.text import plural
 
 CANNOT_KNOW = "cannot know"
@@ -148,15 +148,8 @@ def _judge_trial(trial: Trial) -> str:
 
 
 def _print_table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for name in titles:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+    words = [place for place, name in enumerate(titles) if name in TEXT_COLUMNS]
+    console().print(make_table(title, titles, rows, words=words))
 
 
 def as_json(report: Report) -> str:

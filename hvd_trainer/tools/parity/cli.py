@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.tools.parity.pair import compare_all
 from hvd_trainer.tools.parity.report import print_report
-from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, read_traced_job, trace_all
-from hvd_trainer.tools.runner.runs import locked_folder, split_job
-from hvd_trainer.utils.process import cpu_ids
-from hvd_trainer.utils.text import COMMAND
+from hvd_trainer.tools.parity.traced_runs import Plan, check_traced_job, parse_engines, trace_all
+from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.runner.machine import threads_per_rank
+from hvd_trainer.tools.runner.runs import locked_folder
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or there is no job.
     """
-    own, words = split_job(argv)
-    options = tyro.cli(Options, prog=f"{COMMAND} parity", args=own)
-    check_ranges(options)
-    job, steps = read_traced_job(words, options.steps)
+    options, job = read_command("parity", Options, argv)
+    steps = check_traced_job(job, options.steps)
     engines = parse_engines(options.engines)
-    threads = options.threads or max(1, len(cpu_ids()) // options.np)
+    threads = options.threads or threads_per_rank(options.np)
     plan = Plan(job, steps, options.np, threads, options.timeout_s)
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, read_job
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, option_values
 from hvd_trainer.tools.runner.runs import RUNS, RunRecord, append_run, run_once
 from hvd_trainer.utils.text import plural
 
@@ -36,27 +36,22 @@ class TracedRun:
 
     def failure_message(self, folder: Path) -> str:
         """Return why the run is not done, and where its output is."""
-        kept = f"; its output is in {folder / self.run.output}" if self.run.output else ""
-        return f"{self.engine} {self.run.state}: {self.run.note}{kept}"
+        return f"{self.engine} {self.run.state}: {self.run.why(folder)}"
 
 
-def read_traced_job(words: Sequence[str], steps: int) -> tuple[tuple[str, ...], int]:
-    """Return the job as the words after `python`, and the number of steps: at most the job's own --max-steps.
+def check_traced_job(job: Sequence[str], steps: int) -> int:
+    """Return the number of steps of each run: at most the job's own --max-steps.
 
     Raises:
-        OptionError: there is no job, or it has an option that the comparison sets.
+        OptionError: the job has an option that the comparison sets.
     """
-    job = read_job(words)
     taken = [word for word in job if option_of(word) in RESERVED_OPTIONS]
     if taken:
         raise OptionError(
             f"Leave {' and '.join(taken)} out of the job: all runs are new ones, from their first step"
         )
-    for place, word in enumerate(job):
-        if option_of(word) == "--max-steps":
-            text = word.partition("=")[2] if "=" in word else "".join(job[place + 1 : place + 2])
-            steps = min(steps, int(text)) if text.isdecimal() and int(text) > 0 else steps
-    return job, steps
+    own = option_values(job, "--max-steps")
+    return min([steps, *(int(text) for text in own if text.isdecimal() and int(text) > 0)])
 
 
 def parse_engines(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read the job behind `--`, and build the command lines that start it."""
+"""Read a tool's options and the job behind `--`, and build the command lines that start it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+import tyro
+
+from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
-from hvd_trainer.utils.text import INSTALL_HOROVOD
+from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
+
+T = TypeVar("T")
 
 LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
 """The program that starts an engine in the engine's own documentation."""
@@ -20,6 +26,23 @@ NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--sav
 """Options that save nothing: a checkpoint takes time that is no engine's."""
 ENDLESS = ("--epochs", "1000000", "--until", "None")
 """Options with which a job trains until --max-steps, however much data it has."""
+
+
+def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tuple[str, ...]]:
+    """Return the options of a tool, and the words that follow `python` of the job behind `--`.
+
+    Args:
+        name: of the tool.
+        kind: the dataclass of its options.
+
+    Raises:
+        OptionError: an option is out of its range, or there is no job.
+    """
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=words[:place])
+    check_ranges(options)
+    return options, read_job(words[place + 1 :])
 
 
 def read_job(words: Sequence[str]) -> tuple[str, ...]:
@@ -71,6 +94,17 @@ def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
         if not dropping:
             kept.append(word)
     return [*kept, *words]
+
+
+def option_values(job: Sequence[str], option: str) -> list[str]:
+    """Return the values that a job's words give to an option, each time that it comes."""
+    places = [place for place, word in enumerate(job) if option_of(word) == option]
+    return [job[p].partition("=")[2] if "=" in job[p] else "".join(job[p + 1 : p + 2]) for p in places]
+
+
+def with_steps(job: Sequence[str], steps: int, words: Sequence[str] = ()) -> list[str]:
+    """Return the job's words with further ones and those of a run of so many steps, however much data it has."""
+    return with_options(job, [*ENDLESS, *words, "--max-steps", str(steps)])
 
 
 def measured_job(job: Sequence[str], engine: str, log: Path) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from hvd_trainer.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 NEEDED = ("jinja2", "matplotlib", "rich", "scipy")
 
@@ -56,3 +58,22 @@ def console(out: TextIO | None = None) -> Console:
     file = out or sys.stdout
     wide = None if file.isatty() else TABLE_WIDTH
     return Console(file=file, width=wide, highlight=False, soft_wrap=wide is None)
+
+
+def make_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)
+) -> Table:
+    """Return a table for `console`.
+
+    Args:
+        words: the places of columns of words; the others are numbers, aligned to the right, without a break.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for place, name in enumerate(columns):
+        made.add_column(name, justify="left" if place in words else "right", no_wrap=place not in words)
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from hvd_trainer.utils.process import cpu_ids
 
 MAX_LOAD = 0.5
 """Load per core from which a measurement is disturbed."""
@@ -21,7 +25,7 @@ def describe_machine() -> dict[str, Any]:
 
     gpus = accelerator.names()
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cpu_ids()),
         "cpu": _cpu_model(),
         **({"gpus": ", ".join(gpus)} if gpus else {}),
         "python": platform.python_version(),
@@ -31,6 +35,16 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def versions(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a machine's properties on which the figures of a run depend."""
+    return {name: machine[name] for name in ("python", "torch", "horovod")}
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Return how many CPU threads each rank can have on cores of its own; 1 where ranks share them."""
+    return max(1, len(cpu_ids()) // ranks)
+
+
 def num_gpus() -> int:
     """Return how many GPUs PyTorch sees."""
     from hvd_trainer.utils import accelerator
@@ -38,12 +52,12 @@ def num_gpus() -> int:
     return accelerator.count(accelerator.kind())
 
 
-def busy_warning() -> str | None:
-    """Return a warning if other programs have kept this machine busy in the last minute."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load < MAX_LOAD * cores:
-        return None
-    return f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
+def warn_if_busy() -> None:
+    """Print a warning if other programs have kept this machine busy in the last minute."""
+    load, cores = os.getloadavg()[0], len(cpu_ids())
+    if load >= MAX_LOAD * cores:
+        text = f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def _cpu_model() -> str:

@@ -72,6 +72,14 @@ class RunRecord:
     def key(self) -> str:
         return key_of(self.identity)
 
+    def why(self, folder: Path) -> str:
+        """Return why it failed, and where its output is.
+
+        Args:
+            folder: that of the tool.
+        """
+        return self.note + (f"; its output is in {folder / self.output}" if self.output else "")
+
 
 def in_rounds(plan: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Yield (round, trial): each trial once in each round, forwards in one and backwards in the next.
@@ -86,13 +94,6 @@ def in_rounds(plan: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 def key_of(identity: Mapping[str, Any]) -> str:
     """Return the identity of a trial as text, by which its runs are found again."""
     return json.dumps(identity, sort_keys=True)
-
-
-def split_job(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments at `--` into those of the command and those of the job."""
-    words = list(argv)
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
 
 
 @contextmanager
@@ -204,15 +205,7 @@ def run_once(
 def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_s: float) -> int | None:
     """Return the exit code of a program; None if it ran past the limit. All its processes are ended."""
     try:
-        with (running(folder) / "output").open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env=_environment(folder, threads),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start(command, folder, running(folder) / "output", threads)
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
@@ -221,6 +214,31 @@ def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_
         end_processes(folder)
     process.wait()  # or it would stay as a zombie
     return code
+
+
+def start(
+    command: Sequence[str], folder: Path, output: Path, threads: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a job whose processes `find_processes` finds by the folder, and append what they print to a file."""
+    # Whatever launcher may have started the tool: its ranks are not those of the run.
+    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        MARK: str(folder),
+        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        # torchrun copies there what the failed rank says is the reason.
+        "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
+    }
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def running(folder: Path) -> Path:
@@ -239,19 +257,6 @@ def clear(folder: Path) -> None:
     shutil.rmtree(running(folder), ignore_errors=True)
 
 
-def _environment(folder: Path, threads: int | None) -> dict[str, str]:
-    # Whatever launcher may have started the tool: its ranks are not those of the run.
-    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
-    return {
-        **{name: value for name, value in os.environ.items() if name not in others},
-        MARK: str(folder),
-        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
-        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
-        # torchrun copies there what the failed rank says is the reason.
-        "TORCHELASTIC_ERROR_FILE": str(running(folder) / "error.json"),
-    }
-
-
 def end_processes(folder: Path) -> None:
     """Kill all processes of a run in this folder.
 
@@ -260,7 +265,7 @@ def end_processes(folder: Path) -> None:
     """
     deadline = time.monotonic() + END_S
     # Again and again: one may start another meanwhile.
-    while found := _processes(folder):
+    while found := find_processes(folder):
         if time.monotonic() > deadline:
             raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in found)}")
         for process in found:
@@ -269,7 +274,8 @@ def end_processes(folder: Path) -> None:
         psutil.wait_procs(found, timeout=0.5)
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
+def find_processes(folder: Path) -> list[psutil.Process]:
+    """Return the living processes of a run in this folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -22,22 +22,21 @@ from typing import Annotated, Any
 import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
-    ENDLESS,
     LAUNCHER_OF,
     NOT_SAVED,
     command_for,
     measured_job,
     option_of,
-    read_job,
+    option_values,
+    read_command,
     script_checksum,
-    with_options,
+    with_steps,
 )
 from hvd_trainer.tools.runner.formats import check_installed, number
-from hvd_trainer.tools.runner.machine import busy_warning, describe_machine
+from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
@@ -46,7 +45,6 @@ from hvd_trainer.tools.runner.runs import (
     log_dir,
     read_runs,
     run_once,
-    split_job,
 )
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
@@ -116,18 +114,15 @@ class Job:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Job:
-        """Read the job behind `--`.
+        """Read the file of options that the job is typed with, if there is one.
 
         Raises:
-            OptionError: there is no job, or its file of options cannot be read.
+            OptionError: it cannot be read.
         """
-        job = read_job(words)
         own: dict[str, Any] = {}
-        for place, word in enumerate(job):
-            if option_of(word) == "--config":
-                file = Path(word.partition("=")[2] or "".join(job[place + 1 : place + 2]))
-                own |= read_yaml(file)
-        return cls(job, own)
+        for file in option_values(words, "--config"):
+            own |= read_yaml(Path(file))
+        return cls(tuple(words), own)
 
     @property
     def fixed(self) -> set[str]:
@@ -174,8 +169,7 @@ class SettingsRunner:
         """Return why a run has no figures."""
         if run.state == "done":
             return "it makes too few steps: give it more data, or smaller batches"
-        output = f"; its output is in {self._folder / run.output}" if run.output else ""
-        return f"{run.state}, {run.note}{output}"
+        return f"{run.state}, {run.why(self._folder)}"
 
     def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
         """Return the samples per second with these settings; None if the job does not run with them."""
@@ -187,19 +181,16 @@ class SettingsRunner:
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
         warm_up, options = WARMUP_STEPS + settling_steps(settings), self._options
-        job = with_options(
-            self._job.words, [*ENDLESS, *NOT_SAVED, *as_words(settings), "--max-steps", str(warm_up + self.steps)]
-        )
+        job = with_steps(self._job.words, warm_up + self.steps, [*NOT_SAVED, *as_words(settings)])
         self.count += 1
         identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._conditions}
         self._used[key_of(identity)] += 1
         number_, done = self._used[key_of(identity)], self._known.get(key_of(identity), [])
         if len(done) >= number_:
             return done[number_ - 1]
+        words = measured_job(job, self._backend, log_dir(self._folder))
         run = run_once(
-            command_for(
-                LAUNCHER_OF[self._backend], options.np, measured_job(job, self._backend, log_dir(self._folder))
-            ),
+            command_for(LAUNCHER_OF[self._backend], options.np, words),
             self._folder,
             identity,
             number_,
@@ -226,9 +217,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or the job does not run.
     """
-    own, words = split_job(argv)
-    options = tyro.cli(Options, prog=f"{COMMAND} tune", args=own)
-    check_ranges(options)
+    options, words = read_command("tune", Options, argv)
     check_installed()
     job, backends = Job.read(words), options.backends
     folder = options.out.expanduser().resolve()
@@ -243,11 +232,9 @@ def main(argv: Sequence[str]) -> int:
 
 def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
     """Search on each engine, and write the settings that were found."""
-    if (warning := busy_warning()) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+    warn_if_busy()
     machine = describe_machine()
-    versions = {name: machine[name] for name in ("python", "torch", "horovod")}
-    conditions = {"script": script_checksum(job.words), **versions}
+    conditions = {"script": script_checksum(job.words), **versions(machine)}
     everything: dict[str, Found] = {}
     files = []
     for backend in backends:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hvd_trainer.tools.runner.formats import console, percent
+from hvd_trainer.tools.runner.formats import console, make_table, percent
 from hvd_trainer.tools.runner.ratio import Ratio
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
@@ -22,19 +22,11 @@ REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}
 
 def show(backend: str, found: Found) -> None:
     """Print the settings that were tried on one engine, and the conclusions."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     out = console()
     if found.tried:
         title = f"What was tried on {backend}, beside the settings of that moment"
-        table = Table("", box=SIMPLE_HEAD, title=title, title_justify="left")
-        for heading in ("speed", "95 % interval", "rounds"):
-            table.add_column(heading, justify="right")
-        table.add_column("")
-        for its in found.tried:
-            table.add_row(its.label, *_cells(its.standing), _verdict(its))
-        out.print(table)
+        rows = [(its.label, *_cells(its.standing), _verdict(its)) for its in found.tried]
+        out.print(make_table(title, ("", "speed", "95 % interval", "rounds", ""), rows, words=(0, 4)))
     untried = [f"{GROUPS[group]}: not tried; {why}." for group, why in found.untried.items()]
     for text in [*untried, *sentences(backend, found)]:
         out.print(text, markup=False)

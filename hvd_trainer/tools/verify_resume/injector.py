@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -19,9 +18,8 @@ import psutil
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import detect
+from hvd_trainer.tools.runner.runs import end_processes, find_processes, start
 
-MARK = "HVD_TRAINER_VERIFY"
-"""The environment variable by which the job's processes are found."""
 START_S, END_S, SETTLE_S = 180.0, 600.0, 10.0
 MAX_MISSED_STEPS = 8
 """Steps in which a phase is waited for; some last a few microseconds, and may be missed."""
@@ -63,18 +61,9 @@ class FaultInjector:
 
     def __init__(self, command: Sequence[str], folder: Path, size: int) -> None:
         self._size, self._folder = size, folder
-        self._mark = secrets.token_hex(8)
         folder.mkdir(parents=True, exist_ok=True)
         self._output = folder / "output"
-        with self._output.open("ab") as output:
-            self._launcher = subprocess.Popen(
-                command,
-                env={**os.environ, MARK: self._mark},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._launcher = start(command, folder, self._output)
         self._statuses: dict[int, SharedStatus] = {}
         self._ranks: dict[int, psutil.Process] = {}
 
@@ -82,10 +71,7 @@ class FaultInjector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        for process in self._processes():
-            with suppress(psutil.Error):
-                process.kill()
-        self._launcher.kill()
+        end_processes(self._folder)
         self._launcher.wait()
         for status in self._statuses.values():
             status.close()
@@ -213,9 +199,4 @@ class FaultInjector:
 
     def _processes(self) -> list[psutil.Process]:
         """Return all processes of the job but the launcher."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.pid != self._launcher.pid and process.environ().get(MARK) == self._mark:
-                    found.append(process)
-        return found
+        return [process for process in find_processes(self._folder) if process.pid != self._launcher.pid]
