@@ -1,14 +1,36 @@
-"""Define what the rules that know causes take and give: two runs that differ, and a cause."""
+"""Define what is found about two runs: the quantities that differ, and their causes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hvd_trainer.tools.parity.findings import Finding
-from hvd_trainer.tools.parity.traces import Trace
+from hvd_trainer.tools.parity.traces import Moment, Trace
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A quantity that differs."""
+
+    when: Moment
+    quantity: str
+    """set-up, settings, samples, order, skipped, learning rate, loss, gradients, gradient norm, parameters,
+    optimizer, buffers, evaluation, or steps"""
+    sides: tuple[str, str]
+    values: tuple[Any, Any]
+    """for a tensor, its elements that are farthest apart"""
+    name: str = ""
+    """name of the first that differs"""
+    absolute: float = 0.0
+    relative: float = 0.0
+    count: int = 1
+    """how many differ"""
+    total: int = 1
+    """how many were compared"""
+    run: str = ""
+    """the run whose ranks differ among each other; empty where two runs do"""
 
 
 class Cause(NamedTuple):

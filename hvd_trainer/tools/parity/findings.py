@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from hvd_trainer.tools.parity.case import Finding
 from hvd_trainer.tools.parity.distance import NONE, relative_difference
 from hvd_trainer.tools.parity.settings import optimizer_settings, run_settings
-from hvd_trainer.tools.parity.tensors import TensorDifference, among_ranks, between_runs
+from hvd_trainer.tools.parity.tensors import among_ranks, between_runs
 from hvd_trainer.tools.parity.tolerance import Tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
 from hvd_trainer.utils.text import plural
@@ -25,29 +25,6 @@ from hvd_trainer.utils.text import plural
 MAX_EVALUATION_ROUNDING = 1e-5
 """The allowed relative difference of test figures on unequal numbers of ranks: they evaluate in other batches, and
 sum in another order, even where they train the same bits."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A quantity that differs."""
-
-    when: Moment
-    quantity: str
-    """set-up, settings, samples, order, skipped, learning rate, loss, gradients, gradient norm, parameters,
-    optimizer, buffers, evaluation, or steps"""
-    sides: tuple[str, str]
-    values: tuple[Any, Any]
-    """for a tensor, its elements that are farthest apart"""
-    name: str = ""
-    """name of the first that differs"""
-    absolute: float = 0.0
-    relative: float = 0.0
-    count: int = 1
-    """how many differ"""
-    total: int = 1
-    """how many were compared"""
-    run: str = ""
-    """the run whose ranks differ among each other; empty where two runs do"""
 
 
 def find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
@@ -187,34 +164,10 @@ class _MomentComparison:
         limit = self._limit(kind)
         for trace in (self._one, self._other):
             if alike or (alike is None and kind != "buffers" and _exchanges_gradients(trace)):
-                found = among_ranks(trace, self._when, kind, limit if self._allowed.everywhere else 0.0)
-                if found is not None:
-                    ranks = f"rank {found.ranks[0]}", f"rank {found.ranks[1]}"
-                    yield self._tensor_finding(kind, found, ranks, run=trace.name)
+                yield from among_ranks(trace, self._when, kind, limit if self._allowed.everywhere else 0.0)
         if self._one.size != self._other.size and kind == "buffers" and self._when.name != "start":
             return  # each rank has statistics of its own samples
-        found = between_runs(self._one, self._other, self._when, kind, limit)
-        if found is not None:
-            names = self._one.name, self._other.name
-            rank = f", rank {found.ranks[0]}" if found.ranks[0] else ""
-            yield self._tensor_finding(kind, found, (names[0] + rank, names[1] + rank))
-
-    def _tensor_finding(
-        self, kind: str, found: TensorDifference, sides: tuple[str, str], run: str = ""
-    ) -> Finding:
-        its = found.gap
-        return Finding(
-            self._when,
-            kind,
-            sides,
-            (its.left, its.right),
-            found.name,
-            its.absolute,
-            its.relative,
-            found.count,
-            found.total,
-            run,
-        )
+        yield from between_runs(self._one, self._other, self._when, kind, limit)
 
 
 def _exchanges_gradients(trace: Trace) -> bool:

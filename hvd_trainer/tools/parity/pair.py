@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from hvd_trainer.tools.parity.case import Case, Cause
+from hvd_trainer.tools.parity.case import Case, Cause, Finding
 from hvd_trainer.tools.parity.causes import find_causes
-from hvd_trainer.tools.parity.findings import Finding, find_differences
+from hvd_trainer.tools.parity.findings import find_differences
 from hvd_trainer.tools.parity.tensors import largest_difference
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Trace

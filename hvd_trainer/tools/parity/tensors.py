@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
+from hvd_trainer.tools.parity.case import Finding
 from hvd_trainer.tools.parity.distance import Distance, distance_between, min_norms
 from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """The tensors that differ: the distance of the first one, and their number."""
-
-    name: str
-    ranks: tuple[int, int]
-    gap: Distance
-    count: int
-    """how many differ"""
-    total: int
-    """how many were compared"""
 
 
 class TensorPair(NamedTuple):
@@ -34,8 +21,8 @@ class TensorPair(NamedTuple):
     other: int
 
 
-def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> TensorDifference | None:
-    """Find tensors that are not the same on all ranks of a run that have them whole; None if there are none.
+def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
+    """Yield a finding if there are tensors that are not the same on all ranks of a run that have them whole.
 
     Args:
         kind: gradients, parameters, optimizer or buffers.
@@ -45,37 +32,33 @@ def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> Te
     for rank, its in enumerate(trace.ranks):
         for name in _unsliced(trace, its[when].checksums(kind)):
             places.append(TensorPair(name, holders[name], rank))
-    return _KindComparison(trace, trace, when, kind).find(places, limit)
+    yield from _KindComparison(trace, trace, when, kind).find(places, limit)
 
 
-def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> TensorDifference | None:
-    """Find tensors that differ between two runs, rank by rank; between unequal numbers of ranks only whole
-    tensors are compared.
+def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
+    """Yield a finding if tensors differ between two runs.
+
+    They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
     """
-    sides = _KindComparison(one, other, when, kind)
     if one.size != other.size:
         left, right = (_holders(trace, when, kind) for trace in (one, other))
-        places = [
-            TensorPair(name, left.get(name, 0), right.get(name, 0)) for name in dict.fromkeys([*left, *right])
-        ]
-        return sides.find(places, limit)
-    pairs = enumerate(zip(one.ranks, other.ranks, strict=True))
-    return sides.find(
-        [
-            TensorPair(name, rank, rank)
-            for rank, pair in pairs
-            for name in dict.fromkeys(name for its in pair for name in its[when].checksums(kind))
-        ],
-        limit,
-    )
+        names = dict.fromkeys([*left, *right])
+        places = [TensorPair(name, left.get(name, 0), right.get(name, 0)) for name in names]
+    else:
+        places = [place for rank in range(one.size) for place in _same_rank(one, other, when, kind, rank)]
+    yield from _KindComparison(one, other, when, kind).find(places, limit)
 
 
 def largest_difference(one: Trace, other: Trace, when: Moment, kind: str = "parameters") -> float:
     """Return the largest relative difference of a tensor on rank 0 of two runs; 0 means the same bits."""
     sides = _KindComparison(one, other, when, kind)
-    names = dict.fromkeys(name for its in (one, other) for name in its.ranks[0][when].checksums(kind))
-    places = [TensorPair(name, 0, 0) for name in names if not sides.same(TensorPair(name, 0, 0))]
-    return max((sides.gap(place).relative for place in places), default=0.0)
+    places = _same_rank(one, other, when, kind, 0)
+    return max((sides.gap(place).relative for place in places if not sides.same(place)), default=0.0)
+
+
+def _same_rank(one: Trace, other: Trace, when: Moment, kind: str, rank: int) -> list[TensorPair]:
+    names = dict.fromkeys(name for its in (one, other) for name in its.ranks[rank][when].checksums(kind))
+    return [TensorPair(name, rank, rank) for name in names]
 
 
 def _unsliced(trace: Trace, names: Iterable[str]) -> Iterator[str]:
@@ -98,7 +81,8 @@ class _KindComparison:
 
     def __init__(self, one: Trace, other: Trace, when: Moment, kind: str) -> None:
         self._left, self._right = ([_Rank(its[when]) for its in trace.ranks] for trace in (one, other))
-        self._kind = kind
+        self._names, self._when, self._kind = (one.name, other.name), when, kind
+        self._run = one.name if one is other else ""
 
     def checksums(self, place: TensorPair) -> tuple[str | None, str | None]:
         left, right = self._left[place.one].moment, self._right[place.other].moment
@@ -112,7 +96,8 @@ class _KindComparison:
         left, right, name = self._left[place.one], self._right[place.other], f"{self._kind}/{place.name}"
         return distance_between(left.values.get(name), right.values.get(name), left.min_norm.get(name, 0.0))
 
-    def find(self, places: Sequence[TensorPair], limit: float) -> TensorDifference | None:
+    def find(self, places: Sequence[TensorPair], limit: float) -> Iterator[Finding]:
+        """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
         differing: dict[str, tuple[TensorPair, Distance]] = {}
         seen = set()
         for place in places:
@@ -125,11 +110,25 @@ class _KindComparison:
                 differing[place.name] = next(iter(differing.values()))  # only the first one's distance is reported
             elif (its := self.gap(place)).relative > limit or limit == 0:
                 differing[place.name] = place, its
-        if not differing:
-            return None
-        place, its = next(iter(differing.values()))
-        total = len({place.name for place in places})
-        return TensorDifference(place.name, (place.one, place.other), its, len(differing), total)
+        for place, its in [*differing.values()][:1]:
+            yield Finding(
+                self._when,
+                self._kind,
+                self._sides(place),
+                (its.left, its.right),
+                name=place.name,
+                absolute=its.absolute,
+                relative=its.relative,
+                count=len(differing),
+                total=len({place.name for place in places}),
+                run=self._run,
+            )
+
+    def _sides(self, place: TensorPair) -> tuple[str, str]:
+        if self._run:
+            return f"rank {place.one}", f"rank {place.other}"
+        one, other = (name + (f", rank {n}" if n else "") for name, n in zip(self._names, place[1:], strict=True))
+        return one, other
 
 
 class _Rank:
