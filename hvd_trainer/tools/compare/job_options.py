@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -43,7 +42,7 @@ class JobOptions:
         """
         program = tuple(job[: 2 if job[0] == "-m" else 1])
         name = shlex.join(program)
-        module = _import(program[-1], name) if job[0] == "-m" else _import_file(Path(program[0]), name)
+        module = _import(program, name)
         kinds = {
             value
             for value in vars(module).values()
@@ -107,34 +106,31 @@ def choices(kind: type[Any], name: str) -> str:
     return ""
 
 
-def _import(module: str, name: str) -> Any:
-    spec = importlib.util.find_spec(module)
-    if spec is not None and spec.submodule_search_locations is not None:
-        module += ".__main__"
-        spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise OptionError(f"-- {name}: there is no such module")
-    _check_guard(spec, name)
-    return importlib.import_module(module)
+def _import(program: Sequence[str], name: str) -> Any:
+    """Import a module, or a file, without running the job.
 
-
-def _import_file(file: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(SCRIPT, file)
+    Raises:
+        OptionError: there is no such module, this is no file of Python, or importing it would start to train.
+    """
+    if program[0] == "-m":
+        spec = importlib.util.find_spec(program[1])
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{program[1]}.__main__")
+    else:
+        spec = importlib.util.spec_from_file_location(SCRIPT, program[0])
     if spec is None or spec.loader is None:
-        raise OptionError(f"-- {name}: this is no file of Python")
-    _check_guard(spec, name)
-    # As `python FILE` does.
-    sys.path.insert(0, str(file.resolve().parent))
-    sys.modules[SCRIPT] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _check_guard(spec: ModuleSpec, name: str) -> None:
-    """Refuse to import a job that would start to train here."""
-    text = Path(spec.origin or "").read_text()
-    if not any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in ast.parse(text).body):
+        what = "there is no such module" if program[0] == "-m" else "this is no file of Python"
+        raise OptionError(f"-- {name}: {what}")
+    nodes = ast.parse(Path(spec.origin or "").read_text()).body
+    if not any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in nodes):
         guard = 'if __name__ == "__main__":'
         raise OptionError(
             f"--vary imports {name} to read its options, and that would run it: put run_job(...) under `{guard}`"
         )
+    if program[0] == "-m":
+        return importlib.import_module(spec.name)
+    # As `python FILE` does.
+    sys.path.insert(0, str(Path(program[0]).resolve().parent))
+    sys.modules[SCRIPT] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -34,11 +34,14 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Columns with a title; `whole` if trials without figures have a row, too."""
+    """Columns with a title."""
 
     title: str
     columns: Sequence[Column]
     whole: bool = False
+    """whether trials without figures have a row, too"""
+    needs: frozenset[str] = frozenset()
+    """columns without one of which the table is left out"""
 
 
 def _median(name: str) -> Callable[[Comparison, TrialResult], Any]:
@@ -112,6 +115,7 @@ TABLES = (
             Column("bubble", "bubble", _median("bubble"), percent),
             Column("by formula", "bubble_formula", Comparison.bubble_formula, percent),
         ),
+        needs=frozenset(("predicted_step_s", "bubble_formula")),
     ),
     Table(
         "What came of it",
@@ -127,8 +131,6 @@ TABLES = (
         ),
     ),
 )
-PREDICTED = {"predicted_step_s", "bubble_formula"}
-"""Without one of these the table of predictions is left out."""
 
 
 class Cells(NamedTuple):
@@ -139,24 +141,28 @@ class Cells(NamedTuple):
     rows: list[list[str]]
 
 
+def figures_of(comparison: Comparison, its: TrialResult) -> dict[str, Any]:
+    """Return the figures of a trial by the names of their columns; None for those that it has not."""
+    columns = [column for table in TABLES for column in table.columns if column.name != "state"]
+    return {column.name: column.figure(comparison, its) for column in columns}
+
+
 def tables(comparison: Comparison) -> list[Cells]:
     """Return all tables; columns in which no trial has a figure are left out, and tables without columns."""
     axes = [axis for axis in comparison.varied if axis.varies]
+    figures = [{**figures_of(comparison, its), "state": _state(comparison, its)} for its in comparison.results]
     found = []
     for table in TABLES:
-        figures = [[column.figure(comparison, its) for its in comparison.results] for column in table.columns]
-        used = [n for n, values in enumerate(figures) if any(value is not None for value in values)]
-        names = {table.columns[n].name for n in used}
-        if not used or ("predicted_step_s" in {c.name for c in table.columns} and not names & PREDICTED):
+        used = [column for column in table.columns if any(its[column.name] is not None for its in figures)]
+        if not used or (table.needs and not table.needs & {column.name for column in used}):
             continue
         rows = []
-        for place, its in enumerate(comparison.results):
-            cells = ["-" if (value := figures[n][place]) is None else table.columns[n].show(value) for n in used]
+        for its, values in zip(comparison.results, figures, strict=True):
+            cells = ["-" if values[c.name] is None else c.show(values[c.name]) for c in used]
             if table.whole or set(cells) != {"-"}:
-                values = its.trial.values
-                place_ = [its.trial.entry.name, str(its.trial.ranks)]
-                rows.append([*place_, *(values.get(axis.name, NOT_APPLICABLE) for axis in axes), *cells])
-        titles = ["", "ranks", *(axis.label for axis in axes), *(table.columns[n].title for n in used)]
+                place = (its.trial.values.get(axis.name, NOT_APPLICABLE) for axis in axes)
+                rows.append([its.trial.entry.name, str(its.trial.ranks), *place, *cells])
+        titles = ["", "ranks", *(axis.label for axis in axes), *(column.title for column in used)]
         found.append(Cells(table.title, titles, rows))
     return found
 
@@ -258,35 +264,28 @@ def page(comparison: Comparison) -> str:
 
 def write_csv(comparison: Comparison, file: Path) -> None:
     """Write a line per trial: its place on each axis, its state, all figures in full, why it has none."""
-    columns = [column for table in TABLES for column in table.columns if column.name != "state"]
-    names = [axis.name for axis in comparison.axes]
-    with file.open("w", newline="") as lines:
-        writer = csv.writer(lines)
-        writer.writerow(
-            [
-                *names,
-                *("state", "runs", "global_batch_size"),
-                *(column.name for column in columns),
-                *("predicted_from", "note"),
-            ]
+    rows = []
+    for its in comparison.results:
+        prediction = comparison.predictions.get(its.trial.key)
+        rows.append(
+            {
+                **{axis.name: its.trial.values.get(axis.name, NOT_APPLICABLE) for axis in comparison.axes},
+                "state": its.state,
+                "runs": len(its.runs),
+                "global_batch_size": its.global_batch_size,
+                **figures_of(comparison, its),
+                "predicted_from": "" if prediction is None else prediction.base.label,
+                "note": its.note,
+            }
         )
-        for its in comparison.results:
-            figures = [column.figure(comparison, its) for column in columns]
-            prediction = comparison.predictions.get(its.trial.key)
-            writer.writerow(
-                [
-                    *(its.trial.values.get(name, NOT_APPLICABLE) for name in names),
-                    *(its.state, len(its.runs), its.global_batch_size),
-                    *figures,
-                    "" if prediction is None else prediction.base.label,
-                    its.note,
-                ]
-            )
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return everything: verdicts, medians of each trial, intervals, and each run."""
-    columns = [column for table in TABLES for column in table.columns if column.name != "state"]
     return {
         "job": list(comparison.job),
         "varied": {axis.name: list(axis.values) for axis in comparison.varied},
@@ -299,7 +298,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "values": dict(its.trial.variant.values),
                 "state": its.state,
                 "note": its.note,
-                **{column.name: column.figure(comparison, its) for column in columns},
+                **figures_of(comparison, its),
             }
             for its in comparison.results
         ],

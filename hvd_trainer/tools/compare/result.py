@@ -114,21 +114,17 @@ class Pair:
         one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
         variant = self.one.trial.variant.label
         where = f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
-        if speed.low is None or speed.high is None:
-            return (
-                f"{where} {one} has {speed.value:.2f} times the speed of {other} in "
-                f"{plural(speed.rounds, 'round')}, which is too few to tell a difference from noise."
-            )
-        interval = f"{plural(speed.rounds, 'round')}, 95 % interval {speed.low:.2f} to {speed.high:.2f}"
-        if not speed.is_clear:
-            return (
-                f"{where} no difference between {one} and {other} is visible at this noise: "
-                f"{speed.value:.2f} times ({interval})."
-            )
-        if speed.value > 1:
-            return f"{where} {one} is {speed.value:.2f} times as fast as {other} ({interval})."
-        interval = f"{plural(speed.rounds, 'round')}, 95 % interval {1 / speed.high:.2f} to {1 / speed.low:.2f}"
-        return f"{where} {other} is {1 / speed.value:.2f} times as fast as {one} ({interval})."
+        value, low, high, rounds = speed.value, speed.low, speed.high, plural(speed.rounds, "round")
+        if low is None or high is None:
+            said = f"{one} has {value:.2f} times the speed of {other} in {rounds}"
+            return f"{where} {said}, which is too few to tell a difference from noise."
+        if speed.is_clear and value < 1:
+            one, other, value, low, high = other, one, 1 / value, 1 / high, 1 / low
+        interval = f"({rounds}, 95 % interval {low:.2f} to {high:.2f})"
+        if speed.is_clear:
+            return f"{where} {one} is {value:.2f} times as fast as {other} {interval}."
+        said = f"no difference between {one} and {other} is visible at this noise"
+        return f"{where} {said}: {value:.2f} times {interval}."
 
     def why(self) -> str | None:
         """Say which parts of a step make the difference; None where there is none, or no part was measured."""
@@ -201,20 +197,10 @@ class Comparison:
 
     def speed_up(self, its: TrialResult) -> float | None:
         """Return the speed as a multiple of that of the same entry and variant on one rank."""
-        trial = its.trial
-        base = next(
-            (
-                other
-                for other in self.results
-                if (other.trial.ranks, other.trial.entry, other.trial.variant) == (1, trial.entry, trial.variant)
-                and other.median("samples_per_s") is not None
-            ),
-            None,
-        )
-        if base is None:
-            return None
-        rounds = _common_rounds(its, base)
-        return median(one / other for one, other in zip(*rounds, strict=True)) if rounds[0] else None
+        place = (1, its.trial.entry, its.trial.variant)
+        bases = (o for o in self.results if (o.trial.ranks, o.trial.entry, o.trial.variant) == place)
+        rounds = [pair for base in bases for pair in _common_rounds(its, base)]
+        return median(one / other for one, other in rounds) if rounds else None
 
     def efficiency(self, its: TrialResult) -> float | None:
         """Return the speed-up by the number of ranks."""
@@ -243,9 +229,8 @@ class Comparison:
             same_place = (one.trial.ranks, one.trial.variant) == (other.trial.ranks, other.trial.variant)
             if first == second or not same_place or not (both_ours or first.engine == second.engine):
                 continue
-            ones, others = _common_rounds(one, other)
-            if ones:
-                found.append(Pair(one, other, ratio(ones, others)))
+            if rounds := _common_rounds(one, other):
+                found.append(Pair(one, other, ratio(*zip(*rounds, strict=True))))
         return found
 
     def verdicts(self) -> list[str]:
@@ -309,8 +294,7 @@ def _with_samples(its: TrialResult, results: Sequence[TrialResult]) -> TrialResu
     return replace(its, runs=runs)
 
 
-def _common_rounds(one: TrialResult, other: TrialResult) -> tuple[list[float], list[float]]:
-    """Return the speeds of the rounds that both have."""
+def _common_rounds(one: TrialResult, other: TrialResult) -> list[tuple[float, float]]:
+    """Return the two speeds of each round that both have."""
     ones, others = one.by_round("samples_per_s"), other.by_round("samples_per_s")
-    rounds = [number for number in ones if number in others]
-    return [ones[n] for n in rounds], [others[n] for n in rounds]
+    return [(ones[number], others[number]) for number in ones if number in others]

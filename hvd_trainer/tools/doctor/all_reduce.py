@@ -15,8 +15,8 @@ from hvd_trainer.horovod_build.facts import Facts
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
+from hvd_trainer.tools.runner.machine import threads_per_rank
 from hvd_trainer.tools.runner.runs import RunRecord, log_dir, run_once
-from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS = 2
@@ -41,7 +41,7 @@ def device_of(facts: Facts, engine: str) -> str:
 def prove_engine(engine: str, device: str) -> Finding:
     """Run the job with two ranks on an engine and return a finding about it."""
     job = ["-m", all_reduce_job.__name__, "--backend", engine, "--device", device]
-    threads = max(1, len(cpu_ids()) // RANKS)
+    threads = threads_per_rank(RANKS)
     with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-") as name:
         folder = Path(name)
         job += ["--log-dir", str(log_dir(folder)), "--began", str(time.time())]
