@@ -398,13 +398,13 @@ def test_distances_of_tensors() -> None:
 # What is said.
 
 
-def test_table_and_json(tmp_path: Path) -> None:
+def test_table_and_json() -> None:
     traces = [
         make_trace("horovod", edit_at("step 4", combine(set_line(losses=[math.nan]), multiply(2, "parameters")))),
         make_trace("ddp"),
     ]
     run = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
-    runs = [TracedRun(trace.name, run, trace, tmp_path) for trace in traces]
+    runs = [TracedRun(trace.name, run, trace) for trace in traces]
     pairs = compare_all(traces)
     lines = table(traces, pairs)
     assert lines[0].split() == ["loss", "gradient", "norm", "parameters", "apart"]
@@ -432,7 +432,7 @@ def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> Non
         make_trace("ddp", edit_at("step 1", multiply(1.5, "gradients"))),
     ]
     run = RunRecord({}, 1, "done", 1.0)
-    lines = conclusions([TracedRun(t.name, run, t, tmp_path) for t in traces], compare_all(traces), tmp_path)
+    lines = conclusions([TracedRun(t.name, run, t) for t in traces], compare_all(traces), tmp_path)
     assert any("every 16th was kept" in line for line in lines)
 
 

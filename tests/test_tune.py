@@ -133,7 +133,7 @@ def searched(
             speed *= effects.get(word.replace("=", " "), 1.0)
         return speed or None
 
-    settings: dict[str, Any] = {"rounds": 5, "least_gain": 0.02, "lossy": lossy, "say": lambda text: None}
+    settings: dict[str, Any] = {"rounds": 5, "least_gain": 0.02, "lossy": lossy}
     return Search("ddp", FACTS | facts, (), measure, **settings).run(), ran
 
 
@@ -177,7 +177,6 @@ def test_search_ignores_noise_of_much_shorter_steps() -> None:
         rounds=3,
         least_gain=0.3,
         lossy=False,
-        say=lambda text: None,
     ).run()
     assert found.settings == {"workers": 2}
     assert found.noise < 0.1
@@ -194,7 +193,6 @@ def test_search_learns_noise_from_an_undecided_bound() -> None:
         rounds=3,
         least_gain=0.02,
         lossy=False,
-        say=lambda text: None,
     ).run()
     assert "exchange" in found.untried
     assert 0.03 < found.noise < 0.1
@@ -244,7 +242,6 @@ def test_search_stops_when_adopted_settings_fail() -> None:
             rounds=3,
             least_gain=0.02,
             lossy=False,
-            say=lambda text: None,
         ).run()
 
 

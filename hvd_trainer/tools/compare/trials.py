@@ -5,6 +5,7 @@ Nothing is started here. A trial that cannot be is found by the checks that the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -38,6 +39,8 @@ class Trial:
     variant: Variant
     conditions: Mapping[str, Any]
     """what else decides on its figures: versions, steps that do not count"""
+    options: TrainerOptions | None = None
+    """the job's options on its engine; None without `--vary`"""
     reason: str | None = None
     """why it cannot be; None if it can, as far as is known without starting it"""
 
@@ -55,12 +58,6 @@ class Trial:
     def processes(self) -> int:
         """Return how many processes it consists of: the ranks of DataParallel are GPUs of one."""
         return 1 if self.entry.engine == "data-parallel" else self.ranks
-
-    @property
-    def options(self) -> TrainerOptions | None:
-        """The options on its engine; None without `--vary`."""
-        options = self.variant.options
-        return None if options is None else with_values(options, {"backend": self.entry.engine})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -93,20 +90,23 @@ def make_trials(
 
     `single` is on one rank only, `data-parallel` never is.
     """
-    return [
-        Trial(
-            entry=entry,
-            ranks=ranks,
-            threads=threads,
-            variant=variant,
-            conditions=conditions,
-            reason=None if variant.options is None else why_impossible(variant.options, entry.engine, ranks),
+    trials = []
+    for ranks, variant, entry in itertools.product(numbers, variants, entries):
+        if entry.engine == ("data-parallel" if ranks == 1 else "single"):
+            continue
+        options = variant.options and with_values(variant.options, {"backend": entry.engine})
+        trials.append(
+            Trial(
+                entry=entry,
+                ranks=ranks,
+                threads=threads,
+                variant=variant,
+                conditions=conditions,
+                options=options,
+                reason=None if options is None else why_impossible(options, ranks),
+            )
         )
-        for ranks in numbers
-        for variant in variants
-        for entry in entries
-        if entry.engine != ("data-parallel" if ranks == 1 else "single")
-    ]
+    return trials
 
 
 def axes_of(trials: Sequence[Trial], varied: Sequence[Axis]) -> list[Axis]:
@@ -117,9 +117,9 @@ def axes_of(trials: Sequence[Trial], varied: Sequence[Axis]) -> list[Axis]:
     ]
 
 
-def why_impossible(options: TrainerOptions, engine: str, ranks: int) -> str | None:
+def why_impossible(options: TrainerOptions, ranks: int) -> str | None:
     """Return why a job with these options cannot be started so; None if nothing is known against it."""
-    parallel, options = options.parallel, with_values(options, {"backend": engine})
+    parallel = options.parallel
     try:
         check(options)
         check_stages(parallel.stages, ranks)

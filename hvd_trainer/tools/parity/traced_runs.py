@@ -28,7 +28,6 @@ class TracedRun:
     engine: str
     run: RunRecord
     trace: Trace | None
-    log: Path
 
     @property
     def done(self) -> bool:
@@ -143,7 +142,7 @@ def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> TracedR
     )
     if run.state == "failed" and run.note.startswith("exit code"):
         run = replace(run, note=f"it ended, and no Trainer has trained on {plural(ranks, 'rank')} in it")
-    return TracedRun(engine, run, read_trace(engine, log), log)
+    return TracedRun(engine, run, read_trace(engine, log))
 
 
 def _figures(log: Path, ranks: int, _: Path) -> dict[str, Any] | None:

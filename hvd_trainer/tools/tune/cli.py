@@ -48,7 +48,7 @@ from hvd_trainer.tools.runner.runs import (
 )
 from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
 from hvd_trainer.tools.tune import report
-from hvd_trainer.tools.tune.search import Found, Measure, Search
+from hvd_trainer.tools.tune.search import Found, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import COMMAND, plural
@@ -59,11 +59,11 @@ MIN_STEPS, MAX_STEPS = 20, 2000
 """Bounds of the counted steps of a run."""
 
 
-FACTS: Mapping[str, type] = {
+FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
-    **{"device": str, "compression": str, "in_memory": bool},
+    **{"device": str, "compression": str, "in_memory": bool, "bucket_mb": int | float},
 }
-"""The facts in the job's run.json that the search needs, beside --bucket-mb, and their types."""
+"""The facts in the job's run.json that the search needs, and their types."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,9 @@ class SettingsRunner:
         job = with_steps(self._job.words, warm_up + self.steps, [*NOT_SAVED, *as_words(settings)])
         self.count += 1
         identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._conditions}
-        self._used[key_of(identity)] += 1
-        number_, done = self._used[key_of(identity)], self._known.get(key_of(identity), [])
+        key = key_of(identity)
+        self._used[key] += 1
+        number_, done = self._used[key], self._known.get(key, [])
         if len(done) >= number_:
             return done[number_ - 1]
         words = measured_job(job, self._backend, log_dir(self._folder))
@@ -203,12 +204,8 @@ class SettingsRunner:
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:
-    if not are_figures(figures):
-        return False
-    work = figures["work"]
-    return all(isinstance(work.get(name), kind) for name, kind in FACTS.items()) and isinstance(
-        work.get("bucket_mb"), int | float
-    )
+    work = figures.get("work", {})
+    return are_figures(figures) and all(isinstance(work.get(name), kind) for name, kind in FACTS.items())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -242,7 +239,15 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
         facts = runner.run_unchanged()
         length = plural(WARMUP_STEPS + runner.steps, "step")
         print(f"{backend}: runs of {length}; all is kept in {folder}", flush=True)
-        found = everything[backend] = search(backend, facts, job, runner.measure, options)
+        found = everything[backend] = Search(
+            backend,
+            facts,
+            job.fixed,
+            runner.measure,
+            rounds=options.rounds,
+            least_gain=options.least_gain,
+            lossy=options.lossy,
+        ).run()
         report.show(backend, found)
         files.append(folder / f"{backend}.yaml")
         command = f"{COMMAND} tune {arguments}"
@@ -250,17 +255,3 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
     files.append(folder / "tune.json")
     files[-1].write_text(json.dumps(report.as_json(everything, machine, job.words), indent=1) + "\n")
     print("written: " + ", ".join(map(str, files)))
-
-
-def search(backend: str, facts: Mapping[str, Any], job: Job, measure: Measure, options: Options) -> Found:
-    """Search the fastest settings of one engine."""
-    return Search(
-        backend,
-        facts,
-        job.fixed,
-        measure,
-        rounds=options.rounds,
-        least_gain=options.least_gain,
-        lossy=options.lossy,
-        say=lambda text: print(f"{backend}: {text}", flush=True),
-    ).run()

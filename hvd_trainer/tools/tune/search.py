@@ -64,7 +64,6 @@ class Search:
         rounds: of a race at most, and of the proof.
         least_gain: below which a gain is not worth a search, as a fraction.
         lossy: whether gradients may be rounded.
-        say: prints progress.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class Search:
         rounds: int,
         least_gain: float,
         lossy: bool,
-        say: Callable[[str], None],
     ) -> None:
         self._backend, self._facts, self._fixed, self._measure = backend, facts, fixed, measure
-        self._rounds, self._least_gain, self._lossy, self._say = rounds, least_gain, lossy, say
+        self._rounds, self._least_gain, self._lossy = rounds, least_gain, lossy
         self._noise = Noise()
         self.found = Found()
 
@@ -133,6 +131,9 @@ class Search:
         gains = {"threads": math.inf, "compression": 0.0, **{group: its.speed for group, its in bounds.items()}}
         left = (group for group in GROUPS if group not in self.found.untried)
         return sorted(left, key=lambda group: -gains.get(group, 1.0))
+
+    def _say(self, text: str) -> None:
+        print(f"{self._backend}: {text}", flush=True)
 
     def _is_undecided(self, bound: Standing) -> bool:
         """Return whether more rounds could show that a group cannot gain enough."""

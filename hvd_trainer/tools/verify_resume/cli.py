@@ -14,7 +14,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.runner.command import command_for
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume.injector import FaultInjector, Kill, PlannedKill
+from hvd_trainer.utils.serialization import flatten
 from hvd_trainer.utils.text import COMMAND
 
 STEPS_PER_KILL = 2 * STEPS_PER_EPOCH
@@ -173,18 +173,10 @@ def count_different_bits(first: Path, second: Path) -> int:
     for folder in (first, second):
         (_, path), *_ = storage.find_checkpoints(folder)[0]
         states.append(storage.load(path))
-    ours, theirs = (dict(flatten_tensors([state["model"], state["optimizer"]])) for state in states)
+    ours, theirs = (flatten([state["model"], state["optimizer"]])[1] for state in states)
     if ours.keys() != theirs.keys():
         raise LaunchError("The two runs' last checkpoints do not hold the same tensors.")
     return sum(different_bits(ours[place], theirs[place]) for place in ours)
-
-
-def flatten_tensors(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Return all tensors of nested dictionaries and lists, by their paths."""
-    if isinstance(value, torch.Tensor):
-        return [(place, value)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for key, item in items for found in flatten_tensors(item, f"{place}/{key}")]
 
 
 def different_bits(ours: torch.Tensor, theirs: torch.Tensor) -> int:
