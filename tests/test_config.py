@@ -51,6 +51,18 @@ def test_help_lists_common_options_and_help_all_every_option(capsys: pytest.Capt
     assert every - {"--config"} == {flag(name) for name in flatten(MnistOptions())}
 
 
+def test_help_begins_with_a_docstring_that_somebody_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    """A class without one was introduced by its signature, which `dataclass` puts in its place."""
+
+    @dataclass(frozen=True)
+    class Options(TrainerOptions):
+        hidden: int = 64
+
+    text, _ = help_of(Options, "--help", capsys)
+    assert "Options(" not in text
+    assert "--help-all lists all options" in text
+
+
 def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--help", "--help-all"):
         text, _ = help_of(MnistOptions, option, capsys)

@@ -33,6 +33,7 @@ TYPED_HERE = (
     f"mpirun -np 2 python {EXAMPLE}",
     f"srun -n 2 python {EXAMPLE} --backend ddp",
     f"python {EXAMPLE}",
+    "torchrun --nproc-per-node 2 examples/own_data.py --backend ddp --epochs 1",
     "python -m hvd_trainer.mnist --dataset digits --epochs 1 --log-dir runs/digits --resume auto --backend ddp",
     BY_HAND,
 )
@@ -60,6 +61,7 @@ TYPED_ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "make lint": (".ci/run", "make lint"),
     "make docs": (".ci/run", "make docs"),
+    "python docs/options_page.py": ("tests/test_docs.py", "options_page.py"),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
     # Its stages need a GPU; that these forms are there is tested without one.
@@ -321,7 +323,11 @@ def test_the_notebook_lines_run(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "file"),
-    [("README.md", "examples/first_job.py"), ("docs/quickstart.md", "examples/mnist/train.py")],
+    [
+        ("README.md", "examples/first_job.py"),
+        ("docs/quickstart.md", "examples/mnist/train.py"),
+        ("docs/quickstart.md", "examples/own_data.py"),
+    ],
 )
 def test_a_printed_example_is_the_file(document: str, file: str) -> None:
     python = [block.text for block in documents.blocks(document) if block.language == "python"]

@@ -98,13 +98,13 @@ def test_decay_and_warmup_need_a_known_length() -> None:
         count_warmup_steps(0.5, None)
 
 
-@pytest.mark.parametrize(("decay", "rate"), [("none", 1.0), ("linear", 0.5), ("cosine", 0.5)])
+@pytest.mark.parametrize(("decay", "rate"), [("none", 1.0), ("linear", 0.75), ("cosine", 0.853553)])
 def test_decay_resumes_with_another_epoch_length(decay: Decay, rate: float) -> None:
-    """Resumed at half of all epochs, with half as many steps in each, a decay had ended at a rate of 0."""
+    """Resumed at a quarter of all epochs, with half as many steps in each, a decay had ended at a rate of 0.5."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     step_rate = StepRate(optimizer, 1.0, 0, decay)
-    step_rate.resume(500, 0.5)
-    with step_rate.apply(500, 0.5):
+    step_rate.resume(500, 0.25)
+    with step_rate.apply(500, 0.25):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 

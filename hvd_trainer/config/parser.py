@@ -67,12 +67,18 @@ def _parse_typed(kind: type[T], args: list[str]) -> T:
     return tyro.cli(
         kind,
         prog=_program(),
-        description=f"{inspect.getdoc(kind)}\n\n{more}--config FILE takes options from YAML (epochs: 3); the "
-        f"command line wins. Every run with --log-dir writes such a file, config.yaml.",
+        description=f"{_summary(kind)}{more}--config FILE takes options from YAML (epochs: 3); the command line "
+        f"wins. Every run with --log-dir writes such a file, config.yaml.",
         args=["--help"] if asks_for_all else args,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         registry=_help_registry(common_only=bool(more)),
     )
+
+
+def _summary(kind: type) -> str:
+    """Return the docstring of a class of options as a paragraph; nothing for the one that `dataclass` makes up."""
+    text = inspect.getdoc(kind) or ""
+    return "" if text.startswith(f"{kind.__name__}(") else f"{text}\n\n"
 
 
 def _help_registry(*, common_only: bool) -> ConstructorRegistry:

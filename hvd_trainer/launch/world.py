@@ -108,7 +108,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
             f"{launcher.evidence(environ)[0]} is set, so this process looks started {by}, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Set what is missing or let a "
             f"launcher start all ranks, such as: horovodrun -np 2 python -m hvd_trainer.mnist; to run one process "
-            f"alone, type: unset {' '.join(n for n in (*launcher.markers, *names) if n in environ)}"
+            f"alone, type: unset {' '.join(n for n in dict.fromkeys((*launcher.markers, *names)) if n in environ)}"
         )
     node_rank = read_number(environ, launcher.node_rank) if launcher.node_rank else UNKNOWN
     world = World(

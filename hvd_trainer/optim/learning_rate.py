@@ -13,6 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hvd_trainer.config.options import Decay
 from hvd_trainer.errors import OptionError
 
+DECAYS: Mapping[Decay, Callable[[float], float]] = {
+    "linear": lambda decayed: 1 - decayed,
+    "cosine": lambda decayed: (1 + math.cos(math.pi * decayed)) / 2,
+}
+"""Each decay: the share of the rate that is left when a fraction of the decay is over."""
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
@@ -31,7 +36,7 @@ class StepRate:
         optimizer: its groups have the rates.
         factor: the scaling.
         warmup_steps: n.
-        decay: none, linear or cosine.
+        decay: none, or one of `DECAYS`.
         decay_start: the fraction of all epochs after which the decay begins.
     """
 
@@ -89,7 +94,7 @@ class StepRate:
         if self._decay == "none" or done <= self._decay_start:
             return warmup
         decayed = min(1.0, (done - self._decay_start) / (1 - self._decay_start))
-        return warmup * (1 - decayed if self._decay == "linear" else (1 + math.cos(math.pi * decayed)) / 2)
+        return warmup * DECAYS[self._decay](decayed)
 
 
 def make_scheduler(scheduler: Scheduler | None, optimizer: Optimizer) -> LRScheduler | None:

@@ -128,7 +128,8 @@ class Trainer:
             train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets).
             scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
                 and decay of the learning rate multiply its rate while a step is taken.
-            metrics: by name; functions of outputs and targets, or torchmetrics objects.
+            metrics: by name; functions of outputs and targets that return a value per sample or their mean over
+                the batch, or torchmetrics objects.
             callbacks: called at the ends of steps and epochs, with the running training.
             collate: makes a batch from a list of samples, as in `DataLoader`.
 
