@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.diagnose import collectives_job
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
@@ -35,6 +33,7 @@ from hvd_trainer.tools.diagnose.causes import (
     compute_shares,
 )
 from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
+from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.runner.command import (
     LAUNCHER_OF,
     NOT_SAVED,
@@ -54,6 +53,8 @@ WARMUP_STEPS = 5
 """Steps at the beginning of each run that do not count."""
 MIN_STEPS, MAX_STEPS = 10, 2000
 """Bounds of the counted steps of a run."""
+EXCHANGE_BYTES = tuple(2**10 * 4**step for step in range(8))
+"""Sizes of the exchanges that are timed: 1 kB to 16 MB."""
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
 """Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
 
@@ -117,11 +118,11 @@ class TrialRunner:
 
     def measure_exchanges(self, threads: int | None) -> Line:
         """Measure how long exchanges take by their size."""
-        job = ["-m", collectives_job.__name__, "--backend", self._options.backend]
+        job = ["-m", all_reduce_job.__name__, "--backend", self._options.backend]
         trial = Trial("exchanges", self._options.np, (), threads)
-        job += ["--log-dir", str(log_dir(self._folder))]
-        run = self._run_once(self._options.backend, trial, job, _pairs)
-        return Line.through(run.figures["pairs"])
+        job += ["--log-dir", str(log_dir(self._folder)), "--sizes", *map(str, EXCHANGE_BYTES)]
+        run = self._run_once(self._options.backend, trial, job, all_reduce_job.read_result)
+        return Line.through(run.figures["seconds"])
 
     def _run_once(self, engine: str, trial: Trial, words: Sequence[str], read: Any) -> RunRecord:
         run = run_once(
@@ -216,9 +217,3 @@ def try_actions(
         rates = [medians(runner.figures[trial.name])["samples_per_s"] for trial in (before, after)]
         tried.append((action, rates[0], rates[1]))
     return tried
-
-
-def _pairs(log: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        return {"pairs": json.loads((log / collectives_job.RESULT).read_text())}
-    return None

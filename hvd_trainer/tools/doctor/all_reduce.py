@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build.facts import Facts
@@ -49,18 +45,9 @@ def prove_engine(engine: str, device: str) -> Finding:
             command = command_for(LAUNCHER_OF[engine], RANKS, job)
         except OptionError:
             return error(f"run {engine}", f"there is no {LAUNCHER_OF[engine]} here", f"{INSTALL_HOROVOD} --force")
-        run = run_once(
-            command, folder, {"engine": engine}, 1, threads=threads, limit_s=RUN_TIMEOUT_S, read=read_result
-        )
+        read, limit_s = all_reduce_job.read_result, RUN_TIMEOUT_S
+        run = run_once(command, folder, {"engine": engine}, 1, threads=threads, limit_s=limit_s, read=read)
     return judge_run(engine, device, run)
-
-
-def read_result(folder: Path) -> Mapping[str, Any] | None:
-    """Return the result that rank 0 wrote; None if it wrote none."""
-    with suppress(OSError, ValueError):
-        result: Mapping[str, Any] = json.loads((folder / all_reduce_job.RESULT).read_text())
-        return result
-    return None
 
 
 def judge_run(engine: str, device: str, run: RunRecord) -> Finding:
@@ -73,9 +60,14 @@ def judge_run(engine: str, device: str, run: RunRecord) -> Finding:
         job = f"-m {all_reduce_job.__name__} --backend {engine} --device {device}"
         remedy = f"{start}{python} {job}    (prints all of it)"
         return error(f"run {engine}", f"{RANKS} ranks by {launcher} failed: {note}", remedy)
-    figures = {name: round(float(run.figures[name]), 4) for name in ("started_s", *all_reduce_job.SIZES)}
-    small, large = (figures[name] for name in all_reduce_job.SIZES)
-    figures["gb_per_s"] = round(4 * 2**20 / 1e9 / (large / 1000), 3)
+    seconds = dict(run.figures["seconds"])
+    small, large = (round(1000 * seconds[size], 4) for size in (4 * 2**10, 4 * 2**20))
+    figures = {
+        "started_s": round(float(run.figures["started_s"]), 4),
+        "all_reduce_4kb_ms": small,
+        "all_reduce_4mb_ms": large,
+        "gb_per_s": round(4 * 2**20 / 1e9 / (large / 1000), 3),
+    }
     found = (
         f"{RANKS} ranks by {launcher}, {run.figures['engine']}: sums are right; 4 kB in {small:.2f} ms, "
         f"4 MB in {large:.1f} ms ({figures['gb_per_s']:.1f} GB/s); started in {figures['started_s']:.1f} s"

@@ -1,15 +1,18 @@
-"""Add up tensors on all ranks, check the sums, and time them: the job that `doctor --run` starts.
+"""Add up tensors on all ranks, check the sums, and time them by size: the job of `doctor --run` and of `diagnose`.
 
-<log-dir>/doctor.json       written by rank 0
+<log-dir>/all_reduce.json       written by rank 0
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -17,9 +20,9 @@ from hvd_trainer.backends import Backend, EngineOptions, create
 from hvd_trainer.errors import BackendError
 from hvd_trainer.training.job import run_job
 
-RESULT = "doctor.json"
-SIZES = {"all_reduce_4kb_ms": (4 * 2**10, 50), "all_reduce_4mb_ms": (4 * 2**20, 20)}
-"""The size of the tensor in bytes, and the number of timed exchanges."""
+RESULT = "all_reduce.json"
+BUDGET_BYTES = 2**27
+"""Bytes that are sent for each size: small exchanges are repeated more often."""
 NUM_WARM_UP = 5
 
 
@@ -28,6 +31,8 @@ class AllReduceOptions:
     """Add up tensors on all ranks, check the sums, and take the time."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
+    sizes: tuple[int, ...] = (4 * 2**10, 4 * 2**20)
+    """bytes of the tensors"""
     log_dir: str | None = None
     """folder for the result; None: it is printed"""
     began: float = field(default_factory=time.time)
@@ -43,10 +48,10 @@ def prove(options: AllReduceOptions) -> None:
     with create(options.engine) as backend:
         started_s = time.time() - options.began
         check_sum(backend)
-        figures = {name: 1000 * all_reduce_s(backend, *size) for name, size in SIZES.items()}
+        seconds = [[size, all_reduce_s(backend, size)] for size in options.sizes]
         if backend.world.is_first:
-            result = {"started_s": started_s, **figures, "engine": backend.version, "device": backend.device.type}
-            _write_result(json.dumps(result), options.log_dir)
+            names = {"engine": backend.version, "device": backend.device.type}
+            _write_result(json.dumps({"started_s": started_s, "seconds": seconds, **names}), options.log_dir)
 
 
 def _write_result(text: str, folder: str | None) -> None:
@@ -55,6 +60,14 @@ def _write_result(text: str, folder: str | None) -> None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / RESULT).write_text(text)
+
+
+def read_result(folder: Path) -> Mapping[str, Any] | None:
+    """Return the result that rank 0 wrote, `seconds` as pairs of bytes and seconds; None if it wrote none."""
+    with suppress(OSError, ValueError):
+        result: Mapping[str, Any] = json.loads((folder / RESULT).read_text())
+        return result
+    return None
 
 
 def check_sum(backend: Backend) -> None:
@@ -75,11 +88,11 @@ def check_sum(backend: Backend) -> None:
         )
 
 
-def all_reduce_s(backend: Backend, num_bytes: int, times: int) -> float:
+def all_reduce_s(backend: Backend, num_bytes: int) -> float:
     """Return the median time of one all-reduce of `num_bytes` bytes of fp32, in seconds."""
     tensor = torch.ones(num_bytes // 4, device=backend.device)
     seconds = []
-    for _ in range(NUM_WARM_UP + times):
+    for _ in range(NUM_WARM_UP + max(5, min(50, BUDGET_BYTES // num_bytes))):
         began = time.perf_counter()
         # Reading an element waits until the GPU has finished.
         float(backend.collectives.all_reduce(tensor)[0])
