@@ -24,8 +24,8 @@ from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, fit, interval
 from hvd_trainer.tools.estimate.held_out import (
     Errors,
     Guess,
-    guess_by_series,
     guess_extremes,
+    guess_groups,
     guess_large,
     guess_tables,
 )
@@ -40,7 +40,7 @@ from hvd_trainer.tools.estimate.model import (
 )
 from hvd_trainer.tools.estimate.points import SHIPPED_FILE, Point, count_pieces, read_points
 from hvd_trainer.tools.estimate.projection import new_cluster_factor, published_near
-from hvd_trainer.tools.estimate.published import SERIES, published_points
+from hvd_trainer.tools.estimate.published import published_points, published_series
 from hvd_trainer.tools.estimate.scope import Scope
 from hvd_trainer.tools.runner.runs import RunRecord
 
@@ -160,7 +160,7 @@ def test_interval_widens_with_uncertainty() -> None:
 
 
 def test_held_out_errors_equal_noise() -> None:
-    errors = Errors.summarize(guess_by_series(make_points(0.03), CPU_PRIORS))
+    errors = Errors.summarize(guess_groups(make_points(0.03), CPU_PRIORS))
     assert errors.number == 24
     assert errors.median < 0.04
     assert errors.is_better
@@ -193,7 +193,7 @@ def test_published_figures_equal_sources() -> None:
         ("NVIDIA, batch 32", 32): 24.13,
         ("NVIDIA, batch 48", 16): 12.99,
     }
-    found = {(s.code, p.setup.ranks): p.efficiency * p.setup.ranks for s in SERIES for p in s.points}
+    found = {(s.code, p.setup.ranks): p.efficiency * p.setup.ranks for s in published_series() for p in s.points}
     for name, speed_up in printed.items():
         assert found[name] == pytest.approx(speed_up, abs=0.006), name
     assert [p.efficiency for p in published_points("horovod") if p.setup.ranks == 512] == pytest.approx(
@@ -290,7 +290,7 @@ def test_shipped_points_have_both_engines_on_several_links() -> None:
         scope = Scope.from_points(engine, its.points_of(engine), "them", 1.0)
         assert scope.ranks >= 3
         assert scope.slowest_gbit < scope.fastest_gbit
-        errors = Errors.summarize(guess_by_series(its.points_of(engine), CPU_PRIORS))
+        errors = Errors.summarize(guess_groups(its.points_of(engine), CPU_PRIORS))
         assert errors.is_better
 
 

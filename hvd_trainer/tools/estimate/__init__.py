@@ -2,5 +2,6 @@
 
 model.py -> fit.py, held_out.py -> scope.py -> projection.py -> report.py
 
-published.py and points.py (measured.json) have the points that the model is fitted to; workload.py has the job.
+published.py and points.py read the points that the model is fitted to (published.json, measured.json);
+workload.py has the job.
 """

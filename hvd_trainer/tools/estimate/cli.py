@@ -20,9 +20,9 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.checks import collect_errors, range_errors, refuse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, LATENCY_US
-from hvd_trainer.tools.estimate.held_out import guess_by_series, guess_extremes, guess_large, guess_tables
+from hvd_trainer.tools.estimate.held_out import guess_extremes, guess_groups, guess_large, guess_tables
 from hvd_trainer.tools.estimate.points import SHIPPED_FILE, Measured, read_points
-from hvd_trainer.tools.estimate.projection import Basis, build_setup, measured_basis, project_rows, published_basis
+from hvd_trainer.tools.estimate.projection import build_setup, measured_basis, project_rows, published_basis
 from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, print_report
 from hvd_trainer.tools.estimate.workload import (
     ENGINES,
@@ -147,7 +147,8 @@ def estimate(options: Options, measured: Measured) -> Report:
     )
     engines = ENGINES if options.engine == "both" else (options.engine,)
     uses_measured = job.device == measured.device
-    bases = [b for e in engines if (b := _basis(e, measured, uses_measured)) is not None]
+    every = [measured_basis(e, measured) if uses_measured else published_basis(e) for e in engines]
+    bases = [basis for basis in every if basis is not None]
     if not bases:
         raise CannotKnowError(
             f"{options.fit or SHIPPED_FILE} has no points of {' and '.join(engines)} on several hosts: measure "
@@ -236,13 +237,7 @@ def run_trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
         found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", guess_large(engine), True))
         points, priors = measured.points_of(engine), CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
         if len(points) > 1:
-            found.append(
-                Trial(f"{engine}, measured, each set-up from all others", guess_by_series(points, priors))
-            )
+            found.append(Trial(f"{engine}, measured, each set-up from all others", guess_groups(points, priors)))
             edges = guess_extremes(points, priors)
             found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
     return [trial for trial in found if trial.guesses]
-
-
-def _basis(engine: str, measured: Measured, uses_measured: bool) -> Basis | None:
-    return measured_basis(engine, measured) if uses_measured else published_basis(engine)

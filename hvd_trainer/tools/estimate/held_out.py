@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -21,10 +22,12 @@ import numpy as np
 from hvd_trainer.tools.estimate.fit import GPU_PRIORS, Priors, fit, interval
 from hvd_trainer.tools.estimate.model import predict_step
 from hvd_trainer.tools.estimate.points import Point
-from hvd_trainer.tools.estimate.published import LARGE, TABLES
+from hvd_trainer.tools.estimate.published import published_points, published_series
 
 CALIBRATION_GPUS = 8
 """The number of GPUs of a table's point that the model is fitted to."""
+MIN_LARGE_GPUS = 512
+"""The number of GPUs that is guessed from tables of few."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,6 @@ class Guess:
     efficiency: float
     low: float
     high: float
-    linear: float = 1.0
-    """the plain linear guess"""
     from_host: float | None = None
     """the linear guess from the first host on"""
 
@@ -47,7 +48,7 @@ class Guess:
 
     @property
     def linear_error(self) -> float:
-        return self.linear / self.point.efficiency - 1
+        return 1 / self.point.efficiency - 1
 
     @property
     def from_host_error(self) -> float | None:
@@ -110,26 +111,27 @@ def guess_points(
 def guess_tables(engine: str) -> list[Guess]:
     """Guess the points of each published table on several hosts from its first host."""
     found = []
-    for series in TABLES:
+    for series in published_series():
         if series.engine == engine:
-            (seen,) = (point for point in series.points if point.setup.ranks == CALIBRATION_GPUS)
             unseen = [point for point in series.points if point.setup.ranks > CALIBRATION_GPUS]
-            found += guess_points(unseen, [seen], GPU_PRIORS, seen.efficiency)
+            for seen in series.points:
+                if seen.setup.ranks == CALIBRATION_GPUS:
+                    found += guess_points(unseen, [seen], GPU_PRIORS, seen.efficiency)
     return found
 
 
 def guess_large(engine: str) -> list[Guess]:
     """Guess hundreds of GPUs on a slower network from the tables."""
-    seen = [point for series in TABLES if series.engine == engine for point in series.points]
-    unseen = [point for series in LARGE if series.engine == engine for point in series.points]
-    return guess_points(unseen, seen, GPU_PRIORS) if unseen else []
+    points = published_points(engine)
+    return _guess_group(points, GPU_PRIORS, lambda point: point.setup.ranks >= MIN_LARGE_GPUS, True)
 
 
-def guess_by_series(points: Sequence[Point], priors: Priors) -> list[Guess]:
-    """Guess each series from all others."""
-    return [
-        guess for one in dict.fromkeys(p.series for p in points) for guess in _guess_left_out(points, priors, one)
-    ]
+def guess_groups(
+    points: Sequence[Point], priors: Priors, group: Callable[[Point], Any] = attrgetter("series")
+) -> list[Guess]:
+    """Guess each group of points, by default each series, from all others."""
+    values = dict.fromkeys(map(group, points))
+    return [guess for value in values for guess in _guess_group(points, priors, group, value)]
 
 
 def guess_extremes(points: Sequence[Point], priors: Priors) -> dict[str, list[Guess]]:
@@ -144,9 +146,8 @@ def guess_extremes(points: Sequence[Point], priors: Priors) -> dict[str, list[Gu
     found = {}
     for name, place in places.items():
         edge = max(map(place, points))
-        seen = [point for point in points if place(point) != edge]
-        if seen:
-            found[name] = guess_points([point for point in points if place(point) == edge], seen, priors)
+        if any(place(point) != edge for point in points):
+            found[name] = _guess_group(points, priors, place, edge)
     return found
 
 
@@ -159,6 +160,9 @@ def unexplained_error(guesses: Sequence[Guess]) -> float:
     return float(np.sqrt(np.mean(np.square(off))))
 
 
-def _guess_left_out(points: Sequence[Point], priors: Priors, series: str) -> list[Guess]:
-    seen = [point for point in points if point.series != series]
-    return guess_points([point for point in points if point.series == series], seen, priors)
+def _guess_group(
+    points: Sequence[Point], priors: Priors, group: Callable[[Point], Any], value: Any
+) -> list[Guess]:
+    """Guess the points for which `group` returns `value` from all others."""
+    seen = [point for point in points if group(point) != value]
+    return guess_points([point for point in points if group(point) == value], seen, priors)

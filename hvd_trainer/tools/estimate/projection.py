@@ -8,16 +8,10 @@ from functools import cache
 from math import inf, log2
 
 from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, Fit, fit, interval
-from hvd_trainer.tools.estimate.held_out import (
-    Guess,
-    guess_by_series,
-    guess_extremes,
-    guess_points,
-    unexplained_error,
-)
+from hvd_trainer.tools.estimate.held_out import Guess, guess_extremes, guess_groups, unexplained_error
 from hvd_trainer.tools.estimate.model import Setup, Step, predict_step
 from hvd_trainer.tools.estimate.points import SENT_FRACTION, Measured, count_pieces
-from hvd_trainer.tools.estimate.published import RESNET_50, SERIES, published_points
+from hvd_trainer.tools.estimate.published import published_points, published_series
 from hvd_trainer.tools.estimate.scope import PUBLISHED_REACH, Scope, measured_reach
 from hvd_trainer.tools.estimate.workload import Job
 
@@ -99,7 +93,7 @@ def measured_basis(engine: str, measured: Measured) -> Basis | None:
     if not any(point.setup.hosts > 1 for point in points):
         return None
     priors = CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
-    trials = [guess_by_series(points, priors), *guess_extremes(points, priors).values()]
+    trials = [guess_groups(points, priors), *guess_extremes(points, priors).values()]
     scope = Scope.from_points(engine, points, "the measured points", measured_reach(points))
     return Basis(engine, fit(points, priors), scope, max(map(unexplained_error, trials)))
 
@@ -111,19 +105,15 @@ def new_cluster_factor() -> float:
 
     Only Horovod has figures of two clusters; DDP's errors are assumed to grow as much.
     """
-    points = published_points("horovod")
-    source = {series.name: series.source for series in SERIES}
-    guesses = []
-    for place in dict.fromkeys(source[point.series] for point in points):
-        seen = [point for point in points if source[point.series] != place]
-        guesses += guess_points([point for point in points if source[point.series] == place], seen, GPU_PRIORS)
+    source = {series.name: series.source for series in published_series()}
+    guesses = guess_groups(published_points("horovod"), GPU_PRIORS, lambda point: source[point.series])
     return max(1.0, unexplained_error(guesses) / unexplained_error(_by_table("horovod")))
 
 
 @cache
 def _by_table(engine: str) -> Sequence[Guess]:
     """Guess each published table from all others."""
-    return guess_by_series(published_points(engine), GPU_PRIORS)
+    return guess_groups(published_points(engine), GPU_PRIORS)
 
 
 def double_hosts(job: Job, engine: str, asked: Setup) -> Iterator[Setup]:
@@ -151,33 +141,27 @@ def build_setup(
     )
 
 
-def project_rows(job: Job, basis: Basis, asked: Setup, more_reasons: Sequence[str] = ()) -> list[Row]:
-    """Return a row for each number of hosts.
-
-    Args:
-        more_reasons: reasons why nothing can be known, whatever the points cover.
-    """
+def project_rows(job: Job, basis: Basis, asked: Setup) -> list[Row]:
+    """Return a row for each number of hosts."""
     found = []
     for setup in double_hosts(job, basis.engine, asked):
         low, high = interval(setup, basis.fitted, basis.uncertainty(setup)) if setup.ranks > 1 else (1.0, 1.0)
         by_formula = predict_step(setup, basis.fitted.costs)
-        reasons = [*more_reasons, *basis.scope.reasons(setup)]
         beside = published_near(basis.engine, setup) if job.device == "gpu" else []
-        found.append(Row(basis.engine, setup, by_formula, low, high, reasons, beside))
+        found.append(Row(basis.engine, setup, by_formula, low, high, basis.scope.reasons(setup), beside))
     return found
 
 
 def published_near(engine: str, setup: Setup) -> list[str]:
     """Return published efficiencies on as many GPUs, of jobs that exchange about as much for their computing."""
     found = []
-    for series in SERIES:
+    for series in published_series():
         for point in series.points:
             there = point.setup
             much = [its.sent_bytes / (its.compute_s / its.passes) for its in (there, setup)]
             if (engine, there.ranks) == (series.engine, setup.ranks) and max(much) <= MAX_NEAR_RATIO * min(much):
                 differs = there.hosts > 1 and there.link_gbit != setup.link_gbit
                 link = f" at {there.link_gbit:g} Gbit/s" if differs else ""
-                found.append(
-                    f"{point.efficiency:.0%} {series.code if series.network is RESNET_50 else series.name}{link}"
-                )
+                name = series.code if series.network == "ResNet-50" else series.name
+                found.append(f"{point.efficiency:.0%} {name}{link}")
     return found

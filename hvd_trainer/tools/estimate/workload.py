@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.estimate.points import Measured, check_positive
-from hvd_trainer.tools.estimate.published import PYTORCH
+from hvd_trainer.tools.estimate.published import published_series
 from hvd_trainer.tools.runner.formats import milliseconds, number
 from hvd_trainer.utils.text import COMMAND
 
@@ -52,9 +52,9 @@ class Job:
 def reference_job(device: str, measured: Measured) -> Job:
     """Return the job of the points: on GPUs DLPerf's ResNet-50 by pytorch/examples, else the measured one."""
     if device == "gpu":
-        seconds = dict.fromkeys(ENGINES, PYTORCH.compute_s)
-        name = f"ResNet-50 as published (DLPerf: {PYTORCH.alone:g} images/s on one V100)"
-        return Job(name, seconds, PYTORCH.batch_size, PYTORCH.network.gradient_mb, "gpu")
+        (its,) = (series for series in published_series() if series.code == "pytorch/examples")
+        name = f"ResNet-50 as published (DLPerf: {its.alone:g} images/s on one V100)"
+        return Job(name, dict.fromkeys(ENGINES, its.compute_s), its.batch_size, its.gradient_mb, "gpu")
     pass_s = median(point.setup.compute_s / point.setup.passes for point in measured.points)
     name = f"the job that was measured ({measured.machine})"
     return Job(name, dict.fromkeys(ENGINES, pass_s), measured.batch_size, measured.gradient_mb, "cpu")
