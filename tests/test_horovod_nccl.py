@@ -78,7 +78,7 @@ def test_build_names_nccl_for_cmake(bare: Path, tmp_path: Path) -> None:
     nccl = find_nccl([put_nccl(bare, f"lib/{TRIPLET}/libnccl.so.2")])
     (bare / "include/stdlib.h").touch()
     plan = BuildPlan(CUDA_TORCH, toolchain.CudaToolkit(tmp_path / "cuda", "13.0"), nccl, None, 1)
-    assert plan.key.name.endswith("-cuda13.0-nccl2.28.9")
+    assert plan.name.endswith("-cuda13.0-nccl2.28.9")
     options = build_environment(plan, "g++", tmp_path)
     home = Path(options["HOROVOD_NCCL_HOME"])
     assert (home / "lib/libnccl.so").resolve() == bare / f"lib/{TRIPLET}/libnccl.so.2"

@@ -446,10 +446,7 @@ def test_cache_that_is_nested_too_deeply_is_refused(tokens: Path) -> None:
 # Built wheels: code that is run.
 
 
-class Key:
-    """A BuildKey as far as `cached_wheel` uses it."""
-
-    name = "horovod-for-this"
+NAME = "horovod-for-this"
 
 
 @pytest.fixture
@@ -457,14 +454,14 @@ def wheels(tmp_path: Path) -> Path:
     folder = tmp_path / "cache/wheels"
     with wheel.lock_wheels(folder):
         pass
-    (folder / Key.name).mkdir(0o755)
-    (folder / Key.name / "horovod-0.28.1.whl").write_text("")
+    (folder / NAME).mkdir(0o755)
+    (folder / NAME / "horovod-0.28.1.whl").write_text("")
     return folder
 
 
 def cached(wheels: Path) -> Path | None:
     with wheel.lock_wheels(wheels):
-        return wheel.cached_wheel(wheels, Key())  # type: ignore[arg-type]
+        return wheel.cached_wheel(wheels, NAME)
 
 
 def test_own_wheels_are_used_whatever_the_umask(tmp_path: Path) -> None:
@@ -484,9 +481,9 @@ def test_own_wheels_are_used_whatever_the_umask(tmp_path: Path) -> None:
         (".", 0o775),
         (".", 0o757),
         ("..", 0o777),
-        (Key.name, 0o775),
-        (f"{Key.name}/horovod-0.28.1.whl", 0o664),
-        (f"{Key.name}/horovod-0.28.1.whl", 0o646),
+        (NAME, 0o775),
+        (f"{NAME}/horovod-0.28.1.whl", 0o664),
+        (f"{NAME}/horovod-0.28.1.whl", 0o646),
     ],
 )
 def test_wheel_writable_by_others_is_refused(place: str, mode: int, wheels: Path) -> None:
@@ -499,7 +496,7 @@ def test_wheel_writable_by_others_is_refused(place: str, mode: int, wheels: Path
 
 
 @needs_root
-@pytest.mark.parametrize("place", [".", "..", Key.name, f"{Key.name}/horovod-0.28.1.whl"])
+@pytest.mark.parametrize("place", [".", "..", NAME, f"{NAME}/horovod-0.28.1.whl"])
 def test_wheel_of_another_user_is_refused(place: str, wheels: Path) -> None:
     os.chown(wheels / place, 12345, 12345)
     with pytest.raises(InstallError, match=r"belongs to another user \(number 12345\)"):
@@ -507,7 +504,7 @@ def test_wheel_of_another_user_is_refused(place: str, wheels: Path) -> None:
 
 
 def test_wheel_behind_a_link_is_refused(wheels: Path, tmp_path: Path) -> None:
-    (wheels / Key.name).rename(tmp_path / "planted")
-    (wheels / Key.name).symlink_to(tmp_path / "planted")
+    (wheels / NAME).rename(tmp_path / "planted")
+    (wheels / NAME).symlink_to(tmp_path / "planted")
     with pytest.raises(InstallError, match="is a link"):
         cached(wheels)

@@ -1,11 +1,11 @@
-"""Describe a build by its choices, and by the key under which its wheel is kept."""
+"""Describe a build by its choices, and by the name under which its wheel is kept."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hvd_trainer.horovod_build.facts import TorchFacts
 from hvd_trainer.horovod_build.nccl import Nccl
@@ -14,35 +14,6 @@ from hvd_trainer.horovod_build.toolchain import CudaToolkit, cpu_flags
 
 VERSION = "0.28.1"
 MEMORY_PER_JOB_GB = 2
-
-
-@dataclass(frozen=True)
-class BuildKey:
-    """Everything that a built wheel depends on; `name` is its folder in the wheel dir."""
-
-    horovod: str
-    patch_set: int
-    torch: str
-    python: str
-    machine: str
-    cuda: str | None
-    nccl: str | None
-    mpi: str | None
-
-    @property
-    def name(self) -> str:
-        parts = [
-            f"horovod{self.horovod}-p{self.patch_set}",
-            f"torch{self.torch}",
-            self.python,
-            self.machine,
-        ]
-        parts.append(f"cuda{self.cuda}-nccl{self.nccl}" if self.cuda else "cpu")
-        parts.extend([f"mpi{self.mpi}"] if self.mpi else [])
-        return "-".join(parts)
-
-    def record(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -56,17 +27,27 @@ class BuildPlan:
     jobs: int
 
     @property
-    def key(self) -> BuildKey:
-        return BuildKey(
-            horovod=VERSION,
-            patch_set=PATCH_SET,
-            torch=self.torch.version,
-            python=python_tag(),
-            machine="_".join([platform.machine(), *cpu_flags()]),
-            cuda=self.cuda.version if self.cuda else None,
-            nccl=self.nccl.version if self.nccl else None,
-            mpi=self.mpi,
-        )
+    def record(self) -> dict[str, object]:
+        """Everything that the built wheel depends on."""
+        return {
+            "horovod": VERSION,
+            "patch_set": PATCH_SET,
+            "torch": self.torch.version,
+            "python": python_tag(),
+            "machine": "_".join([platform.machine(), *cpu_flags()]),
+            "cuda": self.cuda.version if self.cuda else None,
+            "nccl": self.nccl.version if self.nccl else None,
+            "mpi": self.mpi,
+        }
+
+    @property
+    def name(self) -> str:
+        """The name of the wheel's folder in the wheel dir, which has all of the record."""
+        its = self.record
+        gpu = f"cuda{its['cuda']}-nccl{its['nccl']}" if its["cuda"] else "cpu"
+        mpi = f"-mpi{its['mpi']}" if its["mpi"] else ""
+        horovod = f"horovod{its['horovod']}-p{its['patch_set']}"
+        return f"{horovod}-torch{its['torch']}-{its['python']}-{its['machine']}-{gpu}{mpi}"
 
 
 def python_tag() -> str:

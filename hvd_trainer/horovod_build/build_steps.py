@@ -48,32 +48,16 @@ class BuildSteps:
 
     def fetch_tools(self) -> None:
         """Fetch CMake, setuptools and patch-ng into `folder`: the environment's own stay as they are."""
-        run_logged(
-            "The build tools must be fetched (cmake, setuptools, patch-ng).",
-            [*pip("install"), "--target", str(self.tools), *BUILD_TOOLS],
-            self.log,
-            self.environment(),
-        )
+        asked = "The build tools must be fetched (cmake, setuptools, patch-ng)."
+        self._pip(asked, "install", "--target", str(self.tools), *BUILD_TOOLS)
 
     def fetch_source(self) -> Path:
         """Fetch, check and unpack the source; return the folder with setup.py."""
         wanted = self.folder / "horovod.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n", encoding="utf-8")
-        run_logged(
-            f"The source of Horovod {VERSION} must be fetched.",
-            [
-                *pip("download"),
-                *SOURCE_ONLY,
-                "--no-binary=horovod",
-                "--require-hashes",
-                "--dest",
-                str(self.folder),
-                "--requirement",
-                str(wanted),
-            ],
-            self.log,
-            self.environment(),
-        )
+        asked = f"The source of Horovod {VERSION} must be fetched."
+        where = ("--dest", str(self.folder), "--requirement", str(wanted))
+        self._pip(asked, "download", *SOURCE_ONLY, "--no-binary=horovod", "--require-hashes", *where)
         with tarfile.open(self.folder / f"horovod-{VERSION}.tar.gz") as archive:
             archive.extractall(self.folder)  # pip has checked its hash
         return self.folder / f"horovod-{VERSION}"
@@ -81,28 +65,18 @@ class BuildSteps:
     def compile(self, source: Path, options: Mapping[str, str]) -> Path:
         """Compile the wheel; return its path in `folder`."""
         out = self.folder / "wheel"
-        cmake = self.tools / "cmake/data/bin/cmake"
-        run_logged(
-            "Horovod must be compiled.",
-            [
-                *pip("wheel"),
-                *SOURCE_ONLY,
-                "--verbose",
-                "--no-index",
-                "--no-cache-dir",
-                "--wheel-dir",
-                str(out),
-                str(source),
-            ],
-            self.log,
-            self.environment() | {"HOROVOD_CMAKE": str(cmake)} | dict(options),
-        )
+        variables = {"HOROVOD_CMAKE": str(self.tools / "cmake/data/bin/cmake"), **options}
+        words = ("--verbose", "--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source))
+        self._pip("Horovod must be compiled.", "wheel", *SOURCE_ONLY, *words, variables=variables)
         return next(out.glob("horovod-*.whl"))
 
+    def _pip(self, asked: str, *words: str, variables: Mapping[str, str] | None = None) -> None:
+        run_logged(asked, pip(*words), self.log, {**self.environment(), **(variables or {})})
 
-def pip(command: str) -> list[str]:
-    """Return the command line of this Python's pip up to a subcommand."""
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", command]
+
+def pip(*words: str) -> list[str]:
+    """Return the command line of this Python's pip."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
 
 
 def _is_build_option(name: str) -> bool:

@@ -70,29 +70,22 @@ def install(options: Options) -> None:
         InstallError: no usable one could be installed.
     """
     facts = _probe_torch()
-    if options.force or not _already_usable(options, facts):
-        _install(options, facts)
-
-
-def _install(options: Options, facts: Facts) -> None:
+    if not options.force and _already_usable(options, facts):
+        return
     wheel_dir = options.wheel_dir.expanduser().resolve()
     with lock_wheels(wheel_dir) as waited:
         if waited and not options.force and _already_usable(options, _probe_torch()):
             return  # the other installer was working in this environment
         plan = make_plan(options, facts.torch)
-        wheel = None if options.force else cached_wheel(wheel_dir, plan.key)
+        wheel = None if options.force else cached_wheel(wheel_dir, plan.name)
         if wheel is not None:
             print(f"installing the wheel built earlier: {wheel}", flush=True)
         else:
             wheel = _build(plan, wheel_dir)
-        log = wheel_dir / f"{plan.key.name}.install.log"
+        log = wheel_dir / f"{plan.name}.install.log"
         log.unlink(missing_ok=True)
-        run_logged(
-            "The built wheel must be installed.",
-            [*pip("install"), "--force-reinstall", "--no-deps", str(wheel)],
-            log,
-            os.environ,
-        )
+        command = pip("install", "--force-reinstall", "--no-deps", str(wheel))
+        run_logged("The built wheel must be installed.", command, log, os.environ)
         prove(plan, log)
         if plan.cuda is None:
             _suggest_gpu_build(options, facts.torch)
@@ -100,8 +93,8 @@ def _install(options: Options, facts: Facts) -> None:
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
     print(
-        f"building {plan.key.name}\n  with {plan.jobs} compilers at once; this takes minutes; "
-        f"log: {wheel_dir / plan.key.name}.log",
+        f"building {plan.name}\n  with {plan.jobs} compilers at once; this takes minutes; "
+        f"log: {wheel_dir / plan.name}.log",
         flush=True,
     )
     started = time.monotonic()
@@ -206,12 +199,8 @@ def find_mismatch(horovod: HorovodFacts, torch: TorchFacts, options: Options) ->
         return "no ranks have exchanged tensors by it yet: it was not proved, or that failed"
     if bool(record.get("mpi")) != options.mpi:
         return f"it was built {'with' if record.get('mpi') else 'without'} MPI"
-    return _find_gpu_mismatch(bool(record.get("cuda")), torch, options)
-
-
-def _find_gpu_mismatch(has_cuda: bool, torch: TorchFacts, options: Options) -> str | None:
     if options.gpu == "none":
-        return "it was built with NCCL" if has_cuda else None
-    if has_cuda or (options.gpu == "auto" and isinstance(choose_cuda("auto", torch), str)):
+        return "it was built with NCCL" if record.get("cuda") else None
+    if record.get("cuda") or (options.gpu == "auto" and isinstance(choose_cuda("auto", torch), str)):
         return None
     return "it was built for the CPU only"

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
 
@@ -21,10 +22,12 @@ PATCH_SET = 17
 """Raise it with every change of a patch or of messages.py: wheels built before then no longer count as current."""
 
 PATCHES = Path(__file__).with_name("patches")
+MAX_WARNINGS = 10_000
+"""More than patch-ng has for one patch: a full buffer would be emptied."""
 CXX_STANDARD = "@CXX_STANDARD@"  # the patches' one parameter
 
 RECORD_FILE = "horovod/hvd_trainer_build.py"
-"""The module in the built package that says what it was built from and for (see build_plan.BuildKey)."""
+"""The module in the built package that says what it was built from and for (see build_plan.BuildPlan)."""
 
 RECORD_TEMPLATE = '''"""What this Horovod was built for."""
 
@@ -62,7 +65,8 @@ def apply_patches(source: Path, tools: Path, *, cxx_standard: int, record: Mappi
 
 def _apply(patch_ng: ModuleType, name: str, text: str, source: Path) -> None:
     """Apply one patch exactly: patch-ng, unlike patch(1), accepts neither an offset nor other context lines."""
-    warnings = _Warnings()
+    warnings = BufferingHandler(MAX_WARNINGS)
+    warnings.setLevel(logging.WARNING)
     patch_ng.logger.addHandler(warnings)
     try:
         patch = patch_ng.fromstring(text.encode())
@@ -70,23 +74,12 @@ def _apply(patch_ng: ModuleType, name: str, text: str, source: Path) -> None:
     finally:
         patch_ng.logger.removeHandler(warnings)
     # It takes a file that is patched already for a success, and only warns.
-    if not applied or warnings.lines:
+    if not applied or warnings.buffer:
         raise PatchError(
             f"cannot apply {name} to Horovod's source:\n"
-            + "".join(f"  {line.strip()}\n" for line in warnings.lines)
+            + "".join(f"  {record.getMessage().strip()}\n" for record in warnings.buffer)
             + "  This tool builds Horovod 0.28.1 from its published source package only."
         )
-
-
-class _Warnings(logging.Handler):
-    """Collect the messages of level WARNING and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _import_patch_ng(tools: Path) -> ModuleType:

@@ -1,5 +1,7 @@
 """Prove an installed Horovod by real collectives, and mark it as proved.
 
+Its ranks run `python -m hvd_trainer.horovod_build.self_test cpu`.
+
 The mark is written to `RECORD_FILE`, a file of the wheel, and so removed with it: what is installed next counts as
 not proved.
 """
@@ -13,8 +15,8 @@ import socket
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
-from hvd_trainer.horovod_build import self_test_job
 from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
@@ -61,7 +63,7 @@ def _run_self_test(device: str, num_processes: int, log: Path, controller: str) 
         f"localhost:{num_processes}",
         sys.executable,
         "-m",
-        self_test_job.__name__,
+        __name__,
         device,
     ]
     environment = {
@@ -96,3 +98,43 @@ def _has_address(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_collectives(device_name: str) -> str:
+    """Run allreduce, broadcast and one optimizer step on "cpu" or "cuda"; return what was proved.
+
+    Raises:
+        AssertionError: a collective gave a wrong number, or the build's record is wrong.
+    """
+    import horovod.torch as hvd
+    import torch
+    from horovod.common import util
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    device = torch.device("cuda", hvd.local_rank()) if device_name == "cuda" else torch.device("cpu")
+    ranks = torch.full((1000,), float(rank), device=device)
+    mean = hvd.allreduce(ranks, op=hvd.Average, name="mean")
+    assert torch.equal(mean, torch.full_like(mean, (size - 1) / 2)), mean
+    total = hvd.allreduce(torch.tensor([rank + 1], device=device), op=hvd.Sum, name="total")
+    assert total.item() == size * (size + 1) // 2, total
+    first = hvd.broadcast(ranks, root_rank=0, name="first")
+    assert not first.any(), first
+    _check_optimizer(hvd, torch, device)
+    # horovodrun chooses its controller by the first pair; the second is what was compiled.
+    assert (util.mpi_built(), util.gloo_built()) == (hvd.mpi_built(), hvd.gloo_built())
+    hvd.shutdown()
+    return f"rank {rank} of {size} on {device}: collectives and one optimizer step are right"
+
+
+def _check_optimizer(hvd: Any, torch: Any, device: Any) -> None:
+    """Check one step: with loss = rank * weight the averaged gradient, and so the step, is the mean rank."""
+    weight = torch.nn.Parameter(torch.zeros(3, device=device))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)])
+    (weight * hvd.rank()).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.data, torch.full_like(weight, -(hvd.size() - 1) / 2)), weight
+
+
+if __name__ == "__main__":
+    print(check_collectives(sys.argv[1]), flush=True)

@@ -1,9 +1,9 @@
-"""Build the Horovod wheel in a folder of its own, and keep it under a key.
+"""Build the Horovod wheel in a folder of its own, and keep it under the plan's name.
 
     <wheel dir>/lock                  one build at a time
     <wheel dir>/.build-XXXX/          sources, tools, temporary files; removed afterwards
-    <wheel dir>/<key>.log             everything that the build printed
-    <wheel dir>/<key>/horovod-*.whl   put there by a rename: whole or not at all
+    <wheel dir>/<name>.log            everything that the build printed
+    <wheel dir>/<name>/horovod-*.whl  put there by a rename: whole or not at all
 
 A wheel is code that will be run, so only its user (and root) may be able to write there: a file or folder to which
 others could have written is refused.
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvd_trainer.horovod_build.build_plan import BuildKey, BuildPlan
+from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import BuildSteps, build_environment
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.patch_set import apply_patches
@@ -33,13 +33,13 @@ OWNER_WRITES = 0o755
 """The mode of the folders, whatever the umask is."""
 
 
-def cached_wheel(wheel_dir: Path, key: BuildKey) -> Path | None:
-    """Return the wheel that an earlier build left under this key, or None.
+def cached_wheel(wheel_dir: Path, name: str) -> Path | None:
+    """Return the wheel that an earlier build left under this name, or None.
 
     Raises:
         InstallError: others could have written it.
     """
-    folder = wheel_dir / key.name
+    folder = wheel_dir / name
     wheel = next(iter(folder.glob("horovod-*.whl")), None)
     for path in (folder, wheel) if wheel is not None else ():
         require_private(path, f"rm -r {folder}, and the same command again, which builds it anew")
@@ -114,7 +114,7 @@ def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
     for leftover in wheel_dir.glob(".build-*"):  # of an installer that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     _require_space(wheel_dir)
-    log = wheel_dir / f"{plan.key.name}.log"
+    log = wheel_dir / f"{plan.name}.log"
     log.unlink(missing_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=wheel_dir, prefix=".build-") as name:
@@ -122,10 +122,10 @@ def build_wheel(plan: BuildPlan, wheel_dir: Path) -> Path:
             steps = BuildSteps(folder, log)
             steps.fetch_tools()
             source = steps.fetch_source()
-            standard, record = plan.torch.cxx_standard, plan.key.record()
+            standard, record = plan.torch.cxx_standard, plan.record
             apply_patches(source, steps.tools, cxx_standard=standard, record=record)
             wheel = steps.compile(source, build_environment(plan, cxx, folder))
-            target = wheel_dir / plan.key.name
+            target = wheel_dir / plan.name
             target.mkdir(OWNER_WRITES, exist_ok=True)
             wheel.chmod(wheel.stat().st_mode & OWNER_WRITES)
             return wheel.replace(target / wheel.name)
