@@ -26,9 +26,8 @@ from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor import all_reduce, cli
 from hvd_trainer.tools.doctor.all_reduce_job import check_sum
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
+from hvd_trainer.tools.doctor.finding import Finding, error, lines_of, ok, summary, warning
 from hvd_trainer.tools.doctor.programs import Programs
-from hvd_trainer.tools.doctor.report import lines_of, summary
 
 # The whole.
 

@@ -14,7 +14,7 @@ from launchers import REPOSITORY
 from slurm_cluster import SlurmCluster
 
 from hvd_trainer.horovod_build.facts import Facts, Gpu
-from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nodes_by_state
+from hvd_trainer.tools.doctor.launchers import mpi_version, nodes_by_state
 
 # The shell.
 
@@ -46,7 +46,7 @@ from hvd_trainer.tools.doctor.launchers import judge_variables, mpi_version, nod
     ],
 )
 def test_launcher_variables_in_shell(environ: dict[str, str], status: str, words: str, remedy: str) -> None:
-    found = judge_variables(environ)
+    found = only(run_checks("launcher", environ=environ), "launcher")
     assert (found.status, found.remedy) == (status, remedy)
     assert words in found.found
 

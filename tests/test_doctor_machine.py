@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from doctor_checks import only, run_checks
 
+from hvd_trainer.tools.doctor import machine
 from hvd_trainer.tools.doctor.finding import ok
 from hvd_trainer.tools.doctor.folders import file_system
 from hvd_trainer.tools.doctor.machine import (
     cpu_quota,
     judge_infiniband,
     judge_open_files,
-    judge_shared_memory,
     judge_threads,
     num_cores,
 )
@@ -76,14 +79,16 @@ def test_omp_num_threads(setting: str | None, limit: int, status: str) -> None:
     assert judge_threads(setting, limit).status == status
 
 
-def test_shared_memory(small_disk: Path) -> None:
-    found = judge_shared_memory(small_disk)
+def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk)
+    (found,) = run_checks("shared memory")
     assert found.status == "warning"
     assert "4 MB free of 4 MB" in found.found
     assert "docker run --shm-size 8g" in found.remedy
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert judge_shared_memory(small_disk).status == "error"
-    assert judge_shared_memory(small_disk / "nonesuch").status == "error"
+    assert run_checks("shared memory")[0].status == "error"
+    monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk / "nonesuch")
+    assert run_checks("shared memory")[0].status == "error"
 
 
 def test_open_files() -> None:
@@ -144,13 +149,26 @@ def test_data_folder_defaults_to_cache_folder(monkeypatch: pytest.MonkeyPatch, t
     assert str(default_data_dir()) in only(run_checks("data folder"), "data folder").found
 
 
-def test_file_system_kinds() -> None:
-    mounts = (
-        "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
-        "/dev/sdb /home/my\\040disk xfs rw 0 0\n"
-    )
-    assert file_system(Path("/var/x"), mounts) == "local disk (ext4)"
-    assert file_system(Path("/home/me/x"), mounts) == "network (nfs4)"
-    assert file_system(Path("/home/my disk/x"), mounts) == "local disk (xfs)"
-    assert file_system(Path("/homer"), mounts) == "local disk (ext4)"
-    assert file_system(Path("/dev/shm"), mounts) == "memory (tmpfs)"
+def test_file_system_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = (("/home", "ext3"), ("/", "ext4"), ("/dev/shm", "tmpfs"), ("/home", "nfs4"), ("/home/my disk", "xfs"))
+    partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
+    assert file_system(Path("/var/x")) == "local disk (ext4)"
+    assert file_system(Path("/home/me/x")) == "network (nfs4)"
+    assert file_system(Path("/home/my disk/x")) == "local disk (xfs)"
+    assert file_system(Path("/homer")) == "local disk (ext4)"
+    assert file_system(Path("/dev/shm")) == "memory (tmpfs)"
+
+
+def test_file_system_below_a_path_with_a_space(tmp_path: Path) -> None:
+    """Find the mount at a path that the kernel writes as `my\\040disk`."""
+    (tmp_path / "my disk").mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    command = ["mount", "-t", "ramfs", "none", str(tmp_path / "my disk")]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("may not mount a file system")
+    try:
+        assert file_system(tmp_path / "my disk") == "memory (ramfs)"
+    finally:
+        subprocess.run(["umount", str(tmp_path / "my disk")], check=True)

@@ -10,26 +10,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_checks import TORCH, run_checks
+from doctor_checks import TORCH, only, run_checks
 from launchers import requires
 
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts, parse_facts
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
-from hvd_trainer.tools.doctor.finding import ok
+from hvd_trainer.tools.doctor.finding import Finding, ok
 from hvd_trainer.tools.doctor.gpus import (
     Driver,
     describe_links,
     has_code,
     judge_cuda,
     judge_gpu,
-    judge_nccl,
     read_driver,
     read_links,
     read_module,
 )
-from hvd_trainer.tools.doctor.software import judge_horovod, judge_torch
+from hvd_trainer.tools.doctor.software import judge_horovod
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 # PyTorch and Horovod.
@@ -61,7 +60,7 @@ RECORD = {
     ],
 )
 def test_torch_versions(torch: TorchFacts, status: str, words: str) -> None:
-    found = judge_torch(torch)
+    (found,) = run_checks("torch", facts=Facts(torch))
     assert found.status == status
     assert words in found.found
 
@@ -288,10 +287,12 @@ def test_accelerators_of_other_makers() -> None:
     intel = TorchFacts(
         version="2.15.0+xpu", kind="xpu", gpus=[Gpu("Intel Data Center GPU Max 1550", 2**36, "")] * 2
     )
-    assert judge_torch(intel).found == "2.15.0+xpu, built for xpu, 2 GPUs visible"
+    assert (
+        only(run_checks("torch", facts=Facts(intel)), "torch").found == "2.15.0+xpu, built for xpu, 2 GPUs visible"
+    )
     assert judge_cuda(Driver(), intel, {}) == ok("CUDA", "xpu, torch sees 2 GPUs")
     assert judge_gpu(0, intel.gpus[0], intel, Driver()) == ok("GPU 0", "Intel Data Center GPU Max 1550, 64.0 GB")
-    assert judge_nccl(intel, {}) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
+    assert check_nccl(intel) == ok("NCCL", "not needed: devices of type xpu have a library of their own")
     apple = judge_cuda(Driver(), TorchFacts(version="2.15.0", unsupported="mps"), {})
     assert (apple.status, apple.found[:37]) == ("warning", "mps is here, and ranks cannot train o")
     assert "--device cpu" in apple.remedy
@@ -322,11 +323,15 @@ def test_machine_with_recorded_nvidia_smi(tmp_path: Path) -> None:
     assert "GPU0-GPU1, GPU2-GPU3 NV12 (NVLink)" in found[-1].found
 
 
+def check_nccl(torch: TorchFacts, **environ: str) -> Finding:
+    return only(run_checks("NCCL", facts=Facts(torch), environ=environ), "NCCL")
+
+
 def test_nccl_is_needed_and_not_slowed() -> None:
     pair = replace(TORCH, gpus=[Gpu("A", 1, "9.0")] * 2)
-    assert judge_nccl(TORCH, {}).found == "2.30.7, for GPUs only: CPUs exchange by Gloo"
-    assert judge_nccl(pair, {"NCCL_IB_DISABLE": "0"}) == ok("NCCL", "2.30.7")
-    slowed = judge_nccl(pair, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
+    assert check_nccl(TORCH).found == "2.30.7, for GPUs only: CPUs exchange by Gloo"
+    assert check_nccl(pair, NCCL_IB_DISABLE="0") == ok("NCCL", "2.30.7")
+    slowed = check_nccl(pair, NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     assert (slowed.status, slowed.remedy[:38]) == ("warning", "unset NCCL_P2P_DISABLE NCCL_IB_DISABLE")
-    assert judge_nccl(replace(pair, nccl=None), {}).status == "error"
-    assert judge_nccl(TorchFacts(version="2.15.0"), {}).status == "ok"
+    assert check_nccl(replace(pair, nccl=None)).status == "error"
+    assert check_nccl(TorchFacts(version="2.15.0")).status == "ok"

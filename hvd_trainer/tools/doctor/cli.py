@@ -24,9 +24,16 @@ import tyro
 from hvd_trainer.errors import first_line
 from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software
 from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts, run_probe
-from hvd_trainer.tools.doctor.finding import Finding, error, no_answer
+from hvd_trainer.tools.doctor.finding import (
+    Finding,
+    as_json,
+    error,
+    name_width,
+    no_answer,
+    print_findings,
+    summary,
+)
 from hvd_trainer.tools.doctor.programs import Programs
-from hvd_trainer.tools.doctor.report import as_json, name_width, print_findings, summary
 from hvd_trainer.utils.text import COMMAND
 from hvd_trainer.utils.threads import start_in_thread
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
 from hvd_trainer.utils.paths import default_data_dir
 
-MOUNTS_FILE = Path("/proc/self/mounts")
 NETWORK_FILE_SYSTEMS = (
     "nfs",
     "cifs",
@@ -34,123 +33,68 @@ DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
 """Where the jobs look for the files of MNIST and IMDB."""
 
 
-@dataclass(frozen=True)
-class FolderState:
-    """A folder, and whether it can be written to."""
-
-    exists: bool
-    error: str
-    """why nothing can be written there; empty if it can"""
-    free_bytes: int
-    kind: str
-    """`local disk (ext4)`"""
-
-
 def check_data(context: Context) -> list[Finding]:
-    """Check the folder for data sets."""
-    asked = context.options.data_dir
-    folder = (asked or default_data_dir()).expanduser().absolute()
-    has_data = any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)) if folder.is_dir() else False
-    return [judge_data(folder, probe_folder(folder), has_data)]
+    """Check the folder for data sets; one that has them need not be writable."""
+    name, folder = "data folder", (context.options.data_dir or default_data_dir()).expanduser().absolute()
+    if folder.is_dir() and any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)):
+        return [ok(name, f"{folder}: data are there, on {file_system(folder.resolve())}")]
+    return [_judge_folder(name, folder, "--data-dir FOLDER", MIN_DATA_BYTES, "data sets")]
 
 
 def check_logs(context: Context) -> list[Finding]:
-    """Check the folder for logs and checkpoints, if one was named."""
-    asked = context.options.log_dir
-    if asked is None:
-        return []
-    folder = asked.expanduser().absolute()
-    return [judge_logs(folder, probe_folder(folder))]
+    """Check the folder for logs and checkpoints, if one was named.
 
-
-def probe_folder(folder: Path) -> FolderState:
-    """Write and remove a file in the folder, or in the nearest folder above it that exists, and return the
-    outcome.
+    It must outlast the machine's restart, and have room for several checkpoints, each with the optimizer's state.
     """
-    exists = folder.is_dir()
-    if folder.exists() and not exists:
-        return FolderState(False, "it is a file", 0, "")
+    if context.options.log_dir is None:
+        return []
+    folder = context.options.log_dir.expanduser().absolute()
+    return [_judge_folder("log folder", folder, "--log-dir FOLDER", MIN_LOG_BYTES, "checkpoints", must_last=True)]
+
+
+def _judge_folder(
+    name: str, folder: Path, option: str, min_bytes: int, content: str, *, must_last: bool = False
+) -> Finding:
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    wrong = ""
+    wrong = _write_error(nearest)
+    if wrong:
+        where = "" if nearest == folder else f" in {nearest}"
+        return error(
+            name, f"{folder}: nothing can be written ({wrong}{where})", f"{option}, one that you may write to"
+        )
+    free, kind = shutil.disk_usage(nearest).free, file_system(nearest.resolve())
+    text = f"{folder}{'' if nearest == folder else ' (can be made)'}: {size(free)} free on {kind}"
+    free_mb = free // 2**20
+    if free < min_bytes:
+        return warning(name, f"{text}: little for {content}", f"{option}, on another disk", free_mb=free_mb)
+    if must_last and kind.startswith("memory"):
+        return warning(
+            name, f"{text}: gone after a restart of the machine", f"{option}, on a disk", free_mb=free_mb
+        )
+    return ok(name, text, free_mb=free_mb)
+
+
+def _write_error(folder: Path) -> str:
+    """Write and remove a file in the folder; return why that fails, or an empty text."""
+    if not folder.is_dir():
+        return "it is a file"
     try:
-        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".hvd_trainer-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hvd_trainer-doctor-") as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
-        free = shutil.disk_usage(nearest).free
     except OSError as error:
-        wrong, free = error.strerror or str(error), 0
-        if nearest != folder:
-            wrong += f" in {nearest}"
-    return FolderState(exists, wrong, free, file_system(nearest.resolve(), MOUNTS_FILE.read_text()))
+        return error.strerror or str(error)
+    return ""
 
 
-def file_system(folder: Path, mounts: str) -> str:
-    """Return the kind of file system, `network (nfs4)`, `memory (tmpfs)` or `local disk (ext4)`, by the lines
-    of /proc/self/mounts.
-    """
-    found = "", ""
-    for line in mounts.splitlines():
-        _, place, kind, *_ = line.split()
-        # The kernel writes a space as \040.
-        place = place.encode().decode("unicode_escape")
-        # A later mount at the same place hides the earlier one.
-        if folder.is_relative_to(place) and len(place) >= len(found[0]):
-            found = place, kind
-    kind = found[1]
+def file_system(folder: Path) -> str:
+    """Return the kind of file system of a folder: `network (nfs4)`, `memory (tmpfs)` or `local disk (ext4)`."""
+    kind = ""
+    # By the length of the path; a later mount at the same place hides the earlier one.
+    for mount in sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint)):
+        if folder.is_relative_to(mount.mountpoint):
+            kind = mount.fstype
     if kind.startswith(NETWORK_FILE_SYSTEMS):
         return f"network ({kind})"
     return f"memory ({kind})" if kind in ("tmpfs", "ramfs") else f"local disk ({kind})"
-
-
-def judge_data(folder: Path, state: FolderState, has_data: bool) -> Finding:
-    """Return the finding for the data folder; one that has the data sets need not be writable."""
-    name = "data folder"
-    if has_data:
-        return ok(name, f"{folder}: data are there, on {state.kind}")
-    if state.error:
-        return error(
-            name,
-            f"{folder}: nothing can be written ({state.error})",
-            "--data-dir FOLDER, one that you may write to",
-        )
-    text = _describe_folder(folder, state)
-    if state.free_bytes < MIN_DATA_BYTES:
-        return warning(
-            name, f"{text}: little for data sets", "--data-dir FOLDER, on another disk", **_free_figure(state)
-        )
-    return ok(name, text, **_free_figure(state))
-
-
-def judge_logs(folder: Path, state: FolderState) -> Finding:
-    """Return the finding for the log folder, which needs room for several checkpoints: each holds the model and
-    its optimizer's state.
-    """
-    name = "log folder"
-    if state.error:
-        return error(
-            name,
-            f"{folder}: nothing can be written ({state.error})",
-            "--log-dir FOLDER, one that you may write to",
-        )
-    text = _describe_folder(folder, state)
-    if state.free_bytes < MIN_LOG_BYTES:
-        return warning(
-            name, f"{text}: little for checkpoints", "--log-dir FOLDER, on another disk", **_free_figure(state)
-        )
-    if state.kind.startswith("memory"):
-        return warning(
-            name,
-            f"{text}: gone after a restart of the machine",
-            "--log-dir FOLDER, on a disk",
-            **_free_figure(state),
-        )
-    return ok(name, text, **_free_figure(state))
-
-
-def _describe_folder(folder: Path, state: FolderState) -> str:
-    return f"{folder}{'' if state.exists else ' (can be made)'}: {size(state.free_bytes)} free on {state.kind}"
-
-
-def _free_figure(state: FolderState) -> Mapping[str, float]:
-    return {"free_mb": state.free_bytes // 2**20}

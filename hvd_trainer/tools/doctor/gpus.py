@@ -158,26 +158,22 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
 
 
 def check_nccl(context: Context) -> list[Finding]:
-    """Check NCCL, the library by which NVIDIA's GPUs exchange tensors."""
-    return [judge_nccl(context.facts.torch, context.environ)]
-
-
-def judge_nccl(torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
-    """Return whether NCCL is there where it is needed and no variable slows it down, as a finding."""
+    """Check that NCCL, by which NVIDIA's GPUs exchange tensors, is there where it is needed, and is not slowed."""
+    torch, environ = context.facts.torch, context.environ
     several = len(torch.gpus) > 1
     if torch.gpus and torch.kind != "cuda":
-        return ok("NCCL", f"not needed: devices of type {torch.kind} have a library of their own")
+        return [ok("NCCL", f"not needed: devices of type {torch.kind} have a library of their own")]
     if torch.nccl is None:
         if several:
             remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"
-            return error("NCCL", f"{len(torch.gpus)} GPUs, and this torch is built without it", remedy)
-        return ok("NCCL", "none in this torch: CPUs exchange by Gloo")
+            return [error("NCCL", f"{len(torch.gpus)} GPUs, and this torch is built without it", remedy)]
+        return [ok("NCCL", "none in this torch: CPUs exchange by Gloo")]
     version = torch.nccl_version or torch.nccl
     slowing = [name for name in SLOWING_VARIABLES if environ.get(name) not in (None, "", "0")]
     if several and slowing:
         found = f"{version}, and {', '.join(slowing)} in this shell slows it down"
-        return warning("NCCL", found, f"unset {' '.join(slowing)}    (unless you need it)")
-    return ok("NCCL", f"{version}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")
+        return [warning("NCCL", found, f"unset {' '.join(slowing)}    (unless you need it)")]
+    return [ok("NCCL", f"{version}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")]
 
 
 def check_links(context: Context) -> list[Finding]:

@@ -6,12 +6,11 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.launchers import find_launcher
-from hvd_trainer.launch.slurm import SlurmStep, detect_slurm, slurm_job
+from hvd_trainer.launch.slurm import detect_slurm, slurm_job
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
@@ -25,14 +24,10 @@ ALL_NODES = ("--noheader", "--Node", "--format=%N %T")
 
 def check_variables(context: Context) -> list[Finding]:
     """Check whether the shell has variables by which a process takes itself for a rank."""
-    return [judge_variables(context.environ)]
-
-
-def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Return the finding for an environment with or without a launcher's variables."""
+    environ = context.environ
     launcher = find_launcher(environ)
     if launcher is None:
-        return ok("launcher", "no rank variables are left over in this shell")
+        return [ok("launcher", "no rank variables are left over in this shell")]
     names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
     try:
         world = detect(environ)
@@ -43,8 +38,8 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
         if missing:
             are = "are" if len(missing) > 1 else "is"
             found = f"{', '.join(names)} set, but {', '.join(missing)} {are} not: no job would start in this shell"
-        return error("launcher", found, f"unset {' '.join(names)}")
-    return ok("launcher", f"this is {world}, started by {launcher.name}")
+        return [error("launcher", found, f"unset {' '.join(names)}")]
+    return [ok("launcher", f"this is {world}, started by {launcher.name}")]
 
 
 def check_mpi(context: Context) -> list[Finding]:
@@ -109,19 +104,12 @@ def _check_job(context: Context, srun: str, release: str, job: str) -> Finding:
 
 
 def check_visible_gpus(context: Context) -> list[Finding]:
-    """Check in a Slurm step whether the ranks of this node see each other's GPUs; outside of one, return
-    nothing.
-    """
+    """Warn in a Slurm step if this rank sees one GPU and shares its node with others; else return nothing."""
+    step = None
     with suppress(LaunchError):  # "launcher" says what is wrong
         step = detect_slurm(context.environ)
-        return [] if step is None else judge_visible_gpus(step, len(context.facts.torch.gpus))
-    return []
-
-
-def judge_visible_gpus(step: SlurmStep, num_gpus: int) -> list[Finding]:
-    """Return a warning if this rank sees one GPU and shares its node with other ranks of the step."""
-    ranks = step.ranks_per_node[step.hosts.index(step.host)]
-    if num_gpus != 1 or ranks < 2:
+    ranks = 1 if step is None else step.ranks_per_node[step.hosts.index(step.host)]
+    if ranks < 2 or len(context.facts.torch.gpus) != 1:
         return []
     found = (
         f"{ranks} ranks on this node, and this one sees 1 GPU, as with --gpus-per-task=1: where control groups "

@@ -120,27 +120,23 @@ def num_cores(cpus: Sequence[int], root: Path) -> int:
 
 def check_shared_memory(context: Context) -> list[Finding]:
     """Check /dev/shm, through which loader processes and NCCL hand over data."""
-    return [judge_shared_memory(SHARED_MEMORY)]
-
-
-def judge_shared_memory(folder: Path) -> Finding:
-    """Return whether a folder of shared memory is writable and has room, as a finding."""
-    name = str(folder)
+    folder, name = SHARED_MEMORY, str(SHARED_MEMORY)
     docker = "docker run --shm-size 8g"
     try:
         with tempfile.TemporaryFile(dir=folder):
             room = shutil.disk_usage(folder)
     except OSError as wrong:
         found = f"cannot be written to ({wrong.strerror}): loader processes and NCCL share memory there"
-        return error(name, found, f"{docker}    (outside of containers: mount -t tmpfs -o size=8g tmpfs {folder})")
+        remedy = f"{docker}    (outside of containers: mount -t tmpfs -o size=8g tmpfs {folder})"
+        return [error(name, found, remedy)]
     free = f"{size(room.free)} free of {size(room.total)}"
     if room.total < MIN_SHARED_BYTES:
         found = f"{free}: loader processes and NCCL share memory there, and die of a bus error where it is full"
-        return warning(name, found, f"{docker}    (outside of containers: mount -o remount,size=8g {folder})")
+        return [warning(name, found, f"{docker}    (outside of containers: mount -o remount,size=8g {folder})")]
     if room.free < MIN_SHARED_BYTES:
         found = f"{free}: something fills it, such as what is left of killed jobs"
-        return warning(name, found, f"ls -l {folder}    (and remove what no running job uses)")
-    return ok(name, free)
+        return [warning(name, found, f"ls -l {folder}    (and remove what no running job uses)")]
+    return [ok(name, free)]
 
 
 def check_open_files(context: Context) -> list[Finding]:

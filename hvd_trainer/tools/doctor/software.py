@@ -85,19 +85,13 @@ def _meets(version: str | None, requirement: Requirement) -> bool:
 
 
 def check_torch(context: Context) -> list[Finding]:
-    """Check PyTorch, and what it was built for."""
-    facts = context.facts
-    if facts.is_timeout and facts.torch.error is not None:
-        return [no_answer("torch", context.options.timeout_s)]
-    return [judge_torch(facts.torch)]
-
-
-def judge_torch(torch: TorchFacts) -> Finding:
-    """Return the finding for a PyTorch: whether it imports, and whether its version is tested."""
+    """Check whether PyTorch imports, what it was built for, and whether its version is tested."""
+    torch = context.facts.torch
     if torch.error is not None:
-        return error(
-            "torch", f"cannot be imported: {torch.error.splitlines()[0]}", "pip install torch torchvision"
-        )
+        if context.facts.is_timeout:
+            return [no_answer("torch", context.options.timeout_s)]
+        found = f"cannot be imported: {torch.error.splitlines()[0]}"
+        return [error("torch", found, "pip install torch torchvision")]
     kind = gpu_platform(torch) or "the CPU only"
     found = (
         f"{torch.version}, built for {kind}, {plural(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
@@ -106,12 +100,11 @@ def judge_torch(torch: TorchFacts) -> Finding:
     tested = f"{oldest} to {newest} are tested"
     version = Version(torch.version)
     if version < oldest:
-        return error("torch", f"{found}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")
+        return [error("torch", f"{found}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")]
     if Version(f"{version.major}.{version.minor}") > newest:
-        return warning(
-            "torch", f"{found}: {tested}", f"pip install 'torch<={newest}.99' torchvision    (if it fails)"
-        )
-    return ok("torch", found)
+        remedy = f"pip install 'torch<={newest}.99' torchvision    (if it fails)"
+        return [warning("torch", f"{found}: {tested}", remedy)]
+    return [ok("torch", found)]
 
 
 def check_horovod(context: Context) -> list[Finding]:
