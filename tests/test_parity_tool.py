@@ -255,6 +255,19 @@ def test_finding_has_values_and_distance() -> None:
     )
 
 
+def test_finding_names_the_rank_of_each_side() -> None:
+    """A stage holds layers of its own: its rank was once said of the other run, too, which has them on rank 0."""
+
+    def drop(rank: int, line: Any, values: dict[str, Tensor]) -> None:
+        if rank == 0:
+            del values["parameters/a.bias"]
+
+    staged = make_trace("ddp", edit_at("start 0", drop))
+    single = make_trace("single", edit_at("start 0", multiply(2, "parameters/a.bias")), ranks=1)
+    (found,) = Pair.compare(staged, single, asked=0).findings
+    assert (found.name, found.sides) == ("a.bias", ("ddp, rank 1", "single"))
+
+
 def test_finding_without_known_cause() -> None:
     pair = Pair.compare(make_trace("horovod", edit_at("step 2", multiply(1.01, "gradients"))), make_trace("ddp"))
     assert list(pair.details())[-1] == "None of the known causes fits."
