@@ -22,7 +22,7 @@ def check(model: nn.Module, **options: Any) -> None:
 @pytest.mark.parametrize("patch_set", [0, horovod.MIN_PATCH_SET_BFLOAT16 - 1, horovod.MIN_PATCH_SET_BFLOAT16])
 def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error was "Tensor type torch.BFloat16Tensor is not supported", from inside Horovod."""
-    monkeypatch.setattr(horovod, "_patch_set", lambda: patch_set)
+    monkeypatch.setattr(horovod, "patch_set", lambda: patch_set)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     check(model)
     half = nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16))
@@ -35,6 +35,6 @@ def test_bfloat16_needs_a_patched_horovod(patch_set: int, monkeypatch: pytest.Mo
 
 
 def test_adasum_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "_patch_set", lambda: horovod.MIN_PATCH_SET_BFLOAT16)
+    monkeypatch.setattr(horovod, "patch_set", lambda: horovod.MIN_PATCH_SET_BFLOAT16)
     with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
         check(nn.Linear(2, 2).bfloat16(), adasum=True)

@@ -113,6 +113,7 @@ NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests"
         ("hvd_trainer.cli", {"torch", "horovod"}),
         ("hvd_trainer.mnist", {"torch", "horovod", "tyro"}),
         ("hvd_trainer.imdb", {"torch", "horovod", "tyro"}),
+        ("hvd_trainer.c10d", {"horovod", "tyro"}),
         # What a job may need later is imported then: each of these would delay every start.
         *((f"hvd_trainer.jobs.{job}", NOT_AT_THE_START) for job in ("mnist", "imdb")),
     ],

@@ -6,7 +6,6 @@ state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper w
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,31 +22,28 @@ from hvd_trainer.backends import process_group
 from hvd_trainer.backends.base import Backend, ReplicaGrouping, Span
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.compiled import compile_in_buckets
-from hvd_trainer.backends.horovod_collectives import HorovodCollectives, import_horovod
+from hvd_trainer.backends.horovod_collectives import HorovodCollectives
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
+from hvd_trainer.backends.horovod_start import (
+    MIN_PATCH_SET_BFLOAT16,
+    MIN_PATCH_SET_ELASTIC,
+    MIN_PATCH_SET_WAKE,
+    WAKE_ON_ENQUEUE,
+    import_horovod,
+    patch_set,
+    rank_variables,
+)
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
 from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
-from hvd_trainer.rendezvous import store_client
-from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.environment import set_variables
-from hvd_trainer.utils.network import interface_name
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
-WAKE_ON_ENQUEUE = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
-"""For Horovod as `install-horovod` builds it, whose background thread then sleeps until there is work. Other
-builds ignore the first variable and must not get the second: their thread looks for work once per cycle, together
-with those of all other ranks. With a cycle of 1 ms that costs more than the exchange, most of all with more ranks
-than cores."""
-MIN_PATCH_SET_WAKE = 3
-MIN_PATCH_SET_ELASTIC = 15
-MIN_PATCH_SET_BFLOAT16 = 16
-"""The first PATCH_SET of `horovod_build` that wakes on enqueue, lets ranks leave dead ones, and has bfloat16."""
 
 
 class HorovodBackend(Backend):
@@ -104,7 +100,7 @@ class HorovodBackend(Backend):
                 "Horovod is already initialised in this process. Leave hvd.init() to hvd_trainer: take that call "
                 "out."
             )
-        if self.session.driver is not None and _patch_set() < MIN_PATCH_SET_ELASTIC:
+        if self.session.driver is not None and patch_set() < MIN_PATCH_SET_ELASTIC:
             raise BackendError(
                 f"In horovodrun's elastic mode this Horovod would let ranks wait for those that are gone. Type on "
                 f"all hosts: {INSTALL_HOROVOD}"
@@ -146,35 +142,15 @@ class HorovodBackend(Backend):
 
     def _variables(self) -> dict[str, str]:
         """Return the variables from which Horovod learns this world, whichever launcher made it."""
-        world, peers = self.world, self.session.peers
-        variables = {
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s))),
-            # In its elastic mode Horovod would ask for its rank by itself, and ask our server, which knows none.
-            "HOROVOD_ELASTIC": "0",
-        }
-        variables |= self._tuning()
-        if world.size == 1 and self.session.driver is None:
-            return variables  # in elastic mode the last rank of many still has their numbers in its environment
-        across = [peer for peer in peers if peer.local_rank == world.local_rank]
-        me = peers[world.rank]
-        address, port = self._rendezvous()
-        interface = interface_name(self.session.address)
-        if "HOROVOD_GLOO_IFACE" in self.session.environ and self.options.network_interface is None:
-            interface = None  # the user has chosen one
-        return variables | {
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_HOSTNAME": me.node,
-            "HOROVOD_RANK": str(world.rank),
-            "HOROVOD_SIZE": str(world.size),
-            "HOROVOD_LOCAL_RANK": str(world.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(world.local_size),
-            "HOROVOD_CROSS_RANK": str(across.index(me)),
-            "HOROVOD_CROSS_SIZE": str(len(across)),
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
-        }
+        session = self.session
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self.options.startup_timeout_s)))}
+        if self.world.size == 1 and session.driver is None:
+            return variables | {"HOROVOD_ELASTIC": "0"} | self._tuning()
+        # In elastic mode the last rank of many still has their numbers in its environment.
+        variables |= rank_variables(self.world, session.peers, session.store, session.address)
+        if "HOROVOD_GLOO_IFACE" in session.environ and self.options.network_interface is None:
+            variables.pop("HOROVOD_GLOO_IFACE", None)  # the user has chosen one
+        return variables | self._tuning()
 
     def _tuning(self) -> dict[str, str]:
         """Return Horovod's settings by options and device, except those that the user's environment has."""
@@ -186,7 +162,7 @@ class HorovodBackend(Backend):
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
             # Only the global process set's queue wakes the thread, and replica groups have queues of their own.
-            wakes = _patch_set() >= MIN_PATCH_SET_WAKE and len(self.replica_groups) == 1
+            wakes = patch_set() >= MIN_PATCH_SET_WAKE and len(self.replica_groups) == 1
             if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.session.environ:
                 wanted |= WAKE_ON_ENQUEUE
         if self.uses_nccl:
@@ -204,18 +180,6 @@ class HorovodBackend(Backend):
         if options.cache_capacity is not None:
             wanted["HOROVOD_CACHE_CAPACITY"] = str(options.cache_capacity)
         return {name: value for name, value in wanted.items() if name not in self.session.environ}
-
-    def _rendezvous(self) -> tuple[str, int]:
-        """Return address and port of a server for Horovod's own rendezvous, which rank 0 starts. A collective.
-
-        Also under horovodrun, which has such a server: a second start in one process would find the first one's
-        entries there, and hang if a rank is quick.
-        """
-        if self.world.is_first:
-            self.session.store.set("horovod", str(store_client.serve(self.session.address)))
-        endpoint = parse_endpoint(self.session.store.get("horovod").decode())
-        # Horovod asks for http://ADDRESS:PORT/SCOPE/KEY, whose path begins with the token by this.
-        return f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod", endpoint.port
 
     def abort_exchanges(self) -> None:
         super().abort_exchanges()
@@ -255,7 +219,7 @@ class HorovodBackend(Backend):
             return
         if self.options.adasum:
             raise OptionError("--adasum combines fp16, fp32 and fp64 only, not bfloat16. Leave one of them out.")
-        if _patch_set() < MIN_PATCH_SET_BFLOAT16:
+        if patch_set() < MIN_PATCH_SET_BFLOAT16:
             raise BackendError(
                 f"This Horovod has no bfloat16. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
             )
@@ -322,12 +286,3 @@ class HorovodBackend(Backend):
                 self._hvd.stop_timeline()
             with suppress(OSError, ValueError):  # a full disk cuts the file off
                 spans += read_timeline(file)
-
-
-def _patch_set() -> int:
-    """Return the PATCH_SET of `horovod_build` that this Horovod was built with; 0 if it is none of our builds."""
-    try:
-        build = importlib.import_module("horovod.hvd_trainer_build")
-    except ImportError:
-        return 0
-    return int(build.RECORD["patch_set"])

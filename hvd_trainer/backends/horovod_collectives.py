@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import io
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +11,10 @@ import torch
 from torch import Tensor
 
 from hvd_trainer.backends.collectives import Collectives, ReduceOp
+from hvd_trainer.backends.horovod_start import import_horovod
 from hvd_trainer.backends.horovod_waiter import SPIN_S, Waiter
 from hvd_trainer.backends.session import Session
-from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 
 class HorovodCollectives(Collectives):
@@ -83,26 +79,3 @@ class HorovodCollectives(Collectives):
         # Horovod caches the source rank with the name.
         name = f"hvd_trainer.broadcast.{source}"
         self.waiter.result(self.hvd.broadcast_async_(tensor, root_rank=source, name=name))
-
-
-def import_horovod() -> ModuleType:
-    """Import `horovod.torch`.
-
-    Raises:
-        BackendError: it is not installed, or was built for another PyTorch.
-    """
-    try:
-        # A Horovod without its extension prints a message on every rank instead of raising.
-        with redirect_stdout(io.StringIO()):
-            hvd = importlib.import_module("horovod.torch")
-    except ImportError as error:
-        raise BackendError(
-            f"--backend horovod needs Horovod, which could not be imported ({error}). Type: "
-            f"{INSTALL_HOROVOD}, or train without it: --backend ddp"
-        ) from error
-    if not hasattr(hvd, "init"):
-        raise BackendError(
-            f"The Horovod that is installed was built without PyTorch or for another version than "
-            f"{torch.__version__}. Type: {INSTALL_HOROVOD}, or train without it: --backend ddp"
-        )
-    return hvd

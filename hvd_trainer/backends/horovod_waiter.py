@@ -14,6 +14,32 @@ SPIN_S = 50e-6
 for, and on an accelerator the next step's first operations wait for it."""
 
 
+def poll_until(
+    is_done: Callable[[], bool],
+    timeout_s: float,
+    *,
+    spin_s: float = 0.0,
+    check: Callable[[], None] = lambda: None,
+) -> bool:
+    """Ask until something is done, with pauses; return False if it is not in time.
+
+    Args:
+        spin_s: how long to ask without a pause.
+        check: called between two questions; what it raises ends the wait.
+    """
+    began, pause = time.monotonic(), MIN_PAUSE_S
+    while not is_done():
+        waited = time.monotonic() - began
+        if waited < spin_s:
+            continue
+        check()
+        if waited > timeout_s:
+            return False
+        time.sleep(pause)
+        pause = min(1.25 * pause, MAX_PAUSE_S)
+    return True
+
+
 class Waiter:
     """Wait for Horovod's operations without holding the CPU, and not for ever.
 
@@ -53,17 +79,9 @@ class Waiter:
             TimeoutError: the other ranks did not take part in time.
             Exception: what `check` raises.
         """
-        poll, pause = self._hvd.poll, MIN_PAUSE_S
-        began = time.monotonic()
-        while not poll(handle):
-            waited = time.monotonic() - began
-            if waited < self._spin_s:
-                continue
-            self._check()
-            if waited > self._timeout_s:
-                raise TimeoutError(
-                    f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
-                    f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"
-                )
-            time.sleep(pause)
-            pause = min(1.25 * pause, MAX_PAUSE_S)
+        poll = self._hvd.poll
+        if not poll_until(lambda: poll(handle), self._timeout_s, spin_s=self._spin_s, check=self._check):
+            raise TimeoutError(
+                f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
+                f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"
+            )

@@ -1,0 +1,210 @@
+"""Horovod among the ranks of torch.distributed's default group."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import socket
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from hvd_trainer.backends.horovod_start import (
+    MIN_PATCH_SET_WAKE,
+    WAKE_ON_ENQUEUE,
+    import_horovod,
+    patch_set,
+    rank_variables,
+)
+from hvd_trainer.backends.horovod_waiter import poll_until
+from hvd_trainer.c10d.process_sets import ProcessSets
+from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
+from hvd_trainer.errors import BackendError
+from hvd_trainer.launch.world import World
+from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
+from hvd_trainer.utils.environment import set_variables
+from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
+
+REQUEST, ALTERNATIVE = 'init_process_group("horovod")', 'call init_process_group("gloo")'
+MAX_LEAVE_S = 10.0
+"""How long a rank that has destroyed its groups waits for the others: its end ends Horovod on all ranks."""
+MAX_COUNTS = 4096
+NAMES_PER_KIND = 4
+"""How many operations of one kind may be under way at once; more wait for their turn. Horovod answers from its
+cache where a name is repeated, which takes as many steps to learn as there are names."""
+
+
+class HorovodContext:
+    """Horovod in this process, and what all groups share.
+
+    Args:
+        store: that the ranks share.
+        rank: this process's.
+        size: number of ranks.
+        timeout: how long the ranks may take to meet.
+
+    Raises:
+        BackendError: Horovod is not installed, or initialised already.
+        LaunchError: not all ranks came.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.hvd = import_horovod(REQUEST, ALTERNATIVE)
+        if self.hvd.is_initialized():
+            raise BackendError(
+                f"Horovod is already initialised in this process, and {REQUEST} initialises it: take one of them "
+                f"out."
+            )
+        self.size = size
+        self.interface: str | None = None
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout.total_seconds()))), **_tuning()}
+        if size == 1:
+            variables |= {"HOROVOD_ELASTIC": "0"}
+        else:
+            world, peers, address = meet(store, rank, size)
+            self.interface = interface_name(address)
+            variables |= rank_variables(world, peers, store, address)
+            if "HOROVOD_GLOO_IFACE" in os.environ:
+                variables["HOROVOD_GLOO_IFACE"] = os.environ["HOROVOD_GLOO_IFACE"]
+        self._variables = ExitStack()
+        if size > 2:
+            variables["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+            # The ranks of a process set find each other by these, when it is added.
+            server = {
+                name: value for name, value in variables.items() if name.startswith("HOROVOD_GLOO_RENDEZVOUS")
+            }
+            self._variables.enter_context(set_variables(server))
+        with set_variables(variables):
+            self.hvd.init()
+        self.operations: ModuleType = importlib.import_module("horovod.torch.mpi_ops")
+        self.process_sets = ProcessSets(self.hvd, store, rank, size)
+        self.completer = Completer()
+        self._counts: Counter[str] = Counter()
+        self._under_way: dict[str, HorovodWork] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        atexit.register(self.close)
+
+    def number(self, kind: str) -> str:
+        """Return the name of the next operation of a kind; all ranks number alike."""
+        if len(self._counts) > MAX_COUNTS:
+            self._counts.clear()
+        self._counts[kind] += 1
+        return f"{kind}.{self._counts[kind] % NAMES_PER_KIND}"
+
+    def begin(self, operation: Operation) -> HorovodWork:
+        """Start an operation as soon as its name is free."""
+        previous = self._under_way.get(operation.name)
+        if previous is not None and previous.advance():
+            previous = None
+        work = HorovodWork(self.hvd, operation, previous, self.completer, self._forget)
+        with self._lock:
+            self._under_way[operation.name] = work
+        if work.is_completed():
+            self._forget(work)
+        return work
+
+    def _forget(self, work: HorovodWork) -> None:
+        with self._lock:
+            if self._under_way.get(work.name) is work:
+                del self._under_way[work.name]
+
+    def close(self) -> None:
+        """End Horovod, once all ranks have come here, or a rank fails, or `MAX_LEAVE_S` have passed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        # The last value is of an exception that ends this process.
+        has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+        if self.size > 1 and not has_failed:
+            self._wait_for_all()
+        self.process_sets.leave()
+        self.hvd.shutdown()
+        self.process_sets.join()
+        self.completer.close()
+        self._variables.close()
+
+    def _wait_for_all(self) -> None:
+        try:
+            flag = torch.zeros(1, dtype=torch.int32)
+            handle = self.hvd.allreduce_async_(flag, op=self.hvd.Sum, name="c10d.close")
+            poll_until(lambda: bool(self.hvd.poll(handle)), MAX_LEAVE_S)
+        except (RuntimeError, ValueError):
+            return  # another rank has ended Horovod
+
+
+def meet(store: dist.Store, rank: int, size: int) -> tuple[World, list[RankInfo], str]:
+    """Return this process's place, all ranks, and its address for the others. A collective.
+
+    Whoever started the ranks: they are on one node if their hosts have the same name, in the order of their ranks.
+    """
+    master = os.environ.get("MASTER_ADDR", TEST_NET_ADDRESS)
+    me = RankInfo(
+        host=socket.gethostname(), local_rank=rank, backend="horovod", cpus=(), address=outward_address(master, 1)
+    )
+    world = World(rank, size, rank, size, launcher=REQUEST)
+    peers = exchange_rank_info(store, world, me)
+    seen: Counter[str] = Counter()
+    numbered = []
+    for peer in peers:
+        numbered.append(replace(peer, local_rank=seen[peer.host]))
+        seen[peer.host] += 1
+    me = numbered[rank]
+    world = resolve_nodes(replace(world, local_rank=me.local_rank, local_size=seen[me.host]), numbered)
+    return world, numbered, me.address if world.num_nodes > 1 else LOOPBACK
+
+
+def _tuning() -> dict[str, str]:
+    """Return Horovod's settings, except those that the user's environment has."""
+    # DDP's buckets are large already: fusing them would copy them.
+    wanted = {"HOROVOD_FUSION_THRESHOLD": "0"}
+    if patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in os.environ:
+        wanted |= WAKE_ON_ENQUEUE
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+class Contexts:
+    """Horovod in this process, or nothing."""
+
+    def __init__(self) -> None:
+        self._context: HorovodContext | None = None
+        self._num_starts = 0
+
+    def open(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Start Horovod: see `HorovodContext`."""
+        self._num_starts += 1
+        self._context = HorovodContext(self.own_keys(store), rank, size, timeout)
+
+    def own_keys(self, store: dist.Store) -> dist.Store:
+        """Return a store without the keys of an earlier start: torchrun's outlives the groups."""
+        return dist.PrefixStore(f"horovod.{self._num_starts}", store)
+
+    def current(self) -> HorovodContext:
+        """Return the running Horovod.
+
+        Raises:
+            BackendError: the default group is not Horovod's.
+        """
+        if self._context is None:
+            raise BackendError(
+                f'new_group(backend="horovod") needs Horovod among all ranks. Start the job by {REQUEST}.'
+            )
+        return self._context
+
+    def close(self) -> None:
+        """End Horovod, if it runs."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+
+
+contexts = Contexts()

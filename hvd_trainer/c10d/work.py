@@ -1,0 +1,270 @@
+"""Operations under way: `dist.Work`, and the thread that completes their futures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.backends.horovod_waiter import MAX_PAUSE_S, MIN_PAUSE_S, poll_until
+from hvd_trainer.errors import first_line
+
+NO_TIMEOUT = timedelta(0)
+Future = torch.futures.Future
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A collective of torch.distributed, as Horovod carries it out."""
+
+    name: str
+    """by which ranks match it; two of one name are never under way at once"""
+    begin: Callable[[str], list[int]]
+    """hand the tensors to Horovod under a name, and return its handles"""
+    finish: Callable[[list[Any]], None] = lambda received: None
+    """put what Horovod returned for the handles in its place"""
+    result: Any = None
+    """of `Work.result`, and of the future"""
+    timeout_s: float
+    description: str
+    """for errors"""
+
+
+class HorovodWork(dist._Work):
+    """An operation under way.
+
+    It advances when somebody asks for it: `wait` and `is_completed` in the caller's thread, and `Completer` once
+    there is a future. So an operation that is waited for at once costs no change of threads.
+
+    Args:
+        hvd: `horovod.torch`.
+        operation: is begun at once, or when `previous`, which has the same name, is done.
+        completer: completes the future.
+        on_done: called with this work when it is done.
+    """
+
+    def __init__(
+        self,
+        hvd: ModuleType,
+        operation: Operation,
+        previous: HorovodWork | None,
+        completer: Completer,
+        on_done: Callable[[HorovodWork], None],
+    ) -> None:
+        super().__init__()
+        self._hvd, self._previous, self._completer, self._on_done = hvd, previous, completer, on_done
+        self.name = operation.name
+        self._operation: Operation | None = operation
+        self._result, self._timeout_s = operation.result, operation.timeout_s
+        self._description = operation.description
+        self._deadline = time.monotonic() + operation.timeout_s
+        self._handles: list[int] | None = None
+        self._received: list[Any] = []
+        self._error: Exception | None = None
+        self._is_done = False
+        self._future: Future[Any] | None = None
+        self._is_future_done = False
+        self._lock = threading.Lock()
+        if previous is None:
+            self._handles = operation.begin(operation.name)
+        elif not self.advance():
+            completer.add(self)  # the other ranks may need it before anybody here waits for it
+
+    def advance(self) -> bool:
+        """Begin the operation if its name is free, and finish it if its results are there; return whether."""
+        if self._is_done:
+            return True
+        with self._lock:
+            if not self._is_done:
+                try:
+                    if self._has_begun() and self._has_received():
+                        self._end()
+                except Exception as error:  # in whichever thread it occurs, it is for who waits
+                    self._fail(error)
+        return self._is_done
+
+    def _has_begun(self) -> bool:
+        if self._handles is None:
+            if self._previous is not None and not self._previous.advance():
+                return False
+            self._previous = None
+            assert self._operation is not None
+            self._handles = self._operation.begin(self.name)
+        return True
+
+    def _has_received(self) -> bool:
+        assert self._handles is not None
+        while self._handles:
+            if not self._hvd.poll(self._handles[0]):
+                return False
+            self._received.append(self._hvd.synchronize(self._handles.pop(0)))
+        assert self._operation is not None
+        self._operation.finish(self._received)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._error = dist.DistBackendError(f"{self._description} failed: {first_line(error)}")
+        self._error.__cause__ = error
+        self._end()
+
+    def _end(self) -> None:
+        """Let go of the tensors that are not the result."""
+        self._is_done = True
+        self._operation, self._previous, self._received = None, None, []
+        self._on_done(self)
+
+    def is_done_or_late(self) -> bool:
+        """Return whether the operation is done; let it fail if it has taken longer than its time limit."""
+        if not self.advance() and time.monotonic() > self._deadline:
+            with self._lock:
+                if not self._is_done:
+                    self._fail(TimeoutError(self._timeout_text(self._timeout_s)))
+        return self._is_done
+
+    def _timeout_text(self, timeout_s: float) -> str:
+        return (
+            f"{self._description} did not end within {timeout_s:g} s: other ranks have not called it, "
+            f"or with other shapes or types, or one is gone."
+        )
+
+    def complete_future(self) -> None:
+        """Complete the future, if there is one, of an operation that is done; its callbacks run here."""
+        with self._lock:
+            if self._future is None or self._is_future_done:
+                return
+            self._is_future_done = True
+        if self._error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(self._error)
+
+    # What torch.distributed asks for.
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the operation is done.
+
+        Raises:
+            torch.distributed.DistBackendError: it failed, or did not end in time.
+        """
+        timeout_s = timeout.total_seconds() if timeout > NO_TIMEOUT else self._timeout_s
+        if not poll_until(self.advance, timeout_s):
+            raise dist.DistBackendError(self._timeout_text(timeout_s))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of `result`, which another thread completes."""
+        if self._future is None:
+            self._future = Future(devices=sorted(set(accelerators(self._result)), key=str))
+            if self._is_done:
+                self.complete_future()
+            else:
+                self._completer.add(self)
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is done."""
+        return self.advance()
+
+    def is_success(self) -> bool:
+        """Return whether the operation is done, and did not fail."""
+        return self._is_done and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return why the operation failed; None if it did not."""
+        return self._error
+
+    def result(self) -> Any:
+        """Return the tensors with the result."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Do nothing: what is done is done on the device, too."""
+
+
+def accelerators(value: Any) -> Iterator[torch.device]:
+    """Return the devices of a result's tensors, other than the CPU."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            yield value.device
+    elif isinstance(value, list):
+        for element in value:
+            yield from accelerators(element)
+
+
+class Completer:
+    """Threads that complete the operations that have a future, or whose name was in use.
+
+    One of them asks Horovod. Before it completes a future, whose callbacks may wait for other operations
+    (PowerSGD's do), it lets another one ask.
+    """
+
+    def __init__(self) -> None:
+        self._works: list[HorovodWork] = []
+        self._changed = threading.Condition()
+        self._asking = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._num_free = 0
+        self._is_closed = False
+
+    def add(self, work: HorovodWork) -> None:
+        """Complete an operation as soon as possible."""
+        with self._changed:
+            self._works.append(work)
+            self._provide_thread()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        for thread in self._threads:
+            thread.join()
+
+    def _provide_thread(self) -> None:
+        if self._works and not self._num_free and not self._is_closed:
+            self._num_free += 1
+            self._threads.append(threading.Thread(target=self._run, name="horovod-futures", daemon=True))
+            self._threads[-1].start()
+
+    def _run(self) -> None:
+        while True:
+            with self._asking:
+                done = self._next_done()
+            if not done:
+                return
+            with self._changed:
+                self._num_free -= 1
+                self._provide_thread()
+            for work in done:
+                work.complete_future()
+            with self._changed:
+                self._num_free += 1
+
+    def _next_done(self) -> list[HorovodWork]:
+        """Wait until operations are done, and return them; empty at the end."""
+        pause = MIN_PAUSE_S
+        while True:
+            with self._changed:
+                while not self._works and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return []
+                works = list(self._works)
+            done = [work for work in works if work.is_done_or_late()]
+            if done:
+                with self._changed:
+                    self._works = [work for work in self._works if work not in done]
+                return done
+            time.sleep(pause)
+            pause = min(1.25 * pause, MAX_PAUSE_S)

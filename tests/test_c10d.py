@@ -1,0 +1,402 @@
+"""Horovod as a backend of torch.distributed: collectives, groups, DDP and what stands on them, in real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launchers import each_launcher, requires, run_ranks
+from torch import Tensor, nn
+
+pytestmark = requires("horovod")
+
+
+@contextlib.contextmanager
+def job(backend: str = "horovod", **options: Any) -> Iterator[tuple[int, int]]:
+    """Start the default group; yield rank and size."""
+    import hvd_trainer.c10d  # noqa: F401
+
+    dist.init_process_group(backend, **options)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        gc.collect()  # a Gloo group that its own thread is the last to hold aborts the process
+        dist.destroy_process_group()
+
+
+def refusal(function: Any, *arguments: Any, **options: Any) -> str:
+    """Return the text of the error that a call raises."""
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it raised nothing")
+
+
+# Collectives.
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+MOVED_DTYPES = (*DTYPES, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
+
+
+def check_collectives(group: dist.ProcessGroup | None, ranks: list[int]) -> None:
+    """Compare each collective with what it should give, among `ranks`."""
+    rank, size = dist.get_rank(group), len(ranks)
+
+    def of(number: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Tensor:
+        return (torch.arange(6).view(2, 3) % 5 + number + 1).to(dtype).expand(*shape[:-2], 2, 3).clone()
+
+    everyone = [of(number) for number in range(size)]
+    for dtype in DTYPES:
+        stacked = torch.stack([of(number, torch.float64) for number in range(size)])
+        for op, expected in (
+            (dist.ReduceOp.SUM, stacked.sum(0)),
+            (dist.ReduceOp.MIN, stacked.amin(0)),
+            (dist.ReduceOp.MAX, stacked.amax(0)),
+            (dist.ReduceOp.PRODUCT, stacked.prod(0)),
+        ):
+            mine = of(rank, dtype)
+            dist.all_reduce(mine, op=op, group=group)
+            assert torch.equal(mine, expected.to(dtype)), (dtype, op)
+    for op, expected in (
+        (dist.ReduceOp.AVG, torch.stack(everyone).mean(0)),
+        (dist._make_nccl_premul_sum(0.5), torch.stack(everyone).sum(0) / 2),
+    ):
+        mine = of(rank)
+        dist.all_reduce(mine, op=op, group=group)
+        torch.testing.assert_close(mine, expected)
+    bits = torch.tensor([1 << rank])
+    dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=group)
+    assert bits.item() == (1 << size) - 1
+
+    strided = of(rank).t()
+    dist.all_reduce(strided, group=group)
+    assert torch.equal(strided, sum(everyone).t())
+    several = [of(rank), of(rank) + 1]
+    dist.all_reduce_coalesced(several, group=group)
+    assert torch.equal(several[1], sum(everyone) + size)
+    nothing = torch.empty(0)
+    dist.all_reduce(nothing, group=group)
+
+    for root in range(size):
+        mine = of(rank)
+        dist.reduce(mine, group_dst=root, group=group)
+        assert torch.equal(mine, sum(everyone) if rank == root else of(rank))
+        parts = [torch.zeros(2, 3) for _ in ranks] if rank == root else None
+        dist.gather(of(rank), parts, group_dst=root, group=group)
+        assert rank != root or all(map(torch.equal, parts, everyone))
+        mine = torch.zeros(2, 3)
+        dist.scatter(mine, everyone if rank == root else None, group_src=root, group=group)
+        assert torch.equal(mine, of(rank))
+
+    for dtype in MOVED_DTYPES:
+        mine = of(rank, dtype)
+        dist.broadcast(mine, group_src=size - 1, group=group)
+        assert torch.equal(mine.view(torch.uint8), of(size - 1, dtype).view(torch.uint8)), dtype
+        parts = [torch.zeros(2, 3, dtype=dtype) for _ in ranks]
+        dist.all_gather(parts, of(rank, dtype), group=group)
+        for number, part in enumerate(parts):
+            assert torch.equal(part.view(torch.uint8), of(number, dtype).view(torch.uint8)), dtype
+        whole = torch.zeros(2 * size, 3, dtype=dtype)
+        dist.all_gather_into_tensor(whole, of(rank, dtype), group=group)
+        assert torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)), dtype
+        received = torch.zeros(size, 3, dtype=dtype)
+        sent = torch.stack([of(10 * rank + number, dtype)[0] for number in range(size)])
+        dist.all_to_all_single(received, sent, group=group)
+        expected = torch.stack([of(10 * number + rank, dtype)[0] for number in range(size)])
+        assert torch.equal(received.view(torch.uint8), expected.view(torch.uint8)), dtype
+
+    uneven = [torch.zeros(number + 1) for number in range(size)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)), group=group)
+    assert [part.tolist() for part in uneven] == [[float(number)] * (number + 1) for number in range(size)]
+    # Rank r sends r + n + 1 rows to rank n.
+    sizes = [rank + number + 1 for number in range(size)]
+    received = torch.zeros(sum(sizes), 2)
+    dist.all_to_all_single(received, torch.full((sum(sizes), 2), float(rank)), sizes, sizes, group=group)
+    expected = torch.cat([torch.full((sizes[number], 2), float(number)) for number in range(size)])
+    assert torch.equal(received, expected)
+    outputs = [torch.zeros(count) for count in sizes]
+    dist.all_to_all(outputs, [torch.full((count,), float(rank)) for count in sizes], group=group)
+    assert torch.equal(torch.cat(outputs), expected[:, 0])
+
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        kept, parts = torch.zeros(2, 3), [of(rank) * (number + 1) for number in range(size)]
+        total = {dist.ReduceOp.SUM: sum(everyone), dist.ReduceOp.MAX: everyone[-1]}.get(op, sum(everyone) / size)
+        dist.reduce_scatter(kept, parts, op=op, group=group)
+        torch.testing.assert_close(kept, total * (rank + 1))
+        kept = torch.zeros(2, 3)
+        dist.reduce_scatter_tensor(kept, torch.cat(parts), op=op, group=group)
+        torch.testing.assert_close(kept, total * (rank + 1))
+
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * 10 * rank}, group=group)
+    assert objects == [{"rank": number, "text": "x" * 10 * number} for number in range(size)]
+    dist.gather_object(rank, objects if rank == 0 else None, group_dst=0, group=group)
+    assert rank != 0 or objects == list(range(size))
+    texts = [f"from {rank}"]
+    dist.broadcast_object_list(texts, group_src=size - 1, group=group)
+    assert texts == [f"from {size - 1}"]
+    mine = [None]
+    dist.scatter_object_list(mine, [f"to {number}" for number in range(size)], group_src=0, group=group)
+    assert mine == [f"to {rank}"]
+    dist.barrier(group=group)
+    if size > 1:  # by Gloo
+        passed = torch.zeros(1)
+        if rank == 0:
+            dist.send(torch.ones(1), group_dst=1, group=group)
+        elif rank == 1:
+            dist.recv(passed, group_src=0, group=group)
+            assert passed.item() == 1
+
+
+def collectives() -> tuple[int, Any]:
+    with job() as (rank, size):
+        assert (dist.get_backend(), os.environ.get("HOROVOD_RANK")) == ("horovod", None)
+        check_collectives(None, list(range(size)))
+        return rank, None
+
+
+def test_collectives_give_what_they_should() -> None:
+    run_ranks(collectives, num_processes=2)
+
+
+def groups() -> tuple[int, Any]:
+    with job() as (rank, size):
+        lists = [[1, 2], [0, 1, 3], [0, 2, 3], [3], list(range(size)), [1, 2]]
+        made = [(ranks, dist.new_group(ranks)) for ranks in lists]
+        for ranks, group in made:
+            if rank in ranks:
+                check_collectives(group, ranks)
+        # At once in two groups that share ranks.
+        works = [
+            dist.all_reduce(torch.ones(5), group=group, async_op=True) for ranks, group in made if rank in ranks
+        ]
+        assert all(work.wait() for work in works)
+        if rank in (1, 3):
+            check_collectives(dist.new_group([1, 3], use_local_synchronization=True), [1, 3])
+        dist.destroy_process_group(made[0][1])
+        dist.barrier()
+        return rank, None
+
+
+def test_groups_are_process_sets() -> None:
+    run_ranks(groups, num_processes=4)
+
+
+def launched() -> tuple[int, Any]:
+    with job() as (rank, size):
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        return rank, (ones.tolist(), size, os.environ.get("RANK"))
+
+
+@each_launcher("horovodrun", "torchrun", "mpirun", "srun")
+def test_each_launcher_starts_it(launcher: str) -> None:
+    for ones, size, _ in run_ranks(launched, num_processes=2, launcher=launcher):
+        assert (ones, size) == ([2.0] * 3, 2)
+
+
+def started_twice() -> tuple[int, Any]:
+    sums = []
+    for _ in range(2):
+        with job() as (rank, _):
+            ones = torch.ones(1)
+            dist.all_reduce(ones)
+            sums.append(ones.item())
+    return rank, sums
+
+
+@each_launcher("horovodrun", "torchrun")
+def test_a_process_may_start_it_again(launcher: str) -> None:
+    assert run_ranks(started_twice, num_processes=2, launcher=launcher) == [[2.0, 2.0]] * 2
+
+
+def spawned(rank: int, size: int, file: str) -> None:
+    with job(init_method=f"file://{file}", rank=rank, world_size=size):
+        check_collectives(None, list(range(size)))
+
+
+def test_ranks_that_are_spawned_find_each_other_by_a_file(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(spawned, (2, str(tmp_path / "ranks")), nprocs=2)
+
+
+# Asynchronous operations.
+
+
+def asynchronous() -> tuple[int, Any]:
+    with job() as (rank, size):
+        works = [dist.all_reduce(torch.full((4,), float(i)), async_op=True) for i in range(50)]
+        for number, work in reversed(list(enumerate(works))):
+            work.wait()
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.result()[0].tolist() == [float(number * size)] * 4
+        # Where no one waits for the first ones, the last one is done nevertheless.
+        works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(20)]
+        works[-1].wait()
+        chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda f: f.value()[0] + 1)
+        assert chained.wait().tolist() == [size + 1.0] * 2
+        many = [dist.all_reduce(torch.ones(1), async_op=True).get_future() for _ in range(30)]
+        assert [one[0].item() for one in torch.futures.wait_all(many)] == [float(size)] * 30
+        late = dist.broadcast(torch.ones(1), 0, async_op=True)
+        late.wait()
+        assert late.get_future().wait()[0].item() == 1
+        return rank, None
+
+
+def test_operations_are_asynchronous_and_have_futures() -> None:
+    run_ranks(asynchronous, num_processes=2)
+
+
+# DDP and what stands on it.
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.first, self.last = nn.Linear(4 * 36, 16), nn.Linear(16, 3)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, images: Tensor, use_all: bool) -> Tensor:
+        out = self.last(self.first(self.norm(self.conv(images)).flatten(1)).relu())
+        return self.unused(out) if use_all else out
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.blake2b(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def train(options: dict[str, Any], hook: str, zero: bool, use_all: bool, num_steps: int) -> str:
+    """Train a model with DDP, and return the digest of its weights."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(dist.get_rank())  # DDP starts all ranks from rank 0's weights
+    model = DistributedDataParallel(Model(), **options)
+    if hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook:
+        model.register_comm_hook(None, getattr(default_hooks, hook))
+    settings = {"lr": 0.1, "momentum": 0.9}
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **settings)
+    for step in range(num_steps):
+        accumulates = use_all and step % 2 == 0
+        with model.no_sync() if accumulates else contextlib.nullcontext():
+            model(torch.randn(4, 1, 8, 8), use_all).square().mean().backward()
+        if not accumulates:
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(model)
+
+
+CASES: list[dict[str, Any]] = [
+    {"options": {}, "hook": "", "zero": False, "use_all": True},
+    {"options": {"bucket_cap_mb": 0.0005}, "hook": "", "zero": False, "use_all": True},
+    {"options": {"find_unused_parameters": True}, "hook": "", "zero": False, "use_all": False},
+    {"options": {"static_graph": True}, "hook": "", "zero": False, "use_all": False},
+    {"options": {"gradient_as_bucket_view": True}, "hook": "fp16_compress_hook", "zero": False, "use_all": True},
+    {"options": {}, "hook": "bf16_compress_hook", "zero": False, "use_all": True},
+    {"options": {}, "hook": "allreduce_hook", "zero": True, "use_all": True},
+    {"options": {"find_unused_parameters": True}, "hook": "powersgd", "zero": False, "use_all": True},
+]
+
+
+def digests(backend: str) -> tuple[int, Any]:
+    with job(backend) as (rank, _):
+        return rank, [train(**case, num_steps=6) for case in CASES]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_ddp_gives_the_bits_of_gloo(size: int) -> None:
+    horovod, gloo = (run_ranks(digests, num_processes=size, args=(backend,)) for backend in ("horovod", "gloo"))
+    for number, case in enumerate(CASES):
+        assert len({its[number] for its in (*horovod, *gloo)}) == 1, case
+
+
+def uneven(backend: str) -> tuple[int, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    with job(backend) as (rank, _):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        with model.join():
+            for _ in range(3 + 2 * rank):
+                model.zero_grad()
+                model(torch.randn(4, 3)).sum().backward()
+        return rank, digest(model)
+
+
+def test_ranks_join_with_uneven_data() -> None:
+    assert len(set(run_ranks(uneven, num_processes=2, args=("horovod",)))) == 1
+
+
+def sharded(backend: str) -> tuple[int, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    with job(backend) as (rank, _):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.Adam(model.parameters())
+        torch.manual_seed(rank)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return rank, losses
+
+
+def test_fsdp2_trains_as_on_gloo() -> None:
+    horovod, gloo = (run_ranks(sharded, num_processes=2, args=(backend,)) for backend in ("horovod", "gloo"))
+    for ours, theirs in zip(horovod, gloo, strict=True):
+        assert ours == pytest.approx(theirs)
+
+
+# Mistakes.
+
+
+def mistakes() -> tuple[int, Any]:
+    import datetime
+
+    with job() as (rank, size):
+        texts = {
+            "splits": refusal(dist.all_to_all_single, torch.zeros(3), torch.zeros(3)),
+            "gather": refusal(dist.all_gather_into_tensor, torch.zeros(5), torch.zeros(2)),
+            "reduce_scatter": refusal(dist.reduce_scatter_tensor, torch.zeros(2), torch.zeros(5)),
+            "type": refusal(dist.reduce_scatter_tensor, torch.zeros(1).byte(), torch.zeros(size).byte()),
+        }
+        work = dist.all_reduce(torch.zeros(1 + rank), async_op=True)
+        texts["shapes"] = refusal(work.wait, datetime.timedelta(seconds=0.5))
+        ones = torch.ones(3)  # no other operation has this shape
+        dist.all_reduce(ones)
+        return rank, (texts, ones[0].item())
+
+
+def test_mistakes_are_errors_and_the_job_goes_on() -> None:
+    for rank, (texts, ones) in enumerate(run_ranks(mistakes, num_processes=2)):
+        assert ones == 2
+        assert "3 rows, which 2 ranks cannot share" in texts["splits"]
+        assert "5 elements for 2 ranks of 2 elements each" in texts["gather"]
+        assert "5 elements for 2 ranks of 2 elements each" in texts["reduce_scatter"]
+        assert "Horovod cannot reduce torch.uint8 by SUM" in texts["type"]
+        assert f"all_reduce of SUM float32[{1 + rank}] in group" in texts["shapes"]
+        assert "did not end within 0.5 s: other ranks have not called it" in texts["shapes"]
