@@ -58,8 +58,8 @@ class Failure:
     """The failure that ends a job."""
 
     rank: int
-    size: int
-    peer: RankInfo
+    peers: Sequence[RankInfo]
+    """all ranks"""
     heartbeat: Heartbeat
     """the rank's last one"""
     what: str
@@ -75,7 +75,8 @@ class Failure:
 
     def text(self) -> str:
         """Return the report as complete lines."""
-        who = f"rank {self.rank} of {self.size} on {self.peer.host} (process {self.peer.pid})"
+        peer = self.peers[self.rank]
+        who = f"rank {self.rank} of {len(self.peers)} on {peer.host} (process {peer.pid})"
         where = describe_position(self.heartbeat)
         if self.is_last_known:
             where = f"last heard of {where}" if self.heartbeat.phase == "start" else f"last heard of in {where}"

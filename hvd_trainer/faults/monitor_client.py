@@ -104,8 +104,7 @@ class MonitorClient(Monitor):
         stacks = {rank: self.local_ranks.stacks_of(rank) for rank in shown}
         failure = Failure(
             rank=0,
-            size=self.world.size,
-            peer=self.peers[0],
+            peers=self.peers,
             heartbeat=heartbeat,
             what=what,
             detail=stack_dump.main_thread_section(stacks.get(0, "")),

@@ -154,8 +154,7 @@ class MonitorServer(Monitor):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
         failure = Failure(
             rank=event.rank,
-            size=self.world.size,
-            peer=self.peers[event.rank],
+            peers=self.peers,
             heartbeat=heartbeat,
             what=event.text,
             detail=event.detail,
@@ -210,8 +209,7 @@ class MonitorServer(Monitor):
             others[MAX_OTHERS:] = [f"and {len(others) - MAX_OTHERS} more"]
         failure = Failure(
             rank=rank,
-            size=self.world.size,
-            peer=self.peers[rank],
+            peers=self.peers,
             heartbeat=report.status or heartbeat,
             what=what,
             is_last_known=stall.kind == "silent" and report.status is None,
