@@ -21,10 +21,10 @@ from hvd_trainer.data.batch import Batch, as_pair
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.shard import (
     BatchKey,
-    TrainingBatches,
     epoch_order,
     evaluation_share,
     num_batches,
+    training_batches,
     training_share,
 )
 from hvd_trainer.data.transfer import Transfer
@@ -109,19 +109,21 @@ class Loader(ABC):
     def evaluation(self) -> Iterator[Batch]:
         """Yield this rank's share of all samples; over all ranks each sample comes exactly once."""
 
-    def _training(self, epoch: int, consumed: int, device: torch.device = CPU) -> TrainingBatches:
+    def _training(
+        self, epoch: int, consumed: int, device: torch.device = CPU
+    ) -> Iterator[tuple[BatchKey, Tensor]]:
         """Return key and sample indices (on a device) of each of this rank's training batches."""
         assert self.num_samples is not None
         plan, size = self.plan, self._size
         order = epoch_order(self.num_samples, seed=plan.seed, epoch=epoch, shuffle=plan.shuffle)
         shares = [(part, training_share(order, part, size, consumed=consumed)) for part in self._parts]
-        return TrainingBatches(
+        return training_batches(
             # Copied at once: a copy per batch would be waited for each time.
             [(part, share.contiguous().to(device)) for part, share in shares],
-            size,
-            plan.batch_size,
-            plan.accumulate,
-            consumed,
+            size=size,
+            batch_size=plan.batch_size,
+            accumulate=plan.accumulate,
+            consumed=consumed,
         )
 
     def _evaluation(self, device: torch.device = CPU) -> list[tuple[BatchKey, Tensor]]:

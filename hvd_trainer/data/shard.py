@@ -14,7 +14,6 @@ an epoch is one number: samples consumed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,31 +56,24 @@ class BatchKey(NamedTuple):
     """the rank, or the virtual rank"""
 
 
-@dataclass(frozen=True)
-class TrainingBatches:
-    """One rank's batches of an epoch: those of each step together, part by part.
+def training_batches(
+    shares: Sequence[tuple[int, Tensor]], *, size: int, batch_size: int, accumulate: int, consumed: int
+) -> Iterator[tuple[BatchKey, Tensor]]:
+    """Yield one rank's batches of an epoch: those of each step together, part by part.
 
-    Computed while iterating, because an epoch may have millions.
+    Args:
+        shares: the rank's parts of each global batch (its own number, or those of its virtual ranks), each with
+            its result of `training_share`.
+        size: number of parts of a global batch.
+        batch_size: samples of one part and pass.
+        accumulate: passes of one part in a step.
+        consumed: as in `training_share`.
     """
-
-    shares: Sequence[tuple[int, Tensor]]
-    """the rank's parts of each global batch (its own number, or those of its virtual ranks), each with its result
-    of `training_share`"""
-    size: int
-    """number of parts of a global batch"""
-    batch_size: int
-    """samples of one part and pass"""
-    accumulate: int = 1
-    """passes of one part in a step"""
-    consumed: int = 0
-    """as in `training_share`"""
-
-    def __iter__(self) -> Iterator[tuple[BatchKey, Tensor]]:
-        batch_size, step = self.batch_size, self.batch_size * self.accumulate
-        for start in range(0, len(self.shares[0][1]), step):
-            for part, share in self.shares:
-                for first in range(start, min(start + step, len(share)), batch_size):
-                    yield BatchKey(self.consumed + first * self.size, part), share[first : first + batch_size]
+    step = batch_size * accumulate
+    for start in range(0, len(shares[0][1]), step):
+        for part, share in shares:
+            for first in range(start, min(start + step, len(share)), batch_size):
+                yield BatchKey(consumed + first * size, part), share[first : first + batch_size]
 
 
 def evaluation_share(num_samples: int, rank: int, size: int) -> Tensor:
