@@ -15,7 +15,7 @@ from launchers import launch, requires
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose import cli
-from hvd_trainer.tools.diagnose.actions import find_actions
+from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
     NEITHER,
@@ -123,8 +123,10 @@ def test_gain_of_one_thread_is_contention_not_exchange() -> None:
 def test_contradicting_runs_are_doubtful() -> None:
     its = make_shares(no_data=figures(3), no_exchange=figures(4))
     assert its.is_doubtful
-    report = Report(its, LINE, {}, FACTS, [], 2, "ddp")
-    assert any(text.startswith("The runs contradict each other by ") for text in sentences(report))
+    report = Report(its, LINE, {}, FACTS, [Action("data", "do it", 1.9)], 2, "ddp")
+    said = sentences(report)
+    assert any(text.startswith("The runs contradict each other by ") for text in said)
+    assert "1. do it" in said, "a gain was given for what the runs do not show"
 
 
 def test_twice_the_batch_in_less_time_is_doubtful() -> None:

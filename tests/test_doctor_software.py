@@ -134,7 +134,7 @@ def test_partial_output_of_probe_is_used() -> None:
     said = run_checks("horovod", facts=crashed)[0]
     assert (said.status, said.found) == ("error", "cannot be imported: it was killed by signal 11")
     slow = parse_facts(torch[:20], None, "no answer in time")
-    assert [finding.found for finding in run_checks("torch", "horovod", facts=slow)] == ["no answer in 9 s"] * 2
+    assert [finding.found for finding in run_checks("torch", "horovod", facts=slow)] == ["no answer in 30 s"] * 2
     assert parse_facts("", 1, "ImportError: no libc").torch.error == "ImportError: no libc"
 
 
@@ -296,6 +296,11 @@ def test_accelerators_of_other_makers() -> None:
     apple = judge_cuda(Driver(), TorchFacts(version="2.15.0", unsupported="mps"), {})
     assert (apple.status, apple.found[:37]) == ("warning", "mps is here, and ranks cannot train o")
     assert "--device cpu" in apple.remedy
+
+
+def test_nccl_is_not_known_without_an_answer_of_torch() -> None:
+    """A slow import of torch was reported as a torch without NCCL."""
+    assert check_nccl(TorchFacts(error="timed out")).found == "not known: torch cannot be asked"
 
 
 def test_probe_lists_intel_gpus() -> None:

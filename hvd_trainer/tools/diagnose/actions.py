@@ -67,8 +67,8 @@ def _without(found: Shares, seconds: float) -> float:
 def _about_data(found: Shares, runs: Runs, facts: Facts, ranks: int) -> list[Action]:
     if facts["in_memory"]:
         text = (
-            "the data is in memory, so that its time goes into the transform: make it cheaper, or do once what it "
-            "does again for each batch"
+            "the data is in memory, so that its time goes into taking batches from it and into its transform, if "
+            "it has one: make that cheaper, or do once what it does again for each batch"
         )
         return [Action("data", text, _without(found, found.seconds["data"]))]
     # A worker for as long as a sample takes longer to fetch than to train on.

@@ -163,7 +163,8 @@ def diagnose(runner: TrialRunner, options: Options, folder: Path) -> None:
     trials = plan_trials(options, facts)
     count = options.rounds * len(trials)
     length = plural(WARMUP_STEPS + steps, "step")
-    print(f"{plural(count, 'run')} of {length} each ({plural(options.rounds, 'round')})")
+    rounds = plural(options.rounds, "round")
+    print(f"{plural(count, 'run')} of {length} each ({rounds}), about {options.seconds:g} s and a start each")
     for place, (_, trial) in enumerate(in_rounds(trials, options.rounds), 1):
         figures = runner.run(trial, steps)
         print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)

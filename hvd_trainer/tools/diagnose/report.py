@@ -62,8 +62,8 @@ def sentences(report: Report) -> list[str]:
     if found.is_doubtful:
         said.append(
             f"The runs contradict each other by {found.contradiction:.0%} of a step: "
-            f"something else was at work on this machine, or steps differ much. Repeat it with more --rounds or "
-            f"--seconds."
+            f"something else was at work on this machine, or steps differ much. What follows is a guess, so no "
+            f"gain is given. Repeat it with more --rounds or --seconds."
         )
     if "exchange" in found.ranked:
         said.append(
@@ -76,7 +76,8 @@ def sentences(report: Report) -> list[str]:
         return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
     said.append(f"The largest loss: {CAUSES[found.ranked[0]]}, {found.share(found.ranked[0]):.0%} of a step.")
     for place, action in enumerate(report.advice, 1):
-        gain = f" (expected: {action.speed:.2f} times the samples/s)" if action.speed > 1 else ""
+        is_known = action.speed > 1 and not found.is_doubtful
+        gain = f" (expected: {action.speed:.2f} times the samples/s)" if is_known else ""
         said.append(f"{place}. {action.text}{gain}")
     return said
 

@@ -44,7 +44,7 @@ class Options:
     """also start two ranks on each engine, prove that they can exchange tensors, and time it"""
     json: bool = False
     """print one JSON document instead of lines"""
-    timeout_s: Annotated[float, Gt(0)] = 9.0
+    timeout_s: Annotated[float, Gt(0)] = 30.0
     """how long all checks together may take, in seconds (--run comes on top)"""
 
     def check(self) -> None:

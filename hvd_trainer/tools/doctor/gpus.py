@@ -163,6 +163,8 @@ def check_nccl(context: Context) -> list[Finding]:
     several = len(torch.gpus) > 1
     if torch.gpus and torch.kind != "cuda":
         return [ok("NCCL", f"not needed: devices of type {torch.kind} have a library of their own")]
+    if torch.error is not None:
+        return [warning("NCCL", "not known: torch cannot be asked", "see the line of torch")]
     if torch.nccl is None:
         if several:
             remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"
