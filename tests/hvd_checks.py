@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from hvd_trainer import hvd
 
@@ -321,6 +327,7 @@ def ranks_that_joined_contribute_zeros() -> None:
                     )
                 with pytest.raises(hvd.HorovodInternalError, match=f"Join.*while rank {first} had joined"):
                     hvd.allgather(torch.ones(3), name="joined.gather")
+                hvd.allreduce(torch.ones(3))  # without a name, which the rank that joined does not count
             last = hvd.join()
             assert last != first
             assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
@@ -405,7 +412,187 @@ def rank_and_size_are_the_launchers() -> None:
     assert not hvd.mpi_built()
 
 
+@check
+def objects_travel_whole() -> None:
+    size, me = hvd.size(), hvd.rank()
+    mine = {"rank": me, "tensor": torch.full((me,), me), "kind": type(hvd.Compression.fp16)}
+    for _ in range(2):
+        everyone = hvd.allgather_object(mine)
+        assert [one["rank"] for one in everyone] == [*ranks()]
+        assert [len(one["tensor"]) for one in everyone] == [*ranks()]
+        assert everyone[0]["kind"] is type(hvd.Compression.fp16)
+    # Only the root has it, so its type cannot be the name.
+    assert hvd.broadcast_object("from the last" if me == size - 1 else None, size - 1) == "from the last"
+    assert hvd.broadcast_object((me, 2), name="pair") == (0, 2)
+
+
+@check
+def parameters_become_the_roots() -> None:
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[0].weight.set_(torch.randn(3, 4).t())  # not contiguous
+    expected = hvd.broadcast_object(model.state_dict())
+    for params in (model.state_dict(), model.named_parameters(), list(model.parameters())):
+        hvd.broadcast_parameters(params, root_rank=0)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="invalid params"):
+        hvd.broadcast_parameters("weights", root_rank=0)
+
+
+@check
+def optimizer_state_travels_without_a_fake_step() -> None:
+    """Horovod takes a step on zero gradients, and Adam's first update is then 0.744 of what it should be."""
+    me = hvd.rank()
+    for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.LBFGS):
+        model = nn.Linear(3, 2)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = kind(model.parameters(), lr=0.1 * (me + 1))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert all(map(torch.equal, before, model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if me == 0:  # it has resumed from a checkpoint, the others have not
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    states = hvd.allgather_object(optimizer.state_dict())
+    for state in states:
+        assert state["state"].keys() == {0, 1}
+        assert torch.equal(state["state"][0]["exp_avg"], states[0]["state"][0]["exp_avg"])
+
+
+@check
+def compression_restores_the_type() -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            result = hvd.allreduce(torch.full((3,), 2, dtype=dtype), compression=compression)
+            assert result.dtype == dtype
+            assert result.tolist() == [2, 2, 2]
+
+
+@check
+def batch_norm_is_over_all_ranks() -> None:
+    size, me = hvd.size(), hvd.rank()
+    torch.manual_seed(0)
+    whole = torch.randn(4 * size, 3, 2)
+    ours, theirs = hvd.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    mine = whole[4 * me : 4 * me + 4].clone().requires_grad_()
+    everyone = whole.clone().requires_grad_()
+    (ours(mine) ** 3).sum().backward()
+    (theirs(everyone) ** 3).sum().backward()
+    assert mine.grad is not None
+    assert everyone.grad is not None
+    assert torch.allclose(mine.grad, everyone.grad[4 * me : 4 * me + 4], atol=1e-4)
+    assert torch.allclose(ours.running_var, theirs.running_var, atol=1e-5)
+
+
+@check
+def timelines_are_json_and_name_operations() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        for mark_cycles in (True, False):
+            hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+            for name in ("small", "large"):
+                hvd.allreduce(torch.ones(2 if name == "small" else 2000), name=name)
+            hvd.stop_timeline()
+            if hvd.rank() == 0:
+                events = json.loads(path.read_text())
+                names = {event["name"] for event in events}
+                assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
+                assert ("CYCLE_START" in names) == mark_cycles
+                rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
+                assert {"allreduce.small", "allreduce.large"} <= rows
+            else:
+                assert not path.exists()
+
+
 # Whole jobs.
+
+
+def differences_from_horovod() -> tuple[int, list[str]]:
+    """Return each public name of the real package that is missing here, or takes other parameters."""
+    import horovod.common.exceptions
+    import horovod.common.process_sets
+    import horovod.common.util
+    import horovod.torch
+
+    differences = []
+    for real in (
+        horovod.torch,
+        horovod.torch.mpi_ops,
+        horovod.torch.compression,
+        horovod.torch.functions,
+        horovod.torch.sync_batch_norm,
+        horovod.common.exceptions,
+        horovod.common.process_sets,
+        horovod.common.util,
+    ):
+        name = real.__name__.removeprefix("horovod.").removeprefix("torch").strip(".")
+        ours = importlib.import_module(f"hvd_trainer.hvd.{name}".rstrip("."))
+        for attribute, value in vars(real).items():
+            # Constants know no home: those of these modules are Horovod's.
+            has_constants = real in (horovod.torch, horovod.torch.mpi_ops)
+            home = str(getattr(value, "__module__", real.__name__ if has_constants else ""))
+            is_own = home.startswith("horovod") if real is horovod.torch else home == real.__name__
+            if attribute.startswith("_") or inspect.ismodule(value) or not is_own or attribute in OF_EXTENSION:
+                continue
+            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
+                continue  # how the functions are made differentiable
+            if not hasattr(ours, attribute):
+                differences.append(f"{real.__name__}.{attribute} is missing")
+            elif inspect.isclass(value) and issubclass(value, Exception):
+                assert issubclass(getattr(ours, attribute), value.__base__)
+            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
+                theirs, its = parameters(value), parameters(getattr(ours, attribute))
+                differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
+    return 0, differences
+
+
+def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    """Return names and defaults; classes by their names."""
+    return [
+        (p.name, getattr(p.default, "__qualname__", str(p.default)))
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
+"""Parameters of what Horovod wraps into a cache."""
+OF_EXTENSION = (
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "check_installed_version",
+    "check_extension",
+    "HorovodBasics",
+    "MPI",
+)
+"""About Horovod's compiled module, which does not exist here."""
+
+
+def another_rank_never_comes() -> tuple[int, str]:
+    """The last rank sleeps, and the others wait for it."""
+    hvd.init()
+    rank = hvd.rank()
+    text = ""
+    if rank == hvd.size() - 1:
+        time.sleep(6)
+    try:
+        hvd.allreduce(torch.ones(3), name="gradient")
+    except hvd.HorovodInternalError as error:
+        text = str(error)
+    return rank, text
+
+
+def a_rank_asks_for_something_else() -> tuple[int, str]:
+    """All ranks wait, the last one for another operation."""
+    hvd.init()
+    rank = hvd.rank()
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(3), name="first" if rank < hvd.size() - 1 else "second")
+    return rank, str(caught.value)
 
 
 def start_and_stop_again() -> tuple[int, list[float]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hvd_checks
 import pytest
-from launchers import each_launcher, run_ranks
+from launchers import QUICKEST, each_launcher, launch, requires, run_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
@@ -28,3 +30,53 @@ def test_any_launcher_starts_it_again_and_again(launcher: str) -> None:
 def test_operations_fail_once_a_rank_has_shut_down() -> None:
     texts = run_ranks(hvd_checks.one_rank_shuts_down, num_processes=3)
     assert ["rank 2 called hvd.shutdown()" in text for text in texts] == [True, True, False]
+
+
+@requires("horovod")
+def test_names_and_parameters_are_horovods() -> None:
+    (differences,) = run_ranks(hvd_checks.differences_from_horovod, num_processes=1)
+    later = [
+        text
+        for text in differences
+        if not text.endswith(("DistributedOptimizer is missing", "elastic is missing"))
+    ]
+    assert not later, "\n".join(later)
+
+
+STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+
+
+def test_stall_names_the_missing_rank_and_ends_the_wait() -> None:
+    texts = run_ranks(hvd_checks.another_rank_never_comes, num_processes=3, env=STALL)
+    assert all(texts)
+    assert "ranks 0, 1 have waited for 4 s for rank 2 in allreduce.gradient" in texts[0]
+
+
+def test_stall_names_ranks_that_ask_for_something_else() -> None:
+    texts = run_ranks(hvd_checks.a_rank_asks_for_something_else, num_processes=3, env=STALL)
+    assert any("ranks 0, 1 have waited for 4 s for rank 2 in allreduce.first" in text for text in texts)
+
+
+ENDS = {
+    "raises": (QUICKEST, "raise RuntimeError('this is why')", 1, "RuntimeError: this is why"),
+    "is killed": ("torchrun", "os.kill(os.getpid(), 9)", 1, "ended without a word"),
+    "exits": (QUICKEST, "sys.exit(3)", 3, "rank 1 called hvd.shutdown() or came to its end"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_no_rank_waits_for_one_that(how: str, tmp_path: Path) -> None:
+    """The last rank ends in the middle: the others end, too, and one of them says why."""
+    launcher, statement, code, said = ENDS[how]
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from hvd_trainer import hvd\n"
+        "hvd.init()\n"
+        "hvd.allreduce(torch.ones(3))\n"
+        f"if hvd.rank() == 1:\n    {statement}\n"
+        "hvd.allreduce(torch.ones(3))\n"
+    )
+    result = launch(launcher, 2, [str(script)], check=False, timeout_s=60)
+    assert result.returncode == code
+    assert said in result.stdout + result.stderr

@@ -10,25 +10,34 @@ them. The collectives are the same.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.errors import BackendError
+from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 
 # The base class of BatchNorm1d, 2d and 3d, by which all of them are recognised.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
+class RankSum(Protocol):
+    """What statistics of several ranks are made with: the collectives of an engine, or Horovod's API."""
+
+    @property
+    def world(self) -> World: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+
 class _SumOverRanks(Function):
     """Sum over ranks, forward and backward: each rank's output depends on all ranks' inputs."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, collectives: Collectives) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, collectives: RankSum) -> Tensor:
         ctx.collectives = collectives
         return collectives.all_reduce(tensor)
 
@@ -100,7 +109,7 @@ def _samples(input: Tensor) -> int:
 class SyncBatchNorm(BatchNorm):
     """Batch norm of (N, C, ...) inputs over all ranks' N, with BatchNorm's parameters and state names."""
 
-    collectives: Collectives
+    collectives: RankSum
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -159,7 +168,7 @@ class SyncBatchNorm(BatchNorm):
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
 
 
-def convert_sync_batch_norm(model: nn.Module, collectives: Collectives) -> None:
+def convert_sync_batch_norm(model: nn.Module, collectives: RankSum) -> None:
     """Replace every batch norm inside `model`, in place; parameters and buffers stay the same objects.
 
     Raises:

@@ -9,6 +9,21 @@ from __future__ import annotations
 
 from hvd_trainer.hvd import mpi_ops
 from hvd_trainer.hvd.compression import Compression
+from hvd_trainer.hvd.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from hvd_trainer.hvd.mpi_ops import *  # noqa: F403
+from hvd_trainer.hvd.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Compression", *mpi_ops.__all__]
+__all__ = [
+    "Compression",
+    "SyncBatchNorm",
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    *mpi_ops.__all__,
+]

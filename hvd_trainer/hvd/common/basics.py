@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
@@ -15,15 +18,19 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
+from hvd_trainer.errors import PeerError
 from hvd_trainer.hvd.common.controller import Controller, Settings
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.matching import Response
 from hvd_trainer.hvd.common.request import ADD_SET, Request, Signature
+from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.launch.world import World, lone_process_warning
 
 logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+DYNAMIC_TIMELINE = "DYNAMIC"
+"""Value of HOROVOD_TIMELINE with which `start_timeline` may be called later; here it always may."""
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
@@ -53,6 +60,9 @@ class Runtime:
             self._set_numbers = itertools.count()
             for ranks in (range(session.world.size), *process_sets):
                 self._open_set([*ranks])
+            path = environ.get("HOROVOD_TIMELINE", "")
+            if path and path != DYNAMIC_TIMELINE:
+                self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
         except BaseException as error:
             session.fail(error)
             session.close()
@@ -151,18 +161,42 @@ class Runtime:
                 controller.abort("The process set has been removed.")
         return found
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends, and end without them.
+
+        Raises:
+            PeerError: another rank is to blame, and its own output says why.
+        """
+        self._session.fail(error)
+        self._close()
+        self._session.raise_root_cause(error)
+
     def shutdown(self) -> None:
         """End together with all other ranks; without them if an exchange has failed."""
-        glob = self.controller(0)
-        failed = self._session.root_cause is not None
-        if not failed:
-            self._session.finish()
-            glob.shutdown()
+        self._session.finish()
+        self.controller(0).shutdown()
+        self._close()
+
+    def _close(self) -> None:
+        self.stop_timeline()
         for controller in self._controllers.values():
-            if controller is not None and (controller is not glob or failed):
+            if controller is not None:
                 controller.abort("Horovod has been shut down.")
         self._controllers.clear()
         self._session.close()
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Record operations from now on, in a file that rank 0 writes."""
+        self.stop_timeline()
+        if self.world.is_first:
+            self.controller(0).timeline = Timeline(path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Complete the file, if there is one."""
+        controller = self._controllers.get(0)
+        if controller is not None and controller.timeline is not None:
+            timeline, controller.timeline = controller.timeline, None
+            timeline.close()
 
     def _abort_exchanges(self) -> None:
         """Give up exchanges with a rank that is gone; called by the monitor's thread."""
@@ -184,10 +218,15 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         ValueError: one of them is not a number.
     """
     default = Settings()
+    check_s = float(environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_s))
+    if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        check_s = 0.0
     return Settings(
         fusion_bytes=int(environ.get("HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
         cycle_s=float(environ.get("HOROVOD_CYCLE_TIME", default.cycle_s * 1000)) / 1000,
         cache_capacity=int(environ.get("HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
+        stall_check_s=check_s,
+        stall_shutdown_s=float(environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s)),
     )
 
 
@@ -214,7 +253,7 @@ class _State:
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
-        self.registered_exit = False
+        self.is_registered = False
 
 
 _state = _State()
@@ -253,10 +292,24 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
             return False
         shutdown()
     _state.runtime = Runtime(os.environ, process_sets)
-    if not _state.registered_exit:
-        _state.registered_exit = True
+    if not _state.is_registered:
+        _state.is_registered = True
         atexit.register(shutdown)
+        sys.excepthook = functools.partial(_fail, sys.excepthook)
     return True
+
+
+def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseException, where: Any) -> None:
+    """Tell the other ranks that this process ends by an exception, and show it if it is not their doing."""
+    failing, _state.runtime = _state.runtime, None
+    if failing is not None:
+        try:
+            failing.fail(error)
+        except (PeerError, SystemExit) as peer:
+            if isinstance(peer, PeerError):
+                logger.error("[rank %d] error: %s", failing.world.rank, peer)
+                return
+    show(kind, error, where)
 
 
 def shutdown() -> None:
@@ -361,3 +414,25 @@ def mpi_enabled() -> bool:
 def mpi_threads_supported() -> bool:
     """Raise ValueError, as Horovod without MPI does."""
     raise ValueError("MPI is not used by this Horovod API: it works on torch.distributed.")
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record operations from now on, in a file for chrome://tracing or Perfetto; rank 0 writes it.
+
+    Args:
+        file_path: of the file, which is replaced.
+        mark_cycles: whether to record the rounds in which ranks agree on operations, too.
+
+    Raises:
+        ValueError: before `init`.
+    """
+    runtime().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the file of `start_timeline`.
+
+    Raises:
+        ValueError: before `init`.
+    """
+    runtime().stop_timeline()

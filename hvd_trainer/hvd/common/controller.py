@@ -27,7 +27,9 @@ from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor, Job
 from hvd_trainer.hvd.common.matching import Matcher, Response
-from hvd_trainer.hvd.common.request import ADD_SET, REMOVE_SET, Request
+from hvd_trainer.hvd.common.request import ADD_SET, MAX_NUMBER, NUMBER_BITS, REMOVE_SET, Request
+from hvd_trainer.hvd.common.stall import StallInspector
+from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
 
 DUPLICATE_NAME = (
@@ -52,6 +54,8 @@ class Settings:
     fusion_bytes: int = 128 * 2**20
     cycle_s: float = 0.001
     cache_capacity: int = 1024
+    stall_check_s: float = 60.0
+    stall_shutdown_s: float = 0.0
 
 
 class Controller:
@@ -67,6 +71,7 @@ class Controller:
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.
+        timeline: records operations; None: nothing does.
     """
 
     def __init__(
@@ -82,10 +87,14 @@ class Controller:
         me = ranks.index(rank)
         self.ranks = ranks
         self.ended: str | None = None
+        self.timeline: Timeline | None = None
         self._settings, self._activity, self._change_sets = settings, activity, change_sets
         self._transport = Transport(store, me, len(ranks), self._check_wait)
         self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
         self._matcher = Matcher(ranks, me, settings.cache_capacity)
+        self._stall = StallInspector(
+            store, ranks, rank, check_s=settings.stall_check_s, shutdown_s=settings.stall_shutdown_s
+        )
         self._writer = wire.RowWriter()
         self._state = threading.Condition()
         self._queue: list[Request] = []
@@ -93,9 +102,12 @@ class Controller:
         self._open: dict[tuple[str, int], Request] = {}
         """submitted, and not done"""
         self._numbers: dict[str, int] = {}
+        self._num_joins = 0
         self._is_driving = False
         self._num_waiting = 0
         self._idle_rounds = 0
+        self._num_rounds = 0
+        self._round_began = 0.0
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
@@ -124,10 +136,13 @@ class Controller:
             self._wake_thread()
 
     def next_number(self, kind: str) -> int:
-        """Return the number of a request that has no name, counted for each kind of operation."""
+        """Return the number of a request that has no name, counted for each kind of operation.
+
+        Ranks that joined have counted fewer than the others: all begin anew after it, in another range.
+        """
         with self._state:
-            self._numbers[kind] = self._numbers.get(kind, 0) + 1
-            return self._numbers[kind]
+            count = self._numbers[kind] = self._numbers.get(kind, 0) % MAX_NUMBER + 1
+            return (self._num_joins % 256 << NUMBER_BITS) + count
 
     def wait(self, request: Request) -> None:
         """Return when a request is done, with or without an error."""
@@ -233,6 +248,12 @@ class Controller:
     def _pace(self) -> None:
         """Wait after a round without a response, in which all members wait for requests of each other."""
         if self._idle_rounds and not self._queue:
+            for request in list(self._open.values()):
+                missing = self._matcher.missing(request.key)
+                if missing:
+                    self._stall.check_operation(
+                        self._num_rounds - self._idle_rounds, request.submitted_at, request.signature.name, missing
+                    )
             time.sleep(self._settings.cycle_s * min(self._idle_rounds, MAX_IDLE_CYCLES))
 
     def _round(self) -> None:
@@ -240,6 +261,9 @@ class Controller:
             queue = self._queue
             extension, num_sent = self._writer.write(queue, self._matcher, self._flags)
             del queue[:num_sent]
+        self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
+        if self.timeline is not None:
+            self.timeline.add_cycle()
         with self._activity.waiting():
             rows = self._transport.exchange_rows(self._writer.row)
             flags = self._read(rows, extension)
@@ -257,8 +281,11 @@ class Controller:
             else:
                 jobs.append(Job(response, request))
         if jobs:
+            began = time.monotonic()
             with self._activity.waiting():
                 self._executor.run(jobs)
+            if self.timeline is not None:
+                self.timeline.add_operations([job.request for job in jobs if job.request is not None], began)
             for job in jobs:
                 self._finish(job.request)
         self._idle_rounds = 0 if responses else self._idle_rounds + 1
@@ -287,7 +314,10 @@ class Controller:
                 self._last_joined = self.ranks[member]
         if len(self._matcher.joined) == len(self.ranks):
             self._matcher.joined.clear()
-            self._flags &= ~wire.JOINED
+            with self._state:
+                self._flags &= ~wire.JOINED
+                self._num_joins += 1
+                self._numbers.clear()
 
     def _end_round(self, flags: Sequence[int]) -> None:
         """Act on who has joined or shuts down."""
@@ -318,6 +348,9 @@ class Controller:
             self._state.notify_all()
 
     def _check_wait(self) -> None:
-        """Give up waiting for another rank if operations have ended meanwhile."""
+        """Give up waiting for another rank if operations have ended meanwhile, or it takes too long."""
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
+        with self._state:
+            names = [request.signature.name for request in self._open.values()]
+        self._stall.check_round(self._num_rounds, self._round_began, names or ["join or shutdown"])

@@ -19,6 +19,7 @@ from hvd_trainer.hvd.common.request import (
     ALLTOALL,
     BARRIER,
     BROADCAST,
+    MAX_NUMBER,
     REDUCE_OPS,
     REDUCESCATTER,
     Signature,
@@ -225,7 +226,7 @@ class Matcher:
 
 def _title(key: tuple[str, int]) -> str:
     name, number = key
-    return f"{name}.{number}" if number else name
+    return f"{name}.{number & MAX_NUMBER}" if number else name
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -21,6 +21,10 @@ REDUCESCATTER, BARRIER, ADD_SET, REMOVE_SET = "reducescatter", "barrier", "add_p
 MAX_INLINE_BYTES = 128
 """Tensors up to this size travel with the request, instead of in an exchange of their own."""
 
+NUMBER_BITS = 24
+MAX_NUMBER = (1 << NUMBER_BITS) - 1
+"""Operations without a name are counted up to this, and then again from 1."""
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

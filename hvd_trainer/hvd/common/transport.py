@@ -89,7 +89,8 @@ class Transport:
     def abort(self) -> None:
         """Break the connections, so that a thread that waits for another rank gets an error."""
         for group in (self._gloo, *self._device_groups.values()):
-            group.abort()
+            if group is not None:
+                group.abort()
 
     def close(self) -> None:
         """Free the groups. Nothing may be under way."""

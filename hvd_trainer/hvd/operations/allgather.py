@@ -52,7 +52,8 @@ class HorovodGroupedAllgather(Function):
         outputs = operation.result()
         ctx.process_set = process_set
         ctx.num_rows = [len(tensor) for tensor in tensors]
-        ctx.first_rows = operation.request.result
+        me = process_set.rank()
+        ctx.first_rows = [sum(lengths[:me]) for lengths in operation.request.result]
         return outputs if is_group else (outputs,)
 
     @staticmethod
@@ -60,6 +61,12 @@ class HorovodGroupedAllgather(Function):
         started = [submit(ALLREDUCE, [grad.contiguous()], None, ctx.process_set, op=AVERAGE) for grad in grads]
         parts = zip(started, ctx.first_rows, ctx.num_rows, strict=True)
         return None, None, None, *(its.result().narrow(0, first, count) for its, first, count in parts)
+
+
+def gather_rows(tensor: Tensor, name: str | None) -> tuple[Tensor, list[int]]:
+    """Return the tensors of all ranks, one after the other, and how many rows each rank has sent."""
+    operation = _submit([tensor], name, global_process_set, will_wait=True)
+    return operation.result(), operation.request.result[0]
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:

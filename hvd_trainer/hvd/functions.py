@@ -1,0 +1,157 @@
+"""Giving one rank's parameters, optimizer state or objects to all, and collecting objects of all ranks.
+
+Objects travel by cloudpickle, as in Horovod: a receiver runs what the sender's bytes say. So the network between
+the ranks must be one on which only they can answer, as for Horovod itself. The state of an optimizer is such an
+object, without its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer.hvd.common import basics
+from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
+from hvd_trainer.hvd.common.wire import as_bytes
+from hvd_trainer.hvd.operations.allgather import gather_rows
+from hvd_trainer.hvd.operations.broadcast import broadcast_, broadcast_async_
+from hvd_trainer.hvd.operations.handles import synchronize
+
+
+def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank: int) -> None:
+    """Fill tensors with those of one rank.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; other values than tensors
+            are left out.
+        root_rank: the rank that sends.
+
+    Raises:
+        ValueError: neither a dict nor a list of tensors.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | Tensor):
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    handles = []
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            continue
+        packed = tensor.data.contiguous()
+        handles.append((tensor, packed, broadcast_async_(packed, root_rank, name)))
+    for tensor, packed, handle in handles:
+        synchronize(handle)
+        if packed.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(packed)
+
+
+class _Slot(NamedTuple):
+    """The place of a tensor in a structure without its tensors."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
+    """Give one rank's optimizer state and settings to all; a fresh optimizer stays fresh.
+
+    Horovod takes a step on zero gradients to create the state of a fresh optimizer, after which Adam's first
+    update is 0.744 of what it should be, and weight decay has moved the weights (issues 2805 and 3743).
+
+    Args:
+        root_rank: the rank that sends.
+        model: not needed.
+    """
+    tensors: list[Tensor] = []
+    is_root = basics.rank() == root_rank
+    structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    structure = broadcast_object(structure, root_rank, name="optimizer_state")
+    if not is_root:
+        slots = sorted(_slots(structure))
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    handles = [
+        broadcast_async_(as_bytes(tensor), root_rank, f"optimizer_state.{index}")
+        for index, tensor in enumerate(tensors)
+        if tensor.numel()
+    ]
+    for handle in handles:
+        synchronize(handle)
+    if not is_root:
+        optimizer.load_state_dict(_with_tensors(structure, tensors))
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a copy of nested dicts, lists and tuples with slots for tensors, which are appended to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(its, tensors) for key, its in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(its, tensors) for its in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.number]
+    if isinstance(value, dict):
+        return {key: _with_tensors(its, tensors) for key, its in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(its, tensors) for its in value)
+    return value
+
+
+def _slots(value: Any) -> Iterable[_Slot]:
+    if isinstance(value, _Slot):
+        yield value
+    elif isinstance(value, dict):
+        for its in value.values():
+            yield from _slots(its)
+    elif type(value) in (list, tuple):
+        for its in value:
+            yield from _slots(its)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return one rank's object on all ranks; see the module about whom to trust.
+
+    Args:
+        obj: on the root, anything that cloudpickle takes; on other ranks of no account.
+        root_rank: the rank that sends, among all ranks.
+        name: by which ranks match the operation; None: as in `allreduce`.
+        process_set: the ranks that take part.
+    """
+    is_root = basics.rank() == root_rank
+    payload = cloudpickle.dumps(obj) if is_root else b""
+    # Not named after the object's type, as in Horovod: other ranks may well pass None.
+    size_name, name = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
+    size = broadcast_(torch.tensor([len(payload)]), root_rank, size_name, process_set)
+    received = _as_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(received, root_rank, name, process_set)
+    return obj if is_root else cloudpickle.loads(received.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks, in rank order, on all ranks; see the module about whom to trust.
+
+    Args:
+        obj: anything that cloudpickle takes.
+        name: by which ranks match the operation; None: as in `allreduce`.
+    """
+    rows, lengths = gather_rows(_as_tensor(cloudpickle.dumps(obj)), None if name is None else f"{name}.t")
+    return [cloudpickle.loads(part.numpy().tobytes()) for part in rows.split(lengths)]
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
