@@ -8,6 +8,10 @@ import hvd_checks
 import pytest
 from launchers import QUICKEST, each_launcher, launch, requires, run_ranks
 
+from hvd_trainer.hvd.common.basics import ignored_variables, read_settings
+from hvd_trainer.hvd.common.matching import Matcher
+from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
+
 
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
@@ -80,3 +84,42 @@ def test_no_rank_waits_for_one_that(how: str, tmp_path: Path) -> None:
     result = launch(launcher, 2, [str(script)], check=False, timeout_s=60)
     assert result.returncode == code
     assert said in result.stdout + result.stderr
+
+
+def test_variables_are_read_or_named() -> None:
+    settings = read_settings(
+        {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CACHE_CAPACITY": ""}
+    )
+    assert (settings.cycle_s, settings.fusion_bytes, settings.cache_capacity) == (0.005, 0, 1024)
+    assert read_settings({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s == 0
+    with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME=fast is not a number"):
+        read_settings({"HOROVOD_CYCLE_TIME": "fast"})
+    environ = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_THREAD_AFFINITY": "0", "HOROVOD_CYCLE_TIME": "5"}
+    assert ignored_variables(environ) == ["HOROVOD_AUTOTUNE=1"]
+
+
+def test_cache_forgets_the_same_on_all_members() -> None:
+    """A cache of two entries: members that ask for three operations in turn agree on every id."""
+    members = [Matcher([0, 1], me, capacity=2) for me in range(2)]
+    for step in range(7):
+        signature = Signature(
+            kind=ALLREDUCE, name=f"allreduce.{step % 3}", dtypes=("int64",), shapes=((4,),), device="cpu"
+        )
+        ids = {matcher.cached_id(signature) for matcher in members}
+        assert len(ids) == 1
+        for matcher in members:
+            for member in range(2):
+                matcher.add(member, signature, 0)
+            (response,) = matcher.take_responses()
+            assert response.error is None
+    assert members[0].cached_id(Signature(kind=ALLREDUCE, name="other")) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [("HOROVOD_CACHE_CAPACITY", "0"), ("HOROVOD_CACHE_CAPACITY", "3"), ("HOROVOD_FUSION_THRESHOLD", "0")],
+)
+def test_results_do_not_depend_on_cache_and_fusion(setting: tuple[str, str]) -> None:
+    names = ["operations_are_matched_by_name_in_any_order", "large_operations_are_matched_by_name_in_any_order"]
+    for outcome in run_ranks(hvd_checks.run_checks, num_processes=2, args=(names,), env=dict([setting])):
+        assert not any(outcome.values()), outcome

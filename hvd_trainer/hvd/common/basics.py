@@ -34,6 +34,25 @@ DYNAMIC_TIMELINE = "DYNAMIC"
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
+NO = ("", "0")
+"""Values of Horovod's switches that leave them off."""
+WITHOUT_MEANING = (
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
+    "HOROVOD_AUTOTUNE",
+    "HOROVOD_AUTOTUNE_LOG",
+    "HOROVOD_BATCH_D2D_MEMCOPIES",
+    "HOROVOD_DISABLE_GROUP_FUSION",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION",
+    "HOROVOD_ENABLE_XLA_OPS",
+    "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "HOROVOD_NUM_NCCL_STREAMS",
+    "HOROVOD_THREAD_AFFINITY",
+    "HOROVOD_TORUS_ALLREDUCE",
+)
+"""Variables that tune Horovod's own transports and its search for settings."""
+
+
 class Runtime:
     """One job, from `init` to `shutdown`.
 
@@ -51,6 +70,9 @@ class Runtime:
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
+        ignored = ignored_variables(environ)
+        if ignored and session.world.is_first:
+            logger.warning("Without meaning in Horovod's API on torch.distributed: %s", ", ".join(ignored))
         try:
             session.connect()
             session.begin_monitoring(self._abort_exchanges)
@@ -62,7 +84,7 @@ class Runtime:
                 self._open_set([*ranks])
             path = environ.get("HOROVOD_TIMELINE", "")
             if path and path != DYNAMIC_TIMELINE:
-                self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+                self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in NO)
         except BaseException as error:
             session.fail(error)
             session.close()
@@ -206,9 +228,25 @@ class Runtime:
 
 
 def _engine_options(environ: Mapping[str, str]) -> EngineOptions:
-    options = EngineOptions(backend="ddp")
-    timeout = environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS")
-    return options if timeout is None else replace(options, startup_timeout_s=float(timeout))
+    default = EngineOptions(backend="ddp")
+    timeout_s = _number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", default.startup_timeout_s)
+    return replace(default, startup_timeout_s=timeout_s)
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return the number in a variable.
+
+    Raises:
+        ValueError: it is not a number, or negative.
+    """
+    text = environ.get(name, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={text} is not a number from 0. Correct it or leave it out.")
+    return value
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -218,16 +256,20 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         ValueError: one of them is not a number.
     """
     default = Settings()
-    check_s = float(environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_s))
-    if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
-        check_s = 0.0
+    check_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_s)
+    is_checked = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") in NO
     return Settings(
-        fusion_bytes=int(environ.get("HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
-        cycle_s=float(environ.get("HOROVOD_CYCLE_TIME", default.cycle_s * 1000)) / 1000,
-        cache_capacity=int(environ.get("HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
-        stall_check_s=check_s,
-        stall_shutdown_s=float(environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s)),
+        fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
+        cycle_s=_number(environ, "HOROVOD_CYCLE_TIME", default.cycle_s * 1000) / 1000,
+        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
+        stall_check_s=check_s if is_checked else 0.0,
+        stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s),
     )
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return those of Horovod's variables that are set, and have no meaning here."""
+    return [f"{name}={environ[name]}" for name in WITHOUT_MEANING if environ.get(name, "0") not in NO]
 
 
 def _agree(store: dist.Store, world: World, settings: Settings, process_sets: Sequence[Sequence[int]]) -> Settings:

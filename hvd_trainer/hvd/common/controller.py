@@ -43,6 +43,8 @@ LINGER_S = 0.1
 """How long the thread looks for requests again and again after the last one, so that submitting wakes nobody."""
 MAX_IDLE_CYCLES = 5
 """While ranks wait for each other's requests, rounds are up to so many cycle times apart."""
+MAX_POLLS = 20
+"""After so many cycles in which another thread drives, the thread sleeps until it is woken."""
 MAX_IDLE_ROUNDS = 200
 """After so many rounds without a response (about a second), different operations under one name are a mistake."""
 
@@ -213,12 +215,18 @@ class Controller:
 
     def _run(self) -> None:
         idle_since = time.monotonic()
+        polls = 0
         while self.ended is None:
             self._work.wait()
             time.sleep(self._settings.cycle_s)
             if self._open:
                 idle_since = time.monotonic()
+                polls = polls + 1 if self._is_driving else 0
                 with self._state:
+                    if polls > MAX_POLLS:
+                        self._num_waiting += 1
+                        self._state.wait_for(lambda: not self._is_driving)
+                        self._num_waiting -= 1
                     if self._is_driving or self.ended is not None or not self._open:
                         continue
                     self._is_driving = True
