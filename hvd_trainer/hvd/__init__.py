@@ -16,10 +16,12 @@ from hvd_trainer.hvd.functions import (
     broadcast_parameters,
 )
 from hvd_trainer.hvd.mpi_ops import *  # noqa: F403
+from hvd_trainer.hvd.optimizer import DistributedOptimizer
 from hvd_trainer.hvd.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",
+    "DistributedOptimizer",
     "SyncBatchNorm",
     "allgather_object",
     "broadcast_object",

@@ -1,0 +1,535 @@
+"""`DistributedOptimizer`: an optimizer whose gradients are combined over ranks while `backward` runs."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvd_trainer.hvd.common import basics
+from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
+from hvd_trainer.hvd.common.request import ADASUM, AVERAGE
+from hvd_trainer.hvd.common.util import split_list
+from hvd_trainer.hvd.compression import Compression, Compressor
+from hvd_trainer.hvd.functions import broadcast_object
+from hvd_trainer.hvd.operations.allreduce import (
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from hvd_trainer.hvd.operations.handles import synchronize
+
+NOT_TUPLES = "named_parameters must be a sequence of tuples (name, parameter), such as model.named_parameters()."
+TOO_MANY_PASSES = (
+    "A gradient was computed more than {passes} times since the last optimizer.step(). To add up gradients of "
+    "several backward passes, set backward_passes_per_step to their number."
+)
+GRAD_HAS_GRAPH = "The gradient of {name} requires a gradient itself: create_graph=True is not supported."
+ZERO_GRAD_RACE = (
+    "The gradients are being reduced: after loss.backward(), call optimizer.step() or optimizer.synchronize() "
+    "before optimizer.zero_grad()."
+)
+REDUCED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it reduces the "
+    "gradients a second time. Call it in a block `with optimizer.skip_synchronize():`."
+)
+NO_SKIPPING = (
+    "skip_synchronize() cannot be used with Adasum, which reduces updates in step() instead of gradients."
+)
+
+Group = tuple[Tensor, ...]
+
+
+def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """Return the parameters' names.
+
+    Raises:
+        ValueError: not pairs, a name comes twice, or one of the optimizer's parameters has no name.
+    """
+    if named_parameters is None:
+        return dict(_numbered(optimizer))
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(NOT_TUPLES)
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"named_parameters has several parameters of the same name: {', '.join(twice)}")
+    # Sorted: of the names of a shared parameter all ranks take the same.
+    result = {parameter: name for name, parameter in sorted(pairs, key=lambda pair: pair[0])}
+    missing = [name for parameter, name in _numbered(optimizer) if parameter not in result]
+    if missing:
+        places = ", ".join(name.removeprefix("allreduce.noname.") for name in missing)
+        raise ValueError(
+            f"named_parameters was given, but {len(missing)} of the optimizer's parameters are not named: "
+            f"(parameter group.number) {places}"
+        )
+    return result
+
+
+def _numbered(optimizer: Optimizer) -> Iterator[tuple[Tensor, str]]:
+    """Yield an optimizer's parameters with names made of their group's number and their own."""
+    for i, param_group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(param_group["params"]):
+            yield parameter, f"allreduce.noname.{i}.{j}"
+
+
+def _check_groups(groups: int | list[list[Tensor]] | None) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if groups <= 0:
+            raise ValueError("groups must be a positive integer or a list of lists of torch.Tensor.")
+        return
+    seen: set[Tensor] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        if not isinstance(parameter, Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if parameter in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(parameter)
+
+
+class _BackwardPasses:
+    """Counts the gradients of each parameter since the last step, by hooks that live as long as this object.
+
+    Args:
+        names: of the parameters.
+        per_step: after how many passes a gradient is complete.
+    """
+
+    def __init__(self, names: dict[Tensor, str], per_step: int) -> None:
+        self.names = names
+        self.per_step = per_step
+        self._counts: dict[Tensor, int] = {}
+        self._hooked: set[Tensor] = set()
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return bool(self._counts)
+
+    def reset(self) -> None:
+        """Start to count for the next step."""
+        self._counts.clear()
+
+    def watch(self, optimizer: Optimizer) -> list[Tensor]:
+        """Count the gradients of all parameters that require one; return those that are new."""
+        added = [it for it, _ in _numbered(optimizer) if it.requires_grad and it not in self._hooked]
+        # A parameter outlives the optimizer, and may get another: its hook must not keep this object alive.
+        me = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            passes = me()
+            if passes is not None:
+                passes._count(parameter)
+
+        for parameter in added:
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            weakref.finalize(self, handle.remove)
+            self._hooked.add(parameter)
+        if not self._hooked <= self.names.keys():
+            # Added to the optimizer since it was wrapped.
+            numbered = dict(_numbered(optimizer))
+            self.names.update({it: numbered[it] for it in added if it not in self.names})
+        return added
+
+    def _count(self, parameter: Tensor) -> None:
+        if basics.size() == 1:
+            return
+        count = self._counts.get(parameter, 0)
+        if count >= self.per_step:
+            raise AssertionError(TOO_MANY_PASSES.format(passes=self.per_step))
+        assert parameter.grad is not None
+        if parameter.grad.requires_grad:
+            raise AssertionError(GRAD_HAS_GRAPH.format(name=self.names[parameter]))
+        self._counts[parameter] = count + 1
+        if count + 1 == self.per_step:
+            self.complete(parameter)
+
+    def complete(self, parameter: Tensor) -> None:
+        """Act on a gradient that is complete."""
+
+
+class _Sent(NamedTuple):
+    """A dense gradient that is being reduced."""
+
+    parameter: Tensor
+    wire: Tensor
+    context: Any
+    """for decompression"""
+
+
+class _GradientReducer(_BackwardPasses):
+    """Reduces the gradients of one optimizer over ranks. Those of a group travel as one operation.
+
+    Args:
+        names, per_step: as in `_BackwardPasses`.
+        compression: type on the wire.
+        op: Average, Sum, or others of `hvd`.
+        predivide: of an average, divided by before the sum instead of after it.
+        groups: how many groups of parameters, or which; None: each parameter alone.
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        per_step: int,
+        *,
+        compression: type[Compressor],
+        op: int,
+        predivide: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        super().__init__(names, per_step)
+        self._compression = compression
+        self.op = op
+        self.predivide = predivide
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._groups = groups
+        self._group_of: dict[Tensor, Group] = {}
+        self._num_complete: dict[Group, int] = {}
+        self._started: dict[Group, list[Callable[[], None]]] = {}
+        """by group, what waits for its reductions and stores their results"""
+
+    def reset(self) -> None:  # noqa: D102
+        super().reset()
+        self._num_complete.clear()
+        self._started.clear()
+
+    def watch(self, optimizer: Optimizer) -> list[Tensor]:
+        """As in `_BackwardPasses`. A collective of the process set if a number of groups was given."""
+        added = super().watch(optimizer)
+        for group in self._grouped(added):
+            self._group_of.update(dict.fromkeys(group, group))
+        return added
+
+    def _grouped(self, parameters: Sequence[Tensor]) -> list[Group]:
+        if not parameters or self._groups is None:
+            return [(parameter,) for parameter in parameters]
+        if isinstance(self._groups, int):
+            parts = split_list(self._in_common_order(parameters), self._groups)
+            return [tuple(part) for part in parts if part]
+        added = set(parameters)
+        listed = [tuple(it for it in group if it in added) for group in self._groups]
+        together = {it for group in listed for it in group}
+        return [group for group in listed if group] + [(it,) for it in parameters if it not in together]
+
+    def _in_common_order(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return parameters in the order of the first rank, so that all ranks form the same groups."""
+        assert self.process_set.ranks is not None
+        names = [self.names[parameter] for parameter in parameters]
+        by_name = dict(zip(names, parameters, strict=True))
+        order = broadcast_object(names, self.process_set.ranks[0], process_set=self.process_set)
+        return [by_name[name] for name in order]
+
+    def complete(self, parameter: Tensor) -> None:
+        """Start to reduce the parameter's group if all its gradients are complete."""
+        group = self._group_of[parameter]
+        self._num_complete[group] = self._num_complete.get(group, 0) + 1
+        if self._num_complete[group] == len(group):
+            self._start(group)
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Reduce what is not being reduced yet, and store all results in the parameters' gradients.
+
+        A gradient that is missing counts as zeros: on other ranks it may be there.
+        """
+        if basics.size() == 1:
+            return
+        self.watch(optimizer)
+        for group in dict.fromkeys(self._group_of.values()):
+            if group not in self._started:
+                self._start(group)
+        waits = [wait for its in self._started.values() for wait in its]
+        self.reset()
+        for wait in waits:
+            wait()
+
+    def _start(self, group: Group) -> None:
+        waits: list[Callable[[], None]] = []
+        sent: list[_Sent] = []
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad
+            if grad.is_sparse and not self.sparse_as_dense:
+                waits.append(self._start_sparse(parameter, grad))
+            else:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                sent.append(_Sent(parameter, *self._compression.compress(dense.contiguous())))
+        if sent:
+            waits.append(self._start_dense(sent))
+        self._started[group] = waits
+
+    def _start_dense(self, sent: Sequence[_Sent]) -> Callable[[], None]:
+        how: dict[str, Any] = {
+            "name": self.names[sent[0].parameter],
+            "op": self.op,
+            "process_set": self.process_set,
+        }
+        if self.op == AVERAGE:
+            how.update(prescale_factor=1.0 / self.predivide, postscale_factor=self.predivide)
+        if len(sent) == 1:
+            handle = allreduce_async_(sent[0].wire, **how)
+        else:
+            handle = grouped_allreduce_async_([its.wire for its in sent], **how)
+
+        def wait() -> None:
+            synchronize(handle)
+            for parameter, wire, context in sent:
+                _store(parameter, self._compression.decompress(wire, context))
+
+        return wait
+
+    def _start_sparse(self, parameter: Tensor, grad: Tensor) -> Callable[[], None]:
+        finish = sparse_allreduce_async(grad, self.names[parameter], self.op, self.process_set)
+
+        def wait() -> None:
+            parameter.grad = finish()
+
+        return wait
+
+
+def _store(parameter: Tensor, reduced: Tensor) -> None:
+    """Make a dense tensor the parameter's gradient, in the layout of the one that is there."""
+    grad = parameter.grad
+    if grad is None:
+        parameter.grad = reduced
+    elif grad.is_sparse:
+        parameter.grad = reduced.to_sparse()
+    elif reduced is not grad:
+        grad.copy_(reduced)
+
+
+class _DistributedOptimizer(Optimizer):
+    """What `DistributedOptimizer` adds to the class of an optimizer.
+
+    It takes over the attributes of that optimizer, its state and parameter groups among them, and shares them.
+    """
+
+    def __init__(self, optimizer: Optimizer, passes: _BackwardPasses) -> None:
+        # `step` is an attribute if a learning-rate scheduler has wrapped it: that of the optimizer without ranks.
+        vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        self._passes = passes
+        self._parameter_names = passes.names
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How often `backward` runs before `step`."""
+        return self._passes.per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how often `backward` runs before `step`."""
+        self._passes.per_step = passes
+        self._passes.reset()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, and forget gradients that no step has used."""
+        self._passes.reset()
+        super().load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients.
+
+        Args:
+            set_to_none: make them None instead of zeros.
+
+        Raises:
+            AssertionError: they are being reduced.
+        """
+        if self._passes.have_begun:
+            raise AssertionError(ZERO_GRAD_RACE)
+        super().zero_grad(set_to_none)
+
+
+class _ReducingOptimizer(_DistributedOptimizer):
+    """An optimizer that steps on reduced gradients."""
+
+    def __init__(self, optimizer: Optimizer, reducer: _GradientReducer) -> None:
+        super().__init__(optimizer, reducer)
+        self.op = reducer.op
+        self.gradient_predivide_factor = reducer.predivide
+        self.sparse_as_dense = reducer.sparse_as_dense
+        self.process_set = reducer.process_set
+        self._reducer = reducer
+        self._is_member = reducer.process_set.included()
+        self._is_synchronized = False
+        self._synchronizes = True
+        if self._is_member:
+            reducer.watch(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, and forget gradients that no step has used."""
+        self._is_synchronized = False
+        super().load_state_dict(state_dict)
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for example to clip them before `step`.
+
+        Raises:
+            HorovodInternalError: ranks have different gradients under one name, or a rank is gone.
+        """
+        if self._is_member:
+            self._reducer.finish(self)
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` not reduce gradients inside the block, because `synchronize` has."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, and update the parameters.
+
+        Args:
+            closure: computes the loss and the gradients, which are reduced each time.
+        """
+        if not self._synchronizes:
+            self._is_synchronized = False
+            return super().step(closure)
+        if self._is_synchronized:
+            warnings.warn(REDUCED_TWICE, stacklevel=2)
+        if closure is None or self._passes.have_begun:
+            self.synchronize()
+        self._is_synchronized = False
+        return super().step(None if closure is None else self._reduced(closure))
+
+    step.hooked = True  # type: ignore[attr-defined]  # PyTorch calls the hooks of steps in the optimizer's own step
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def compute() -> Any:
+            loss = closure()
+            if self._is_member:
+                self._reducer.finish(self)
+            return loss
+
+        return compute
+
+
+class _AdasumOptimizer(_DistributedOptimizer):
+    """An optimizer that steps on this rank's gradients; the updates are combined by Adasum."""
+
+    def __init__(self, optimizer: Optimizer, passes: _BackwardPasses, compression: type[Compressor]) -> None:
+        super().__init__(optimizer, passes)
+        self._compression = compression
+        passes.watch(self)
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients stay on their rank."""
+
+    def skip_synchronize(self) -> None:
+        """Refuse.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError(NO_SKIPPING)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters by the ranks' combined updates.
+
+        Args:
+            closure: computes the loss and the gradients.
+        """
+        self._passes.watch(self)
+        parameters = [parameter for parameter, _ in _numbered(self) if parameter.requires_grad]
+        starts = [parameter.detach().clone() for parameter in parameters]
+        loss = super().step(closure)
+        self._passes.reset()
+        sent = []
+        for parameter, start in zip(parameters, starts, strict=True):
+            update = (parameter.detach() - start).contiguous()
+            wire, context = self._compression.compress(update)
+            handle = allreduce_async_(wire, name=self._parameter_names[parameter], op=ADASUM)
+            sent.append((handle, context))
+        for parameter, start, (handle, context) in zip(parameters, starts, sent, strict=True):
+            update = self._compression.decompress(synchronize(handle), context)
+            parameter.detach().copy_(start.add_(update))
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # as above
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an optimizer of the same class and state, whose gradients are combined over ranks.
+
+    Each gradient is sent as soon as `backward` has computed it; `step` waits for all of them. To clip:
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    Args:
+        optimizer: computes the updates; its state and parameter groups are shared.
+        named_parameters: `model.named_parameters()`; None: named by their numbers.
+        compression: type on the wire.
+        backward_passes_per_step: how many gradients are added up on each rank before a step.
+        op: Average, Sum, or Adasum, which combines updates instead of gradients.
+        gradient_predivide_factor: an average divides by it before the sum, and by the rest after it.
+        num_groups: deprecated, use `groups`.
+        groups: how many groups of gradients travel as one operation each, or lists of their parameters.
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: it is wrapped already, names are missing or come twice, or an argument is out of range.
+        NotImplementedError: Adasum on a process set.
+    """
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ValueError("This optimizer is a DistributedOptimizer already.")
+    if gradient_predivide_factor != 1.0 and op != AVERAGE:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    names = _names(optimizer, named_parameters)
+    own = type(optimizer)
+    if op == ADASUM and basics.size() > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        adasum_class = type(own.__name__, (_AdasumOptimizer, own), {})
+        return adasum_class(optimizer, _BackwardPasses(names, backward_passes_per_step), compression)
+    _check_groups(groups)
+    reducer = _GradientReducer(
+        names,
+        backward_passes_per_step,
+        compression=compression,
+        op=op,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    reducing_class = type(own.__name__, (_ReducingOptimizer, own), {})
+    return reducing_class(optimizer, reducer)

@@ -1,0 +1,405 @@
+"""`hvd.DistributedOptimizer`: the real one's signature and bits, and what is right where the real one is not."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from launchers import QUICKEST, requires, run_ranks
+from torch import Tensor, nn
+
+from hvd_trainer import hvd
+
+OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
+STEPS = 4
+TRAININGS: dict[str, dict[str, Any]] = {
+    "average": {},
+    "sum": {"op": "Sum"},
+    "fp16": {"compression": "fp16"},
+    "predivided": {"gradient_predivide_factor": 4.0},
+    "two passes": {"backward_passes_per_step": 2},
+    "two groups": {"groups": 2},
+    "listed groups": {"groups": "listed"},
+    "unnamed": {"named": False},
+    "clipped": {"clip": 0.05},
+    "sparse": {"sparse": True},
+    "sparse as dense": {"sparse": True, "sparse_as_dense": True},
+    "different branches": {"branches": True},
+}
+
+
+class Net(nn.Module):
+    """Two heads, of which a rank may use one; optionally on top of an embedding."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.below = nn.Embedding(10, 6, sparse=True) if sparse else nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor, heads: tuple[int, ...] = (0, 1)) -> Tensor:
+        y = torch.relu(self.below(x))
+        return torch.stack([self.heads[head](y) for head in heads]).square().sum()
+
+
+def train(
+    api: Any, *, named: bool = True, clip: float = 0.0, sparse: bool = False, branches: bool = False, **how: Any
+) -> list[list[float]]:
+    """Return the weights after some steps, in which each rank has its own data."""
+    torch.manual_seed(0)
+    model = Net(sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if sparse else 0.9)
+    if how.get("groups") == "listed":
+        how["groups"] = [[*model.heads.parameters()]]
+    if "op" in how:
+        how["op"] = getattr(api, how["op"])
+    if "compression" in how:
+        how["compression"] = getattr(api.Compression, how["compression"])
+    optimizer = api.DistributedOptimizer(optimizer, model.named_parameters() if named else None, **how)
+    generator = torch.Generator().manual_seed(api.rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(how.get("backward_passes_per_step", 1)):
+            shape = (4 + api.rank(), 6)
+            x = (
+                torch.randint(10, shape, generator=generator)
+                if sparse
+                else torch.randn(shape, generator=generator)
+            )
+            model(x, (api.rank(),) if branches else (0, 1)).backward()
+        if clip:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def train_all(module: str) -> tuple[int, dict[str, list[list[float]]]]:
+    api = importlib.import_module(module)
+    api.init()
+    rank = api.rank()
+    weights = {name: train(api, **how) for name, how in TRAININGS.items()}
+    api.shutdown()
+    return rank, weights
+
+
+@pytest.fixture(scope="module")
+def ours() -> list[dict[str, list[list[float]]]]:
+    result: list[dict[str, list[list[float]]]] = run_ranks(train_all, num_processes=2, args=[OURS])
+    return result
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[str, list[list[float]]]]:
+    result: list[dict[str, list[list[float]]]] = run_ranks(
+        train_all, num_processes=2, launcher="horovodrun", args=[REAL]
+    )
+    return result
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ranks_have_the_same_weights(name: str, ours: list[dict[str, list[list[float]]]]) -> None:
+    assert ours[0][name] == ours[1][name]
+
+
+@requires("horovod")
+@pytest.mark.parametrize("name", TRAININGS)
+def test_weights_are_the_real_ones_bit_for_bit(
+    name: str, ours: list[dict[str, list[list[float]]]], real: list[dict[str, list[list[float]]]]
+) -> None:
+    assert ours[0][name] == real[0][name]
+
+
+def signature_of(module: str) -> list[tuple[str, Any, Any]]:
+    its = inspect.signature(importlib.import_module(module).DistributedOptimizer)
+    plain = (int, float, bool, type(None))
+    return [
+        (parameter.name, parameter.kind.name, parameter.default if isinstance(parameter.default, plain) else "")
+        for parameter in its.parameters.values()
+    ]
+
+
+def real_signature() -> tuple[int, list[tuple[str, Any, Any]]]:
+    return 0, signature_of(REAL)
+
+
+@requires("horovod")
+def test_signature_is_the_real_one() -> None:
+    assert [signature_of(OURS)] == run_ranks(real_signature, num_processes=1)
+
+
+# Without ranks: one process.
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+@pytest.mark.usefixtures("alone")
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("named", "text"),
+        [
+            (lambda model: model.parameters(), "tuples"),
+            (lambda model: [("w", parameter) for parameter in model.parameters()], "same name: w"),
+            (lambda model: [("w", model[0].weight)], "3 of the optimizer's parameters are not named"),
+        ],
+    )
+    def test_of_named_parameters(self, named: Any, text: str, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named(model))
+
+    @pytest.mark.parametrize(
+        ("how", "text"),
+        [
+            ({"backward_passes_per_step": 0}, "must be > 0"),
+            ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op != Average"),
+            ({"groups": 0}, "positive integer"),
+            ({"groups": [["w"]]}, "consist of torch.Tensor"),
+        ],
+    )
+    def test_of_other_arguments(self, how: dict[str, Any], text: str, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **how)
+
+    def test_of_a_parameter_in_two_groups(self, model: nn.Module) -> None:
+        groups = [[*model.parameters()], [*model.parameters()]]
+        with pytest.raises(ValueError, match="only appear once"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=groups)
+
+
+@pytest.mark.usefixtures("alone")
+def test_num_groups_is_deprecated(model: nn.Module) -> None:
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_groups=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_class_state_and_settings_are_kept(model: nn.Module) -> None:
+    """The real one makes a new optimizer from the parameter groups: momentum is gone."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.03
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    assert type(wrapped).__name__ == "Adam"
+    assert isinstance(wrapped, torch.optim.Adam)
+    assert wrapped.state_dict() == before
+    assert wrapped.state_dict()["state"][0]["step"] == 1
+    scheduler = torch.optim.lr_scheduler.StepLR(wrapped, step_size=1)
+    wrapped.step()
+    scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == pytest.approx(0.003)
+
+
+@pytest.mark.usefixtures("alone")
+def test_hooks_of_steps_run_once(model: nn.Module) -> None:
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = []
+    wrapped.register_step_post_hook(lambda *_: calls.append(1))
+    wrapped.load_state_dict(wrapped.state_dict())
+    wrapped.step()
+    assert calls == [1]
+
+
+# In two ranks.
+
+
+def wrapped_model(**how: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)
+
+
+def backward(model: nn.Module) -> None:
+    """The gradient is rank + 1."""
+    model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+
+
+def check_order_of_calls() -> None:
+    model, optimizer = wrapped_model()
+    backward(model)
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        backward(model)
+    with pytest.raises(AssertionError, match="before optimizer.zero_grad"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"without optimizer.skip_synchronize\(\)"):
+        optimizer.step()
+    optimizer.set_backward_passes_per_step(2)
+    assert optimizer.backward_passes_per_step == 2
+    optimizer.zero_grad()
+    backward(model)
+    backward(model)
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[3.0, 3.0]]
+    backward(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
+def check_set_to_none() -> None:
+    """The real one takes no argument, and raises TypeError."""
+    model, optimizer = wrapped_model()
+    for set_to_none in (True, False):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert (model.weight.grad is None) == set_to_none
+
+
+def check_missing_gradient() -> None:
+    """Also in a group, where the real one cannot."""
+    for groups in (None, 1):
+        model, optimizer = wrapped_model(groups=groups)
+        other = nn.Linear(2, 1)
+        optimizer.add_param_group({"params": [*other.parameters()]})
+        if hvd.rank() == 0:
+            backward(model)
+            other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[0.5, 0.5]]
+        assert other.weight.grad.tolist() == [[0.5, 0.5]], "added later"
+
+
+def check_unfrozen() -> None:
+    """The real one does not reduce a parameter that required no gradient when it was wrapped."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model.weight.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model.weight.requires_grad_(True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_closure() -> None:
+    """The real one steps on gradients that the closure has computed, and nobody has reduced."""
+    model, optimizer = wrapped_model()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 7.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [optimizer.step(closure), optimizer.step(closure)] == [7.0, 7.0]
+    assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_layout_of_gradients() -> None:
+    """The real one refuses gradients in channels_last."""
+    model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.full((1, 2, 2, 2), hvd.rank() + 1.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_contiguous()
+    optimizer.step()
+    assert not model.weight.grad.is_contiguous()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 1.5))
+
+
+def check_order_of_parameters() -> None:
+    """Ranks form the same groups though their optimizers have other orders."""
+    torch.manual_seed(0)
+    model = Net()
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in sorted(named, reverse=hvd.rank() == 1)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named.items(), groups=4)
+    model(torch.full((1, 6), hvd.rank() + 1.0)).backward()
+    optimizer.step()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = hvd.allgather(flat[None])
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def check_wrapped_again() -> None:
+    """The hooks of an optimizer that is gone do not reduce under the names of its successor."""
+    model = nn.Linear(2, 1, bias=False)
+    for _ in range(3):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def check_process_set() -> None:
+    """A rank that is not in the set steps on its own gradients."""
+    first = hvd.add_process_set([0])
+    model, optimizer = wrapped_model(process_set=first)
+    backward(model)
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[hvd.rank() + 1.0] * 2]
+    with pytest.raises(NotImplementedError):
+        wrapped_model(process_set=first, op=hvd.Adasum)
+
+
+def check_adasum() -> None:
+    """Updates in the same direction are averaged, and those at right angles added up."""
+    model, optimizer = wrapped_model(op=hvd.Adasum)
+    start = model.weight.detach().clone()
+    model(torch.tensor([[1.0, 1.0]])).sum().backward()
+    optimizer.step()
+    assert torch.allclose(start - model.weight, torch.tensor([[0.1, 0.1]]))
+    start = model.weight.detach().clone()
+    optimizer.zero_grad()
+    model(torch.eye(2)[hvd.rank() : hvd.rank() + 1]).sum().backward()
+    with pytest.raises(AssertionError, match="before optimizer.zero_grad"):
+        optimizer.zero_grad()
+    optimizer.step()
+    assert torch.allclose(start - model.weight, torch.tensor([[0.1, 0.1]]))
+    with pytest.raises(AssertionError, match="Adasum"):
+        optimizer.skip_synchronize()
+
+
+CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
+
+
+def run_checks() -> tuple[int, dict[str, str]]:
+    hvd.init(process_sets="dynamic")
+    rank, failures = hvd.rank(), {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+        except Exception:
+            failures[name] = traceback.format_exc()
+        hvd.barrier()
+    hvd.shutdown()
+    return rank, failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    result: list[dict[str, str]] = run_ranks(run_checks, num_processes=2, launcher=QUICKEST)
+    return result
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_two_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    texts = [f"rank {rank}:\n{its[name]}" for rank, its in enumerate(failures) if name in its]
+    assert not texts, "\n".join(texts)
