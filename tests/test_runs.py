@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.parity.cli import Options
+from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
@@ -19,6 +21,12 @@ from hvd_trainer.tools.runner.runs import (
     run_once,
     why_it_failed,
 )
+
+
+def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:
+    options, job = read_command("parity", Options, ["-np", "3", "--", "setup.cfg", "-np", "5"])
+    assert options.np == 3
+    assert job == ("setup.cfg", "-np", "5")
 
 
 def test_in_rounds_alternates_direction() -> None:

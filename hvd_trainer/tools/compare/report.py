@@ -94,9 +94,9 @@ TABLES = (
         whole=True,
     ),
     Table(
-        "Where a step's time goes, ms: exchange and straggler are what other ranks are waited for",
+        "Where a mean step's time goes, ms: exchange and straggler are what other ranks are waited for",
         (
-            Column("step, ms", "step_p50_s", _median("step_p50_s"), milliseconds),
+            Column("median step", "step_p50_s", _median("step_p50_s"), milliseconds),
             Column("p95", "step_p95_s", _median("step_p95_s"), milliseconds),
             Column("data", "data_s", _part("data"), milliseconds),
             Column("forward", "forward_s", _part("forward"), milliseconds),

@@ -120,7 +120,7 @@ class Pair:
             return f"{where} {said}, which is too few to tell a difference from noise."
         if speed.is_clear and value < 1:
             one, other, value, low, high = other, one, 1 / value, 1 / high, 1 / low
-        interval = f"({rounds}, 95 % interval {low:.2f} to {high:.2f})"
+        interval = f"(median ratio of {rounds}, 95 % interval {low:.2f} to {high:.2f})"
         if speed.is_clear:
             return f"{where} {one} is {value:.2f} times as fast as {other} {interval}."
         said = f"no difference between {one} and {other} is visible at this noise"

@@ -40,7 +40,9 @@ def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tupl
     """
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
-    options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=words[:place])
+    # horovodrun calls it -np.
+    own = ["--np" if word == "-np" else word for word in words[:place]]
+    options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
     check_ranges(options)
     return options, read_job(words[place + 1 :])
 
