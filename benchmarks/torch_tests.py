@@ -2,10 +2,11 @@
 
     python -m benchmarks.torch_tests --size 2 [-k PART_OF_A_NAME ...]
 
-The tests are in PyTorch's wheel (torch.testing._internal.distributed.distributed_test), for any backend. Each
-forks its ranks from a process that has imported PyTorch, and lets them meet by a file. The table has the number of
-tests for each pair of outcomes, and a line for each test that ends differently, with its reason on Horovod.
-Exit code 1: a test passes on Gloo and fails on Horovod.
+The tests are in PyTorch's wheel (torch.testing._internal.distributed.distributed_test). Those for Gloo run on both
+backends. Each forks its ranks from a process that has imported PyTorch, and lets them meet by a file. The table
+has the number of tests for each pair of outcomes, and a line for each test that ends differently, with its reason
+on Horovod. Beside Horovod and PyTorch it needs `expecttest`.
+Exit code 1: a test that is not in `KNOWN` passes on Gloo and fails on Horovod.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 from benchmarks import NO_GPUS
 
 BACKENDS = ("horovod", "gloo")
+KNOWN = {
+    "test_accumulate_gradients_no_sync": "the test makes its model for backends that it knows by their names",
+    "test_monitored_barrier_gloo_rank_0_timeout": "Gloo's connections are made at first use, and rank 0 is late",
+}
+"""Why tests fail, by the begin of their names."""
 MAX_TEST_S = 120
 """How long one test may take."""
-FEATURES = ("ddp", "subgroup")
-"""For which PyTorch's tests have lists of backends."""
 
 
 class Outcomes(unittest.TestResult):
@@ -65,16 +69,16 @@ def _first_error(text: str) -> str:
     return next(iter(errors[-1:] or lines), "")
 
 
-def run_tests(parts: list[str]) -> dict[str, list[str]]:
-    """Run the tests whose names contain one of some parts, in this process, on the backend in BACKEND."""
+def run_tests(backend: str, parts: list[str]) -> dict[str, list[str]]:
+    """Run the tests whose names contain one of some parts, in this process."""
     import torch
-    from torch.testing._internal import common_distributed
+
+    # Which tests are skipped is decided while they are imported, by the variable BACKEND.
+    from torch.testing._internal.distributed import distributed_test
 
     import hvd_trainer.c10d  # noqa: F401
 
-    for feature in FEATURES:
-        common_distributed.DistTestCases.backend_feature[feature].add("horovod")
-    from torch.testing._internal.distributed import distributed_test
+    distributed_test.BACKEND = backend
 
     class ForkedTests(  # type: ignore[misc]
         distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
@@ -102,14 +106,14 @@ def run_backend(backend: str, size: int, parts: list[str]) -> dict[str, list[str
         environ = {
             **os.environ,
             **NO_GPUS,
-            "BACKEND": backend,
+            "BACKEND": "gloo",
             "WORLD_SIZE": str(size),
             "TEMP_DIR": folder,
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(MAX_TEST_S),
             "OMP_NUM_THREADS": "1",
         }
         out = Path(folder) / "outcomes.json"
-        command = [sys.executable, "-m", "benchmarks.torch_tests", "--outcomes", str(out)]
+        command = [sys.executable, "-m", "benchmarks.torch_tests", "--outcomes", str(out), backend]
         subprocess.run([*command, *(f"-k={part}" for part in parts)], env=environ, check=True)
         found: dict[str, list[str]] = json.loads(out.read_text())
         return found
@@ -125,8 +129,13 @@ def table(outcomes: dict[str, dict[str, list[str]]]) -> str:
     for name, (outcome, reason) in sorted(ours.items()):
         their, their_reason = theirs[name]
         if outcome != their:
-            lines.append(f"| {name} | {their} | {outcome} | {(reason or their_reason)[:150]} |")
+            known = _known_reason(name) if outcome == "failed" else None
+            lines.append(f"| {name} | {their} | {outcome} | {known or (reason or their_reason)[:150]} |")
     return "\n".join(lines)
+
+
+def _known_reason(name: str) -> str | None:
+    return next((reason for begin, reason in KNOWN.items() if name.startswith(begin)), None)
 
 
 def main() -> int:
@@ -134,15 +143,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=2, help="number of ranks")
     parser.add_argument("-k", action="append", default=[], metavar="PART", help="tests with this in their name")
-    parser.add_argument("--outcomes", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--outcomes", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.outcomes:
-        arguments.outcomes.write_text(json.dumps(run_tests(arguments.k)))
+        file, backend = arguments.outcomes
+        Path(file).write_text(json.dumps(run_tests(backend, arguments.k)))
         return 0
     outcomes = {backend: run_backend(backend, arguments.size, arguments.k) for backend in BACKENDS}
     print(table(outcomes))
     ours, theirs = (outcomes[backend] for backend in BACKENDS)
-    return int(any(ours[name][0] == "failed" and theirs[name][0] == "passed" for name in ours))
+    worse = [name for name in ours if ours[name][0] == "failed" and theirs[name][0] == "passed"]
+    return int(any(_known_reason(name) is None for name in worse))
 
 
 if __name__ == "__main__":

@@ -203,12 +203,22 @@ class HorovodProcessGroup(dist.ProcessGroup):
         """Give all ranks' tensors to all; they may have different sizes."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.allgather_coalesced(outputs, inputs, opts)
+        return self._gather_to_all(outputs, inputs, opts, outputs)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Give all ranks' tensors to all, for each of several."""
+        """Give all ranks' tensors to all.
+
+        Args:
+            outputs: for each rank, as many tensors as `inputs`.
+        """
+        return self._gather_to_all([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts, outputs)
+
+    def _gather_to_all(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any, result: Any
+    ) -> HorovodWork:
+        """Gather each tensor of `inputs` from all ranks into the tensors of one list of `outputs`."""
         buffers = [_room(parts) for parts in outputs]
         begins = [self._gathering(_flat(i), buffer) for i, buffer in zip(inputs, buffers, strict=True)]
 
@@ -216,7 +226,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
             for buffer, parts in zip(buffers, outputs, strict=True):
                 _copy_all(_split(buffer, parts), parts)
 
-        return self._start("all_gather", buffers, begins, opts, outputs, finish)
+        return self._start("all_gather", buffers, begins, opts, result, finish)
 
     def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any, *_: Any) -> dist.Work:
         """Give all ranks' tensors to one."""

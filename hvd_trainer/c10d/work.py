@@ -111,7 +111,10 @@ class HorovodWork(dist._Work):
         return True
 
     def _fail(self, error: Exception) -> None:
-        self._error = dist.DistBackendError(f"{self._description} failed: {first_line(error)}")
+        late = isinstance(error, TimeoutError)
+        self._error = dist.DistBackendError(
+            str(error) if late else f"{self._description} failed: {first_line(error)}"
+        )
         self._error.__cause__ = error
         self._end()
 
@@ -131,8 +134,8 @@ class HorovodWork(dist._Work):
 
     def _timeout_text(self, timeout_s: float) -> str:
         return (
-            f"{self._description} did not end within {timeout_s:g} s: other ranks have not called it, "
-            f"or with other shapes or types, or one is gone."
+            f"Timed out after {timeout_s:g} s in {self._description}: other ranks have not called it, or with "
+            f"other shapes or types, or one is gone."
         )
 
     def complete_future(self) -> None:
