@@ -373,10 +373,10 @@ def _combine(rows: Sequence[Tensor], signature: Signature, scaled: bool = False)
         rows = [row.float() for row in rows]
     else:
         rows = [rows[0].clone(), *rows[1:]]
-    if not scaled:
+    if not scaled and signature.prescale != 1.0:
         for row in rows:
             _scale(row, signature.prescale)
     combine = COMBINE[signature.op]
     for row in rows[1:]:
         combine(rows[0], row, out=rows[0])
-    return rows[0].to(dtype)
+    return rows[0] if rows[0].dtype == dtype else rows[0].to(dtype)

@@ -15,6 +15,8 @@ from hvd_trainer.hvd.common.process_sets import ProcessSet
 from hvd_trainer.hvd.common.request import ALLTOALL, DTYPES, Request, Signature
 from hvd_trainer.utils import accelerator
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 class Operation:
     """An operation that was submitted.
@@ -142,8 +144,8 @@ def _set_id(process_set: ProcessSet) -> int:
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES or tensor.is_sparse:
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None or tensor.is_sparse:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     return name
 
