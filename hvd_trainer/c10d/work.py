@@ -134,8 +134,8 @@ class HorovodWork(dist._Work):
 
     def _timeout_text(self, timeout_s: float) -> str:
         return (
-            f"Timed out after {timeout_s:g} s in {self._description}: other ranks have not called it, or with "
-            f"other shapes or types, or one is gone."
+            f"{self._description}: Timed out after {timeout_s:g} s: other ranks have not called it, or with other "
+            f"shapes or types, or one is gone."
         )
 
     def complete_future(self) -> None:
