@@ -61,7 +61,7 @@ class _Slot(NamedTuple):
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Give one rank's optimizer state and settings to all; a fresh optimizer stays fresh.
+    """Give one rank's optimizer state and settings to all; a fresh optimizer stays fresh, with gradients of zero.
 
     Horovod takes a step on zero gradients to create the state of a fresh optimizer, after which Adam's first
     update is 0.744 of what it should be, and weight decay has moved the weights (issues 2805 and 3743).
@@ -86,6 +86,12 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
         synchronize(handle)
     if not is_root:
         optimizer.load_state_dict(_with_tensors(structure, tensors))
+    if not structure["state"]:
+        # Scripts written for Horovod find gradients here, which its step has left.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
