@@ -63,6 +63,11 @@ COMMANDS = {
         "hvd_trainer.tools.estimate.cli",
         "estimate how a job scales on hosts that you do not have, with an interval",
     ),
+    "run": Command(
+        "Use",
+        "hvd_trainer.tools.run.cli",
+        "run a script for Horovod or torch.distributed on either engine, unchanged",
+    ),
     "export": Command("Use", "hvd_trainer.tools.export", "write a checkpoint's weights as model.safetensors"),
 }
 RENAMED = {"grid": "compare", "project": "estimate"}

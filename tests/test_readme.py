@@ -56,6 +56,15 @@ TYPED_ELSEWHERE = {
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
     'make test PYTEST_ARGS="tests/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
+    **{
+        f"python -m hvd_trainer run -np 2 --backend {engine} -- {script} --data-dir ../shared/data/mnist": (
+            *("tests/test_run.py", Path(script).name),
+        )
+        for engine, script in (
+            ("ddp", "examples/mnist/plain_horovod.py"),
+            ("horovod", "examples/mnist/plain_ddp.py"),
+        )
+    },
     # The others begin with it.
     "make setup": (".ci/run", "make test"),
     "make test": (".ci/run", "make test"),

@@ -82,9 +82,18 @@ LAUNCHERS = (
 )
 
 
+CHOICE = "HVD_TRAINER_LAUNCHER"
+"""Variable with the name of the launcher, for processes that are given torchrun's variables beside those of the
+launcher that started them."""
+
+
 def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher whose variables are set, some or all of them; None if none started this process."""
-    return next((launcher for launcher in LAUNCHERS if launcher.evidence(environ)), None)
+    name = environ.get(CHOICE)
+    if name == "python":
+        return None
+    rows = [launcher for launcher in LAUNCHERS if name in (None, launcher.name)]
+    return next((launcher for launcher in rows if launcher.evidence(environ)), None)
 
 
 def read_number(environ: Mapping[str, str], name: str) -> int:

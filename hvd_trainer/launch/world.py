@@ -174,3 +174,9 @@ def set_world(environ: MutableMapping[str, str], **numbers: int) -> None:
     """Set the launcher's variables to another place of this process, by the names in `Launcher`."""
     launcher = find_launcher(environ)
     environ.update({getattr(launcher, name): str(number) for name, number in numbers.items()})
+
+
+def rank_variables(launcher: str, world: World) -> dict[str, str]:
+    """Return the variables in which a launcher tells a process its rank and local rank, each with their number."""
+    row = next(row for row in LAUNCHERS if row.name == launcher)
+    return {getattr(row, name): str(getattr(world, name)) for name in ("rank", "size", "local_rank", "local_size")}

@@ -10,11 +10,13 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.utils.network import listen
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
@@ -103,6 +105,8 @@ def connect(endpoint: Endpoint, timeout: timedelta) -> dist.Store:
     Raises:
         torch.distributed.DistError: the server does not answer in time, or does not know the token.
     """
+    import torch.distributed as dist  # a parent of ranks starts them sooner without it
+
     client = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)
     store = dist.PrefixStore(endpoint.token, client)
     # The first key authenticates this connection: the server closes unauthenticated ones if there are too many.

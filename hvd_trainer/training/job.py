@@ -40,13 +40,22 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     another rank failed; 75 stopped by SIGTERM or SIGUSR1, with everything saved; 130 interrupted by Ctrl-C. Some
     launchers exit with another code.
     """
-    reporter.prints_tracebacks = True
-    install_handler()
-    try:
+
+    def parse_and_run() -> None:
         warning = lone_process_warning(detect(os.environ), os.environ)
         if warning:
             logger.warning("warning: %s", warning)
         job(_parse(options, args, _is_first()))
+
+    run_and_end(parse_and_run)
+
+
+def run_and_end(function: Callable[[], None]) -> NoReturn:
+    """Call a function, and end the process with the exit code, and the message, of `run_job`."""
+    reporter.prints_tracebacks = True
+    install_handler()
+    try:
+        function()
     except BaseException as error:
         _end(_report(error))
     _end(0)
@@ -79,7 +88,9 @@ def _report(error: BaseException) -> int:
             return USER_ERROR
         case _:
             if not reporter.has_reported:
-                _log_error(_world(), traceback.format_exc())
+                # The first frame is that of `run_and_end`.
+                inner = error.__traceback__ and error.__traceback__.tb_next
+                _log_error(_world(), "".join(traceback.format_exception(error.with_traceback(inner))))
             return CRASH_EXIT_CODE
 
 

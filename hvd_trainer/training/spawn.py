@@ -6,8 +6,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
 from hvd_trainer.launch.launchers import LAUNCHERS
 from hvd_trainer.observe.log_handler import install_handler
-from hvd_trainer.rendezvous import connect, store_client
-from hvd_trainer.rendezvous.endpoint import Endpoint
-from hvd_trainer.utils.network import LOOPBACK
+from hvd_trainer.rendezvous.endpoint import parse_endpoint
+from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
 
 
 def run(
@@ -45,7 +44,7 @@ def run(
     if num_processes < 1:
         raise LaunchError(f"run needs num_processes of 1 or more, not {num_processes}.")
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    with _serve_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
+    with serve_store() as endpoint, tempfile.TemporaryDirectory(prefix="hvd_trainer-run-") as folder:
         processes = multiprocessing.start_processes(
             _run_rank,
             args=(num_processes, str(endpoint), call, folder),
@@ -67,15 +66,6 @@ def run(
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
 
-@contextmanager
-def _serve_store() -> Iterator[Endpoint]:
-    endpoint = store_client.serve(LOOPBACK)
-    try:
-        yield endpoint
-    finally:
-        store_client.release(endpoint)
-
-
 def _terminate(processes: Sequence[BaseProcess]) -> None:
     """End the ranks that still run when the session is interrupted."""
     for process in processes:
@@ -93,10 +83,7 @@ def _run_rank(rank: int, size: int, endpoint: str, call: bytes, folder: str) -> 
     for launcher in LAUNCHERS:
         for name in launcher.variables():
             os.environ.pop(name, None)
-    row = LAUNCHERS[0]
-    numbers = {row.rank: rank, row.size: size, row.local_rank: rank, row.local_size: size}
-    os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ[connect.RUN_STORE] = endpoint
+    os.environ.update(rank_environment(rank, size, parse_endpoint(endpoint)))
     function, args, kwargs = pickle.loads(call)
     install_handler()
     try:

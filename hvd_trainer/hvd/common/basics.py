@@ -343,15 +343,25 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
 
 def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseException, where: Any) -> None:
     """Tell the other ranks that this process ends by an exception, and show it if it is not their doing."""
+    failing = _state.runtime
+    try:
+        fail(error)
+    except (PeerError, SystemExit) as peer:
+        if isinstance(peer, PeerError) and failing is not None:
+            logger.error("[rank %d] error: %s", failing.world.rank, peer)
+            return
+    show(kind, error, where)
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other ranks why this one ends, and end without them; nothing before `init`.
+
+    Raises:
+        PeerError: another rank is to blame, and its own output says why.
+    """
     failing, _state.runtime = _state.runtime, None
     if failing is not None:
-        try:
-            failing.fail(error)
-        except (PeerError, SystemExit) as peer:
-            if isinstance(peer, PeerError):
-                logger.error("[rank %d] error: %s", failing.world.rank, peer)
-                return
-    show(kind, error, where)
+        failing.fail(error)
 
 
 def shutdown() -> None:

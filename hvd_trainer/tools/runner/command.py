@@ -28,12 +28,16 @@ ENDLESS = ("--epochs", "1000000", "--until", "None")
 """Options with which a job trains until --max-steps, however much data it has."""
 
 
-def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tuple[str, ...]]:
+def read_command(
+    name: str, kind: type[T], argv: Sequence[str], reserved: Sequence[str] = OURS
+) -> tuple[T, tuple[str, ...]]:
     """Return the options of a tool, and the words that follow `python` of the job behind `--`.
 
     Args:
         name: of the tool.
         kind: the dataclass of its options.
+        argv: the words behind the tool's name.
+        reserved: options that the tool gives to the job.
 
     Raises:
         OptionError: an option is out of its range, or there is no job.
@@ -44,10 +48,10 @@ def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tupl
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
     check_ranges(options)
-    return options, read_job(words[place + 1 :])
+    return options, read_job(words[place + 1 :], reserved)
 
 
-def read_job(words: Sequence[str]) -> tuple[str, ...]:
+def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str, ...]:
     """Return the words that follow `python`, of the job behind `--`.
 
     Raises:
@@ -64,7 +68,7 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
         raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
-    taken = [word for word in job if option_of(word) in OURS]
+    taken = [word for word in job if option_of(word) in reserved]
     if taken:
         raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
     return tuple(job)

@@ -1,0 +1,104 @@
+"""`python -m hvd_trainer run`: run a script as it is on the engine that you ask for.
+
+python -m hvd_trainer run --np 2 --backend ddp -- train.py --epochs 1
+
+Alone, it starts the ranks itself, on this machine. Under a launcher (torchrun, srun, mpirun, horovodrun) each of
+the launcher's processes becomes a rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from hvd_trainer.errors import BackendError, LaunchError
+from hvd_trainer.launch.world import detect
+from hvd_trainer.tools.run.local_ranks import run_ranks
+from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
+
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a script, or with -m a module, as it is on the engine that you ask for.
+
+    A script that imports horovod.torch runs on Horovod itself, or on torch.distributed with the same results; one
+    that calls torch.distributed runs on that, or on Horovod. The script stands behind --.
+    """
+
+    np: Annotated[int | None, Ge(1)] = None
+    """ranks to start on this machine; None: one, or those that a launcher has started"""
+    backend: Literal["horovod", "ddp"] = "ddp"
+    """the engine: Horovod, or native torch.distributed"""
+    timeout_s: Annotated[float, Gt(0)] = 600.0
+    """how long a rank may stay at one place of the script, in seconds; then the job ends with all ranks' stacks"""
+    startup_timeout_s: Annotated[float, Gt(0)] = 300.0
+    """how long the ranks may take to meet"""
+    timeline_filename: str | None = None
+    """as in horovodrun (HOROVOD_TIMELINE): write what is exchanged, and when, to this file"""
+    fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
+    """as in horovodrun (HOROVOD_FUSION_THRESHOLD): tensors are exchanged together up to this size"""
+    cycle_time_ms: Annotated[float | None, Gt(0)] = None
+    """as in horovodrun (HOROVOD_CYCLE_TIME)"""
+    cache_capacity: Annotated[int | None, Ge(0)] = None
+    """as in horovodrun (HOROVOD_CACHE_CAPACITY)"""
+    stall_check_warning_time_seconds: Annotated[int | None, Ge(1)] = None
+    """as in horovodrun (HOROVOD_STALL_CHECK_TIME_SECONDS)"""
+    stall_check_shutdown_time_seconds: Annotated[int | None, Ge(1)] = None
+    """as in horovodrun (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"""
+    log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"] | None = None
+    """as in horovodrun (HOROVOD_LOG_LEVEL)"""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that horovodrun sets for these options."""
+        fusion = None if self.fusion_threshold_mb is None else int(self.fusion_threshold_mb * MEGABYTE)
+        values = {
+            "HOROVOD_TIMELINE": self.timeline_filename,
+            "HOROVOD_FUSION_THRESHOLD": fusion,
+            "HOROVOD_CYCLE_TIME": self.cycle_time_ms,
+            "HOROVOD_CACHE_CAPACITY": self.cache_capacity,
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": self.stall_check_warning_time_seconds,
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": self.stall_check_shutdown_time_seconds,
+            "HOROVOD_LOG_LEVEL": self.log_level,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the ranks and return their exit code; in a rank, run the script, which ends the process.
+
+    Raises:
+        OptionError: there is no script, or an option is out of its range.
+        LaunchError: the launcher has started another number of ranks than was asked for.
+        BackendError: the engine is not installed.
+    """
+    options, job = read_command("run", Options, argv, reserved=())
+    if options.backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        raise BackendError(
+            f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
+            f"--backend ddp -- {' '.join(job)}"
+        )
+    world = detect(os.environ)
+    if world.launcher == "python" and options.np not in (None, 1):
+        # The same command again, in the ranks: there, it finds itself started by a launcher.
+        assert options.np is not None
+        return run_ranks([sys.executable, "-m", "hvd_trainer", "run", *argv], options.np)
+    if options.np not in (None, world.size):
+        raise LaunchError(
+            f"--np {options.np}, but {world.launcher} has started {world.size} ranks. Leave --np out: under a "
+            f"launcher each of its processes is a rank"
+        )
+    from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
+
+    os.environ.update(options.variables())
+    return run_script(
+        job, options.backend, timeout_s=options.timeout_s, startup_timeout_s=options.startup_timeout_s
+    )

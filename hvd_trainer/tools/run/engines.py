@@ -1,0 +1,114 @@
+"""What a script finds when it imports Horovod or torch.distributed, by the engine that it runs on.
+
+    script calls           on ddp                       on horovod
+    horovod.torch          hvd_trainer.hvd              Horovod, started among the ranks of any launcher
+    torch.distributed      itself                       its backend "horovod", hvd_trainer.c10d
+
+Whichever it is, the ranks meet as those of a `Trainer` do, and are monitored.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hvd_trainer.launch.world import is_elastic
+from hvd_trainer.tools.run.import_hooks import ImportHooks
+from hvd_trainer.utils.environment import set_variables
+
+if TYPE_CHECKING:  # torch is imported when the script imports it
+    from hvd_trainer.backends.script_session import ScriptSession
+
+ALIASES = {
+    "horovod.torch": "hvd_trainer.hvd",
+    "horovod.common": "hvd_trainer.hvd.common",
+    "horovod": "hvd_trainer.hvd.root",
+}
+ABSENT = {
+    f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
+    f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
+    for name in ("tensorflow", "keras", "mxnet", "spark", "ray", "_keras")
+}
+"""Parts of Horovod that have no counterpart, and what to type."""
+
+
+def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
+    """Return the hooks that put a script on an engine.
+
+    Args:
+        engine: `horovod` or `ddp`.
+        session: to be started when the script starts its engine; None in a process that is not the rank itself,
+            but was started by it.
+    """
+    after: dict[str, Callable[[ModuleType], None]] = {
+        "torch.distributed.distributed_c10d": functools.partial(_wrap_torch, engine=engine, session=session)
+    }
+    if session is not None:
+        after["torch.optim.optimizer"] = functools.partial(_count_steps, session=session)
+        after["hvd_trainer.hvd.common.basics"] = session.attach
+    if session is not None and engine == "horovod" and not is_elastic(os.environ):
+        after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
+    if engine == "horovod":
+        return ImportHooks(aliases={}, absent={}, after=after)
+    return ImportHooks(aliases=ALIASES, absent=ABSENT, after=after)
+
+
+def _count_steps(module: ModuleType, session: ScriptSession) -> None:
+    module.register_optimizer_step_post_hook(lambda *_: session.count_step())
+
+
+def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) -> None:
+    """Make `init_process_group` begin the session, and use its store where the script names no other."""
+    original = module.init_process_group
+    signature = inspect.signature(original)
+    starts = itertools.count()
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        backend = str(given.get("backend") or "")
+        if engine == "horovod":
+            importlib.import_module("hvd_trainer.c10d")
+            given["backend"] = "horovod"
+        if session is not None and session.is_own_process:
+            world = session.start(uses_nccl="nccl" in backend).world
+            session.check(given.get("rank", -1), given.get("world_size", -1))
+            if given.get("store") is None and given.get("init_method") in (None, "env://"):
+                given.pop("init_method", None)
+                given["store"] = session.prefix_store(f"script/{next(starts)}")
+                given |= {"rank": world.rank, "world_size": world.size}
+        original(**given)
+
+    package = sys.modules["torch.distributed"]
+    for holder in (module, package):  # the package has the function only if it was imported before
+        if hasattr(holder, "init_process_group"):
+            setattr(holder, "init_process_group", init_process_group)  # noqa: B010  mypy knows no such attribute
+
+
+def _wrap_horovod(module: ModuleType, session: ScriptSession) -> None:
+    """Make `hvd.init` begin the session, and start Horovod among its ranks, whichever launcher started them."""
+    original = module.HorovodBasics.init
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not session.is_own_process or self.is_initialized():
+            return original(self, *args, **kwargs)
+        from hvd_trainer.backends.horovod_start import rank_variables
+        from hvd_trainer.rendezvous.ranks import check_world
+
+        started = session.start(uses_nccl=bool(self.nccl_built()))
+        several = started.world.size > 1
+        variables = rank_variables(started.world, started.peers, started.store, started.address) if several else {}
+        with set_variables(variables):
+            result = original(self, *args, **kwargs)
+        check_world(started.world, "Horovod", self.rank(), self.size())
+        return result
+
+    module.HorovodBasics.init = init

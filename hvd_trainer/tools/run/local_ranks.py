@@ -1,0 +1,61 @@
+"""Start the ranks of a script on this machine, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from hvd_trainer.faults.grace import GRACE_S
+from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
+
+POLL_S = 0.02
+
+
+def run_ranks(command: Sequence[str], size: int) -> int:
+    """Run a command in each of `size` ranks, and return the exit code of the rank that failed first, or 0.
+
+    A rank that a signal has ended counts as 128 plus the signal's number. When this process is interrupted or
+    terminated, it ends the ranks.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with serve_store() as endpoint:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(size):
+                environ = {**os.environ, **rank_environment(rank, size, endpoint)}
+                ranks.append(subprocess.Popen(command, env=environ))
+            return _wait(ranks)
+        finally:
+            _end(ranks)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return once all ranks have ended, or one has failed and the others had the time to end by themselves."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+                time.sleep(POLL_S)
+            return failed if failed > 0 else 128 - failed
+        if None not in codes:
+            return 0
+        time.sleep(POLL_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run: by SIGTERM, and by SIGKILL if that takes too long."""
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

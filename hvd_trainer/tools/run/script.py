@@ -1,0 +1,97 @@
+"""One rank of a script: run it on the engine, and end with the exit code of a job of this package."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from hvd_trainer.backends.script_session import ScriptSession
+from hvd_trainer.config.options import EngineOptions
+from hvd_trainer.launch.launchers import CHOICE
+from hvd_trainer.launch.world import detect, rank_variables
+from hvd_trainer.tools.run import engines
+from hvd_trainer.training.job import run_and_end
+
+ENGINE = "HVD_TRAINER_ENGINE"
+"""Variable by which Python processes that the script starts find the engine, in site/sitecustomize.py."""
+logger = logging.getLogger(__name__)
+
+
+def run_script(job: Sequence[str], engine: str, *, timeout_s: float, startup_timeout_s: float) -> NoReturn:
+    """Run a script or a module as this process's program, and end the process.
+
+    Args:
+        job: the words behind `python`: a file, or -m and a module, and its arguments.
+        engine: `horovod` or `ddp`.
+        timeout_s: as in `ScriptSession`.
+        startup_timeout_s: how long the ranks may take to meet.
+
+    Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
+    """
+    options = EngineOptions(backend=engine, startup_timeout_s=startup_timeout_s)  # type: ignore[arg-type]
+    session = ScriptSession(options, timeout_s=timeout_s)
+    run_and_end(functools.partial(_run, job, engine, session))
+
+
+def _run(job: Sequence[str], engine: str, session: ScriptSession) -> None:
+    _set_variables(engine)
+    engines.import_hooks(engine, session).install()
+    try:
+        _execute(job)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            session.fail(leaving)
+            raise
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        session.fail(error)
+        raise
+    world = detect(os.environ)
+    if world.size > 1 and not session.has_started and world.is_first:
+        logger.warning(
+            "warning: the script has started neither horovod.torch nor torch.distributed, so each of the %d "
+            "processes has run it alone",
+            world.size,
+        )
+    session.finish()
+
+
+def _set_variables(engine: str) -> None:
+    """Give this process torchrun's rank variables, which scripts read, and its children the engine."""
+    world = detect(os.environ)
+    missing = {name: number for name, number in rank_variables("hand", world).items() if name not in os.environ}
+    if missing:
+        # The variables of two launchers would contradict each other.
+        os.environ[CHOICE] = world.launcher
+        os.environ.update(missing)
+    folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    os.environ[ENGINE] = engine
+
+
+def _execute(job: Sequence[str]) -> None:
+    """Run a file or a module as `python` would."""
+    if job[0] == "-m":
+        sys.argv = list(job[1:])
+        sys.path[0] = os.getcwd()
+        runpy.run_module(job[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(job)
+        sys.path[0] = str(Path(job[0]).resolve().parent)
+        runpy.run_path(job[0], run_name="__main__")
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that ran the script; the whole one if there are no others."""
+    hidden = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in hidden:
+        rest = rest.tb_next
+    return rest or trace
