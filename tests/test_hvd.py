@@ -58,16 +58,17 @@ def test_stall_names_ranks_that_ask_for_something_else() -> None:
 
 
 ENDS = {
-    "raises": (QUICKEST, "raise RuntimeError('this is why')", 1, "RuntimeError: this is why"),
-    "is killed": ("torchrun", "os.kill(os.getpid(), 9)", 1, "ended without a word"),
-    "exits": (QUICKEST, "sys.exit(3)", 3, "rank 1 called hvd.shutdown() or came to its end"),
+    "raises": (QUICKEST, "raise RuntimeError('this is why')", {1}, "RuntimeError: this is why"),
+    "is killed": ("torchrun", "os.kill(os.getpid(), 9)", {1}, "ended without a word"),
+    # The launcher has the code of the rank that ends first, which may be the one that then waits in vain.
+    "exits": (QUICKEST, "sys.exit(3)", {1, 3}, "rank 1 called hvd.shutdown() or came to its end"),
 }
 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_no_rank_waits_for_one_that(how: str, tmp_path: Path) -> None:
     """The last rank ends in the middle: the others end, too, and one of them says why."""
-    launcher, statement, code, said = ENDS[how]
+    launcher, statement, codes, said = ENDS[how]
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, torch\n"
@@ -78,7 +79,7 @@ def test_no_rank_waits_for_one_that(how: str, tmp_path: Path) -> None:
         "hvd.allreduce(torch.ones(3))\n"
     )
     result = launch(launcher, 2, [str(script)], check=False, timeout_s=60)
-    assert result.returncode == code
+    assert result.returncode in codes
     assert said in result.stdout + result.stderr
 
 

@@ -270,9 +270,8 @@ def test_alias_is_the_module_itself() -> None:
 @pytest.mark.usefixtures("clean_imports")
 def test_hook_is_called_once_the_module_is_executed() -> None:
     seen: list[bool] = []
-    ImportHooks(
-        aliases={}, absent={}, after={"colorsys": lambda module: seen.append(hasattr(module, "rgb_to_hsv"))}
-    ).install()
     sys.modules.pop("colorsys", None)
+    hook = {"colorsys": lambda module: seen.append(hasattr(module, "rgb_to_hsv"))}
+    ImportHooks(aliases={}, absent={}, after=hook).install()
     importlib.import_module("colorsys")
     assert seen == [True]
