@@ -25,7 +25,8 @@ dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
-assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == str(size)
+assert os.environ["RANK"] == os.environ["HOROVOD_RANK"] == str(rank)
+assert os.environ["WORLD_SIZE"] == os.environ["HOROVOD_SIZE"] == str(size)
 # One write, so that lines of several ranks do not mix.
 sys.stdout.write(f"sum {total.item():g} on rank {rank} of {size} by {__name__} {sys.argv[1:]}\\n")
 sys.stdout.flush()
@@ -142,6 +143,17 @@ def test_part_of_horovod_without_a_counterpart_is_named(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "error: horovod.tensorflow is not there on torch.distributed" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@requires("horovod")
+def test_other_parts_of_an_installed_horovod_stay(tmp_path: Path) -> None:
+    """Horovod's own tests of horovod.torch import helpers of its launcher."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import horovod\nimport horovod.torch as hvd\nfrom horovod.runner.util.threads import in_thread\n"
+        "print(horovod.__version__, hvd.__name__, in_thread.__module__)\n"
+    )
+    assert "0.28.1 hvd_trainer.hvd horovod.runner.util.threads" in run("--", script).stdout
 
 
 def test_script_runs_alone_without_np(script: Path) -> None:

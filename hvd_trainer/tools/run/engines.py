@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # torch is imported when the script imports it
 ALIASES = {
     "horovod.torch": "hvd_trainer.hvd",
     "horovod.common": "hvd_trainer.hvd.common",
-    "horovod": "hvd_trainer.hvd.root",
 }
+ROOT = {"horovod": "hvd_trainer.hvd.root"}
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
     f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
@@ -57,7 +57,7 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
     if engine == "horovod":
         return ImportHooks(aliases={}, absent={}, after=after)
-    return ImportHooks(aliases=ALIASES, absent=ABSENT, after=after)
+    return ImportHooks(aliases=ALIASES, single=ROOT, absent=ABSENT, after=after)
 
 
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:

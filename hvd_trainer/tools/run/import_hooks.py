@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from hvd_trainer.errors import UserError
 
@@ -40,6 +40,7 @@ class ImportHooks(MetaPathFinder):
 
     Args:
         aliases: the module to import for a name; submodules of the name are submodules of that module.
+        single: the same for a name alone, and not for its submodules.
         absent: the error for a name and its submodules.
         after: called with a module of this name when it has been executed, before its importer goes on.
     """
@@ -49,9 +50,10 @@ class ImportHooks(MetaPathFinder):
         *,
         aliases: Mapping[str, str],
         absent: Mapping[str, str],
+        single: Mapping[str, str] = MappingProxyType({}),
         after: Mapping[str, Callable[[ModuleType], None]],
     ) -> None:
-        self._aliases, self._absent, self._after = aliases, absent, after
+        self._aliases, self._single, self._absent, self._after = aliases, single, absent, after
         self._finding: set[str] = set()
 
     def install(self) -> None:
@@ -76,6 +78,8 @@ class ImportHooks(MetaPathFinder):
             if _is_in(fullname, name):
                 loader = AliasLoader(other + fullname.removeprefix(name))
                 return ModuleSpec(fullname, loader, is_package=True)
+        if fullname in self._single:
+            return ModuleSpec(fullname, AliasLoader(self._single[fullname]), is_package=True)
         hook = self._after.get(fullname)
         if hook is None or fullname in self._finding:
             return None

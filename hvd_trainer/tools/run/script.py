@@ -64,11 +64,12 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession) -> None:
 
 
 def _set_variables(engine: str) -> None:
-    """Give this process torchrun's rank variables, which scripts read, and its children the engine."""
+    """Set the rank variables of torchrun and horovodrun, which scripts read, and the engine for children."""
     world = detect(os.environ)
-    missing = {name: number for name, number in rank_variables("hand", world).items() if name not in os.environ}
+    numbers = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
+    missing = {name: number for name, number in numbers.items() if name not in os.environ}
     if missing:
-        # The variables of two launchers would contradict each other.
+        # By these alone, the process would look started by another launcher.
         os.environ[CHOICE] = world.launcher
         os.environ.update(missing)
     folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
