@@ -25,7 +25,7 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class RankSum(Protocol):
-    """What statistics of several ranks are made with: the collectives of an engine, or Horovod's API."""
+    """The collectives that batch norm needs, of an engine or of Horovod's API."""
 
     @property
     def world(self) -> World: ...

@@ -209,7 +209,7 @@ class _GradientReducer(_BackwardPasses):
         self._started.clear()
 
     def watch(self, optimizer: Optimizer) -> list[Tensor]:
-        """As in `_BackwardPasses`. A collective of the process set if a number of groups was given."""
+        """Count gradients as `_BackwardPasses` does. Collective if a number of groups was given."""
         added = super().watch(optimizer)
         for group in self._grouped(added):
             self._group_of.update(dict.fromkeys(group, group))
@@ -314,7 +314,7 @@ def _store(parameter: Tensor, reduced: Tensor) -> None:
 
 
 class _DistributedOptimizer(Optimizer):
-    """What `DistributedOptimizer` adds to the class of an optimizer.
+    """Mixin by which `DistributedOptimizer` extends the class of an optimizer.
 
     It takes over the attributes of that optimizer, its state and parameter groups among them, and shares them.
     """

@@ -1,4 +1,4 @@
-"""What `import horovod` finds where this package answers for it."""
+"""Stand in for the top-level package `horovod` in scripts that run on torch.distributed."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ MAX_IDLE_ROUNDS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What Horovod's environment variables say; the same on all ranks."""
+    """Settings from Horovod's environment variables, the same on all ranks."""
 
     fusion_bytes: int = 128 * 2**20
     cycle_s: float = 0.001

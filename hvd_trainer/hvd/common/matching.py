@@ -43,7 +43,7 @@ class Response:
 
     @property
     def signature(self) -> Signature:
-        """That of the first member that has one."""
+        """Signature of the first member that asked for the operation; members that have joined have none."""
         return next(signature for signature in self.signatures if signature is not None)
 
 
@@ -65,7 +65,7 @@ class _Pending:
 
 
 class Cached:
-    """What each member asked for in an operation that was executed before."""
+    """A response-cache entry: each member's signature of an operation that was executed before."""
 
     __slots__ = ("inline_bytes", "signatures")
 

@@ -108,5 +108,5 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What ranks match it by."""
+        """Name and number, by which ranks match the operation."""
         return self.signature.name, self.number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from hvd_trainer.hvd.common import basics
+from hvd_trainer.utils.environment import set_variables
 
 T = TypeVar("T")
 
@@ -44,17 +44,8 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables inside the block; those that are None stay as they are."""
-    variables = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with set_variables({name: value for name, value in kwargs.items() if value is not None}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:

@@ -1,4 +1,4 @@
-"""What a rank says in one round of a controller, as bytes.
+"""Encode and decode the message that each rank sends in one round of a controller.
 
 A row of fixed size goes to every member:
 

@@ -1,4 +1,4 @@
-"""What a script finds when it imports Horovod or torch.distributed, by the engine that it runs on.
+"""Replace what a script imports as Horovod or torch.distributed, according to its engine.
 
     script calls           on ddp                       on horovod
     horovod.torch          hvd_trainer.hvd              Horovod, started among the ranks of any launcher
