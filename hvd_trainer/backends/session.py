@@ -289,7 +289,7 @@ class Session:
             if isinstance(error, SystemExit) and cause.reported:
                 raise SystemExit(error.code or 1) from error
         elif isinstance(error, Exception | SystemExit):
-            if self.world.launcher != "run":
+            if not reporter.parent_reports:
                 wait_for_launcher(SILENT_GRACE_S if reporter.prints_tracebacks else TRACEBACK_GRACE_S)
             raise PeerError(
                 f"{self.world} stopped because rank {cause.rank} failed or ended: see what that said. "

@@ -32,11 +32,12 @@ class FailureReporter:
     Attributes:
         prints_tracebacks: include tracebacks of this process in its reports: `run_job` keeps Python from printing
             them.
+        parent_reports: leave reports to the parent process, as `hvd_trainer.run` does for its children.
         has_reported: True once a report on this job was printed, by this rank or another one.
     """
 
     def __init__(self) -> None:
-        self.prints_tracebacks = False
+        self.prints_tracebacks = self.parent_reports = False
         self.has_reported = False
 
     def start_job(self) -> None:

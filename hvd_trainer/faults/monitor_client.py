@@ -111,8 +111,7 @@ class MonitorClient(Monitor):
             folder=str(folder) if silent else "",
         )
         failure_report.save_stacks(folder, stacks, failure.text() if silent and self.world.rank == 1 else None)
-        # `hvd_trainer.run` reports how its children end.
-        reports = (self.world.rank == 1 or self._is_deputy()) and self.world.launcher != "run"
+        reports = (self.world.rank == 1 or self._is_deputy()) and not reporter.parent_reports
         if reports and not self.was_terminated_before(self._lost_at):
             reporter.report(failure.text())
         self.local_ranks.kill(neighbours)

@@ -159,8 +159,7 @@ class MonitorServer(Monitor):
             what=event.text,
             detail=event.detail,
         )
-        # `hvd_trainer.run` reports what its children raise, and how they end.
-        reports = self.world.launcher != "run"
+        reports = not reporter.parent_reports
         if reports:
             reporter.report(failure.text())
         exit_in_s = EXIT_GRACE_S if event.kind in ("raised", "left") else 0.2

@@ -16,6 +16,7 @@ import cloudpickle
 import torch.multiprocessing as multiprocessing
 
 from hvd_trainer.errors import LaunchError, PeerError
+from hvd_trainer.faults.failure_report import reporter
 from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
 from hvd_trainer.launch.launchers import LAUNCHERS
 from hvd_trainer.observe.log_handler import install_handler
@@ -86,6 +87,7 @@ def _run_rank(rank: int, size: int, endpoint: str, call: bytes, folder: str) -> 
     os.environ.update(rank_environment(rank, size, parse_endpoint(endpoint)))
     function, args, kwargs = pickle.loads(call)
     install_handler()
+    reporter.parent_reports = True
     try:
         result = function(*args, **kwargs)
     except PeerError:
