@@ -38,9 +38,9 @@ def reduce(tensor: Tensor, transport: Transport, group: Any) -> Tensor:
         partner = transport.member ^ distance
         received = torch.empty_like(tensor)
         sent = tensor.contiguous()
-        works = [group.send([sent], partner, distance), group.recv([received], partner, distance)]
-        for work in works:
-            transport.wait(work)
+        # Not by send and recv: Gloo breaks all connections when a wait for one of them times out.
+        sizes = [len(sent) if member == partner else 0 for member in range(transport.size)]
+        transport.wait(group.alltoall_base(received, sent, sizes, sizes), tensor.device)
         tensor = combine(sent, received) if transport.member < partner else combine(received, sent)
         distance *= 2
     return tensor

@@ -217,7 +217,7 @@ class Executor:
         if len(self._ranks) > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = GROUP_OPS[signature.op]
-            self._transport.wait(self._transport.group(device).allreduce([flat], options))
+            self._transport.wait(self._transport.group(device).allreduce([flat], options), device)
         _scale(flat, _factor_after(signature, len(self._ranks)))
         if len(parts) > 1:
             _scatter_buffer(flat, [part.output.view(-1) for part in parts])
@@ -256,7 +256,7 @@ class Executor:
         for chunk in self._chunks(parts) if len(self._ranks) > 1 else ():
             flats = [part.output for part in chunk]
             flat = flats[0] if len(flats) == 1 else self._gather_into_buffer(flats)
-            self._transport.wait(self._transport.group(device).broadcast([flat], options))
+            self._transport.wait(self._transport.group(device).broadcast([flat], options), device)
             if len(flats) > 1 and not is_root:
                 _scatter_buffer(flat, flats)
 
@@ -274,7 +274,7 @@ class Executor:
             sent, received = as_bytes(tensor), as_bytes(output)
             group = self._transport.group(device)
             if len(set(lengths)) == 1:
-                self._transport.wait(group._allgather_base(received, sent))
+                self._transport.wait(group._allgather_base(received, sent), device)
                 continue
             row_bytes = len(received) // sum(lengths)
             slices = received.split([length * row_bytes for length in lengths])
@@ -286,7 +286,7 @@ class Executor:
                     options.rootRank = member
                     works.append(group.broadcast([part], options))
             for work in works:
-                self._transport.wait(work)
+                self._transport.wait(work, device)
 
     def _all_to_all(self, jobs: Sequence[Job], device: torch.device) -> None:
         response, request = jobs[0]
@@ -314,7 +314,7 @@ class Executor:
         """Send consecutive parts of a flat tensor to the members, and receive theirs."""
         group = self._transport.group(device)
         work = group.alltoall_base(received, sent, [*received_sizes], [*sent_sizes])
-        self._transport.wait(work)
+        self._transport.wait(work, device)
 
     def _reduce_scatter(self, jobs: Sequence[Job], device: torch.device) -> None:
         response, request = jobs[0]

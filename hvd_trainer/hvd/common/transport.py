@@ -13,6 +13,7 @@ from torch import Tensor
 from hvd_trainer.backends import process_group
 from hvd_trainer.utils import accelerator
 
+CPU = torch.device("cpu")
 CHECK_S = 1.0
 """How often a waiting rank looks at what it waits for."""
 MAX_DIRECT_MEMBERS = 16
@@ -32,7 +33,7 @@ class Transport:
     def __init__(self, store: dist.Store, member: int, size: int, on_wait: Callable[[], None]) -> None:
         self.member, self.size = member, size
         self._store, self._on_wait = store, on_wait
-        self._gloo: Any = process_group.standalone_group(store, member, size, torch.device("cpu"))
+        self._gloo: Any = process_group.standalone_group(store, member, size, CPU)
         self._device_groups: dict[torch.device, Any] = {}
         self._rows = torch.empty(0, dtype=torch.uint8)
         self._sent = self._rows
@@ -47,22 +48,25 @@ class Transport:
             )
         return self._device_groups[device]
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, device: torch.device = CPU) -> None:
         """Wait until an exchange is done; on an accelerator, make the current stream wait for it.
 
         Raises:
             RuntimeError: a connection is broken.
         """
+        if not accelerator.is_host(device):
+            work.wait()
+            return
         while True:
             try:
                 work.wait(timedelta(seconds=CHECK_S))
             except RuntimeError:
-                # Not completed: only the time is up, and the exchange goes on.
-                if work.is_completed():
-                    raise
-                self._on_wait()
-            else:
-                return
+                if not work.is_completed():  # only the time is up, and the exchange goes on
+                    self._on_wait()
+                    continue
+                # It has failed, or it was done just after the time was up: what it came to is here.
+                work.wait()
+            return
 
     def exchange_rows(self, row: Tensor) -> Tensor:
         """Return the rows (uint8, same size) of all members, in memory that the next call overwrites."""
