@@ -89,6 +89,10 @@ TYPED_ELSEWHERE = {
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
     "-m hvd_trainer.mnist --global-batch-size 256": ("tests/test_elastic.py", '"--host-discovery-script"'),
+    **dict.fromkeys(
+        (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
+        ("tests/test_hvd_elastic.py", '"--max-restarts"'),
+    ),
     "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
         *("tests/test_imdb.py", "test_small_model_learns_the_real_reviews"),
     ),

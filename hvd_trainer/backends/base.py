@@ -9,7 +9,6 @@ Data parallelism only: models in parts are the subject of `hvd_trainer.parallel`
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.backends.reducer import Reducer
-from hvd_trainer.backends.session import Session
+from hvd_trainer.backends.session import LOST_RANK_ERRORS, Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
 from hvd_trainer.config.options import EngineOptions
@@ -40,11 +39,6 @@ from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-LOST_RANK_ERRORS = (UserError, RuntimeError, OSError)
-"""Raised where ranks meet or part and one is missing: by us, by the engines, at their time limits."""
-MAX_FAILED_WORLDS = 3
-"""How many worlds in a row may fail to come about before a rank gives up."""
 
 ReplicaGrouping = Callable[[Sequence[str]], list[list[int]]]
 """Returns the replica groups (lists of ranks that have the same parameters), given the node of each rank."""
@@ -232,16 +226,7 @@ class Backend(ABC):
             self._abandon(error)
             if not (in_exchange and self.session.failed_elsewhere):
                 return False
-        for attempt in itertools.count(1):
-            self.session.next_world()
-            try:
-                self.__enter__()
-            except LOST_RANK_ERRORS:
-                # Another rank may have failed on its way to the meeting.
-                if attempt == MAX_FAILED_WORLDS:
-                    raise
-            else:
-                break
+        self.session.rejoin(self.__enter__)
         return True
 
     def _load(self) -> None:  # noqa: B027  an engine may have nothing to import

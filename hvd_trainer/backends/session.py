@@ -8,11 +8,12 @@ A session knows no engine. `Backend` starts and stops its engine between these c
                         (the engine works)
     finish, or fail     tell the monitor how this rank ends; `fail` waits for the root cause
     close               end monitoring and undo what `connect` has set in this process
-    next_world          elastic mode: take this process's place in the next world, to connect again
+    rejoin              elastic mode: take this process's place in the next world, and begin again
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -54,6 +55,11 @@ TORCH_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_E
 monitor has found and printed the root cause."""
 SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Set to 1, it lets several ranks use one GPU, from NCCL 2.30 on."""
+
+LOST_RANK_ERRORS = (UserError, RuntimeError, OSError)
+"""Raised where ranks meet or part and one is missing: by us, by the engines, at their time limits."""
+MAX_FAILED_WORLDS = 3
+"""How many worlds in a row may fail to come about before a rank gives up."""
 
 
 class Session:
@@ -303,16 +309,27 @@ class Session:
             monitor.close()
         self._cleanup.close()
 
-    def next_world(self) -> None:
-        """Take this process's place in the next world: `connect` then meets the ranks of that.
+    def rejoin(self, start: Callable[[], object]) -> None:
+        """Take this process's place in the next world, and start among the ranks of that.
+
+        Args:
+            start: connects and starts the engine.
 
         Raises:
             DismissedError: there is no place for it.
             LaunchError: there is no next world.
         """
         assert self.driver is not None
-        self.world = self.driver.next_world()
-        shared_stores.reset_sessions()
+        for attempt in itertools.count(1):
+            self.world = self.driver.next_world()
+            shared_stores.reset_sessions()
+            try:
+                start()
+                return
+            except LOST_RANK_ERRORS:
+                # Another rank may have failed on its way to the meeting.
+                if attempt == MAX_FAILED_WORLDS:
+                    raise
 
 
 def _parent_identity() -> str:

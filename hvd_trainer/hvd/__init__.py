@@ -7,7 +7,7 @@ No Horovod and no compiler: CPU tensors travel by Gloo, GPU tensors by the GPU's
 
 from __future__ import annotations
 
-from hvd_trainer.hvd import mpi_ops
+from hvd_trainer.hvd import elastic, mpi_ops
 from hvd_trainer.hvd.compression import Compression
 from hvd_trainer.hvd.functions import (
     allgather_object,
@@ -27,5 +27,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     *mpi_ops.__all__,
 ]

@@ -87,8 +87,7 @@ class FileRegistry:
 
     def publish(self, endpoint: str) -> None:
         entry = {"endpoint": endpoint, "pid": os.getpid(), "start_time": start_time(os.getpid())}
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_folder()
+        open_private_folder(self._path.parent)
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
         with os.fdopen(handle, "w") as file:
             json.dump(entry, file)
@@ -97,7 +96,7 @@ class FileRegistry:
 
     def lookup(self) -> str | None:
         with suppress(FileNotFoundError):  # of the entry, or its process
-            self._check_folder()
+            _check_private(self._path.parent)
             entry = json.loads(read_regular(self._path, MAX_ENTRY_BYTES))
             if start_time(entry["pid"]) == entry["start_time"]:
                 return str(entry["endpoint"])
@@ -108,16 +107,6 @@ class FileRegistry:
         with suppress(OSError, ValueError):
             if json.loads(read_regular(self._path, MAX_ENTRY_BYTES))["pid"] == os.getpid():
                 self._path.unlink()
-
-    def _check_folder(self) -> None:
-        """Raise LaunchError unless this user alone can write to the folder, so that its files are this user's."""
-        folder = self._path.parent
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise LaunchError(
-                f"{folder} is not a folder for you alone: another user may have put it there. Type: ls -ld "
-                f"{folder}; and remove it, or set TMPDIR to a folder of yours on all ranks."
-            )
 
 
 class StoreRegistry:
@@ -153,6 +142,26 @@ def private_file(name: str) -> Path:
     """Return the path of a file in this user's own folder on this node."""
     safe = "".join(c if c.isalnum() else "_" for c in name)
     return Path(tempfile.gettempdir()) / f"hvd_trainer-{os.getuid()}" / safe
+
+
+def open_private_folder(folder: Path) -> None:
+    """Make a folder, unless it is there, and see that it is this user's alone.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+
+
+def _check_private(folder: Path) -> None:
+    """Raise LaunchError unless this user alone can write to a folder, so that its files are this user's."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LaunchError(
+            f"{folder} is not a folder for you alone: another user may have put it there. Type: ls -ld "
+            f"{folder}; and remove it, or set TMPDIR to a folder of yours on all ranks."
+        )
 
 
 def _job_key(world: World, environ: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import PeerError
+from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller, Settings
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.matching import Response
@@ -57,16 +58,21 @@ class Runtime:
     """One job, from `init` to `shutdown`.
 
     Args:
+        session: this rank's part in it, not yet connected.
         environ: `os.environ`.
         process_sets: ranks of each further process set.
+
+    Attributes:
+        commits: of elastic training, if the launcher starts ranks again; else None.
 
     Raises:
         LaunchError: the launcher's variables contradict each other, or the ranks could not meet.
     """
 
-    def __init__(self, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]) -> None:
-        self._session = Session(_engine_options(environ))
-        session = self._session
+    def __init__(
+        self, session: Session, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]
+    ) -> None:
+        self._session = session
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
@@ -76,6 +82,8 @@ class Runtime:
         try:
             session.connect()
             session.begin_monitoring(self._abort_exchanges)
+            agent = session.peers[session.world.rank].agent
+            self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
             self._settings = _agree(session.store, session.world, read_settings(environ), process_sets)
             self._controllers: dict[int, Controller | None] = {}
             self._set_ranks: dict[int, list[int]] = {}
@@ -99,6 +107,18 @@ class Runtime:
     def has_ended(self) -> bool:
         """Whether another rank has shut the job down, or an exchange has failed."""
         return self.controller(0).ended is not None
+
+    @property
+    def has_broken(self) -> bool:
+        """Whether an exchange has failed, as one with a lost rank does."""
+        members = [controller for controller in self._controllers.values() if controller is not None]
+        return any(its.ended is not None and not its.shut_down_by for its in members)
+
+    @property
+    def hosts_have_changed(self) -> bool:
+        """Whether horovodrun, in its elastic mode, has told this rank of other hosts."""
+        driver = self._session.driver
+        return driver is not None and driver.hosts_changed.is_set()
 
     @property
     def local_sizes(self) -> list[int]:
@@ -193,10 +213,29 @@ class Runtime:
         self._close()
         self._session.raise_root_cause(error)
 
+    def leave(self, error: BaseException) -> None:
+        """End without a rank that is lost, where the others may go on in another world.
+
+        Raises:
+            PeerError: there is no other world.
+            BaseException: the error, if this rank itself is to blame.
+        """
+        if self._session.driver is None:
+            self.fail(error)
+            raise error
+        self._session.fail(error)
+        self._close()
+        if not self._session.failed_elsewhere:
+            self._session.raise_root_cause(error)
+            raise error
+
     def shutdown(self) -> None:
         """End together with all other ranks; without them if an exchange has failed."""
         self._session.finish()
-        self.controller(0).shutdown()
+        controller = self.controller(0)
+        controller.shutdown()
+        if self.commits is not None and len(controller.shut_down_by) == self.world.size:
+            self.commits.remove()
         self._close()
 
     def _close(self) -> None:
@@ -295,6 +334,8 @@ class _State:
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        self.elastic: Session | None = None
+        """of a job whose ranks change: each `init` but the first begins in its next world"""
         self.is_registered = False
 
 
@@ -328,17 +369,29 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
     """Find the other ranks and start, unless that is done already; return whether it was still to be done.
 
     A collective.
+
+    Raises:
+        DismissedError: in an elastic job, there is no place for this process any more.
     """
     if _state.runtime is not None:
         if not _state.runtime.has_ended:
             return False
         shutdown()
-    _state.runtime = Runtime(os.environ, process_sets)
+    if _state.elastic is None:
+        session = Session(_engine_options(os.environ))
+        _start(session, process_sets)
+        _state.elastic = session if session.driver is not None else None
+    else:
+        _state.elastic.rejoin(functools.partial(_start, _state.elastic, process_sets))
     if not _state.is_registered:
         _state.is_registered = True
         atexit.register(shutdown)
         sys.excepthook = functools.partial(_fail, sys.excepthook)
     return True
+
+
+def _start(session: Session, process_sets: Sequence[Sequence[int]]) -> None:
+    _state.runtime = Runtime(session, os.environ, process_sets)
 
 
 def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseException, where: Any) -> None:
@@ -362,6 +415,27 @@ def fail(error: BaseException) -> None:
     failing, _state.runtime = _state.runtime, None
     if failing is not None:
         failing.fail(error)
+
+
+def leave(error: BaseException) -> None:
+    """Leave a job in which an exchange has failed, so that `init` begins another; nothing if none has.
+
+    Raises:
+        BaseException: as in `Runtime.leave`, if this process cannot go on.
+    """
+    if _state.runtime is not None and _state.runtime.has_broken:
+        leaving, _state.runtime = _state.runtime, None
+        leaving.leave(error)
+
+
+def commits() -> CommitFiles | None:
+    """Return the files with commits of elastic training; None if the launcher starts no rank again."""
+    return None if _state.runtime is None else _state.runtime.commits
+
+
+def hosts_have_changed() -> bool:
+    """Return whether horovodrun, in its elastic mode, has told this rank of other hosts."""
+    return _state.runtime is not None and _state.runtime.hosts_have_changed
 
 
 def shutdown() -> None:

@@ -73,6 +73,7 @@ class Controller:
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.
+        shut_down_by: the ranks that had come to a shutdown when that has ended operations.
         timeline: records operations; None: nothing does.
     """
 
@@ -89,6 +90,7 @@ class Controller:
         me = ranks.index(rank)
         self.ranks = ranks
         self.ended: str | None = None
+        self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
         self._settings, self._activity, self._change_sets = settings, activity, change_sets
         self._transport = Transport(store, me, len(ranks), self._check_wait)
@@ -331,6 +333,7 @@ class Controller:
         """Act on who has joined or shuts down."""
         shut = [self.ranks[member] for member, its in enumerate(flags) if its & wire.SHUTDOWN]
         if shut:
+            self.shut_down_by = shut
             self._end(SHUT_DOWN.format(who=f"rank {shut[0]}"))
 
     def _finish(self, request: Request | None, error: HorovodInternalError | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ gloo_built = basics.gloo_built
 nccl_built = basics.nccl_built
 ddl_built = basics.ddl_built
 ccl_built = basics.ccl_built
+
+_cache = functools.cache
+"""As the launcher of an installed Horovod has it from here."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
