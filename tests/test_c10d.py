@@ -48,76 +48,95 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 MOVED_DTYPES = (*DTYPES, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
 
 
-def check_collectives(group: dist.ProcessGroup | None, ranks: list[int]) -> None:
-    """Compare each collective with what it should give, among `ranks`."""
-    rank, size = dist.get_rank(group), len(ranks)
+def numbers(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor that tells ranks apart."""
+    return (torch.arange(6).view(2, 3) % 5 + number + 1).to(dtype)
 
-    def of(number: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Tensor:
-        return (torch.arange(6).view(2, 3) % 5 + number + 1).to(dtype).expand(*shape[:-2], 2, 3).clone()
 
-    everyone = [of(number) for number in range(size)]
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def check_all_reduce(group: dist.ProcessGroup | None, size: int) -> None:
+    rank, everyone = dist.get_rank(group), [numbers(number) for number in range(size)]
     for dtype in DTYPES:
-        stacked = torch.stack([of(number, torch.float64) for number in range(size)])
+        stacked = torch.stack([numbers(number, torch.float64) for number in range(size)])
         for op, expected in (
             (dist.ReduceOp.SUM, stacked.sum(0)),
             (dist.ReduceOp.MIN, stacked.amin(0)),
             (dist.ReduceOp.MAX, stacked.amax(0)),
             (dist.ReduceOp.PRODUCT, stacked.prod(0)),
         ):
-            mine = of(rank, dtype)
+            mine = numbers(rank, dtype)
             dist.all_reduce(mine, op=op, group=group)
             assert torch.equal(mine, expected.to(dtype)), (dtype, op)
     for op, expected in (
         (dist.ReduceOp.AVG, torch.stack(everyone).mean(0)),
         (dist._make_nccl_premul_sum(0.5), torch.stack(everyone).sum(0) / 2),
     ):
-        mine = of(rank)
+        mine = numbers(rank)
         dist.all_reduce(mine, op=op, group=group)
         torch.testing.assert_close(mine, expected)
-    bits = torch.tensor([1 << rank])
-    dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=group)
-    assert bits.item() == (1 << size) - 1
+    mask = torch.tensor([1 << rank])
+    dist.all_reduce(mask, op=dist.ReduceOp.BOR, group=group)
+    assert mask.item() == (1 << size) - 1
 
-    strided = of(rank).t()
+
+def check_all_reduce_of_shapes(group: dist.ProcessGroup | None, size: int) -> None:
+    rank, total = dist.get_rank(group), sum(numbers(number) for number in range(size))
+    strided = numbers(rank).t()
     dist.all_reduce(strided, group=group)
-    assert torch.equal(strided, sum(everyone).t())
-    several = [of(rank), of(rank) + 1]
+    assert torch.equal(strided, total.t())
+    several = [numbers(rank), numbers(rank) + 1]
     dist.all_reduce_coalesced(several, group=group)
-    assert torch.equal(several[1], sum(everyone) + size)
-    nothing = torch.empty(0)
-    dist.all_reduce(nothing, group=group)
+    assert torch.equal(several[1], total + size)
+    dist.all_reduce(torch.empty(0), group=group)
 
+
+def check_one_root(group: dist.ProcessGroup | None, size: int) -> None:
+    """Check the collectives in which one rank has, or gets, more than the others."""
+    rank, everyone = dist.get_rank(group), [numbers(number) for number in range(size)]
     for root in range(size):
-        mine = of(rank)
+        mine = numbers(rank)
         dist.reduce(mine, group_dst=root, group=group)
-        assert torch.equal(mine, sum(everyone) if rank == root else of(rank))
-        parts = [torch.zeros(2, 3) for _ in ranks] if rank == root else None
-        dist.gather(of(rank), parts, group_dst=root, group=group)
+        assert torch.equal(mine, sum(everyone) if rank == root else numbers(rank))
+        parts = [torch.zeros(2, 3) for _ in everyone] if rank == root else None
+        dist.gather(numbers(rank), parts, group_dst=root, group=group)
         assert rank != root or all(map(torch.equal, parts, everyone))
         mine = torch.zeros(2, 3)
         dist.scatter(mine, everyone if rank == root else None, group_src=root, group=group)
-        assert torch.equal(mine, of(rank))
+        assert torch.equal(mine, numbers(rank))
 
+
+def check_moves(group: dist.ProcessGroup | None, size: int) -> None:
+    """Check the collectives that only move elements, for all types."""
+    rank = dist.get_rank(group)
     for dtype in MOVED_DTYPES:
-        mine = of(rank, dtype)
+        mine = numbers(rank, dtype)
         dist.broadcast(mine, group_src=size - 1, group=group)
-        assert torch.equal(mine.view(torch.uint8), of(size - 1, dtype).view(torch.uint8)), dtype
-        parts = [torch.zeros(2, 3, dtype=dtype) for _ in ranks]
-        dist.all_gather(parts, of(rank, dtype), group=group)
+        assert torch.equal(bits(mine), bits(numbers(size - 1, dtype))), dtype
+        parts = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+        dist.all_gather(parts, numbers(rank, dtype), group=group)
         for number, part in enumerate(parts):
-            assert torch.equal(part.view(torch.uint8), of(number, dtype).view(torch.uint8)), dtype
+            assert torch.equal(bits(part), bits(numbers(number, dtype))), dtype
         whole = torch.zeros(2 * size, 3, dtype=dtype)
-        dist.all_gather_into_tensor(whole, of(rank, dtype), group=group)
-        assert torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)), dtype
+        dist.all_gather_into_tensor(whole, numbers(rank, dtype), group=group)
+        assert torch.equal(bits(whole), bits(torch.cat(parts))), dtype
         received = torch.zeros(size, 3, dtype=dtype)
-        sent = torch.stack([of(10 * rank + number, dtype)[0] for number in range(size)])
+        sent = torch.stack([numbers(10 * rank + number, dtype)[0] for number in range(size)])
         dist.all_to_all_single(received, sent, group=group)
-        expected = torch.stack([of(10 * number + rank, dtype)[0] for number in range(size)])
-        assert torch.equal(received.view(torch.uint8), expected.view(torch.uint8)), dtype
+        expected = torch.stack([numbers(10 * number + rank, dtype)[0] for number in range(size)])
+        assert torch.equal(bits(received), bits(expected)), dtype
 
-    pairs = [[torch.zeros(2, 3), torch.zeros(2, 3)] for _ in ranks]
-    dist.all_gather_coalesced(pairs, [of(rank), of(rank) + 1], group=group)
-    assert all(torch.equal(one, of(n)) and torch.equal(two, of(n) + 1) for n, (one, two) in enumerate(pairs))
+
+def check_lists(group: dist.ProcessGroup | None, size: int) -> None:
+    """Check all-gathers and all-to-alls of lists and of uneven parts."""
+    rank = dist.get_rank(group)
+    pairs = [[torch.zeros(2, 3), torch.zeros(2, 3)] for _ in range(size)]
+    dist.all_gather_coalesced(pairs, [numbers(rank), numbers(rank) + 1], group=group)
+    for number, (one, two) in enumerate(pairs):
+        assert torch.equal(one, numbers(number))
+        assert torch.equal(two, numbers(number) + 1)
     uneven = [torch.zeros(number + 1) for number in range(size)]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank)), group=group)
     assert [part.tolist() for part in uneven] == [[float(number)] * (number + 1) for number in range(size)]
@@ -131,15 +150,20 @@ def check_collectives(group: dist.ProcessGroup | None, ranks: list[int]) -> None
     dist.all_to_all(outputs, [torch.full((count,), float(rank)) for count in sizes], group=group)
     assert torch.equal(torch.cat(outputs), expected[:, 0])
 
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
-        kept, parts = torch.zeros(2, 3), [of(rank) * (number + 1) for number in range(size)]
-        total = {dist.ReduceOp.SUM: sum(everyone), dist.ReduceOp.MAX: everyone[-1]}.get(op, sum(everyone) / size)
-        dist.reduce_scatter(kept, parts, op=op, group=group)
-        torch.testing.assert_close(kept, total * (rank + 1))
-        kept = torch.zeros(2, 3)
-        dist.reduce_scatter_tensor(kept, torch.cat(parts), op=op, group=group)
-        torch.testing.assert_close(kept, total * (rank + 1))
 
+def check_reduce_scatter(group: dist.ProcessGroup | None, size: int) -> None:
+    rank, everyone = dist.get_rank(group), [numbers(number) for number in range(size)]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        parts = [numbers(rank) * (number + 1) for number in range(size)]
+        total = {dist.ReduceOp.SUM: sum(everyone), dist.ReduceOp.MAX: everyone[-1]}.get(op, sum(everyone) / size)
+        for scatter, sent in ((dist.reduce_scatter, parts), (dist.reduce_scatter_tensor, torch.cat(parts))):
+            kept = torch.zeros(2, 3)
+            scatter(kept, sent, op=op, group=group)
+            torch.testing.assert_close(kept, total * (rank + 1))
+
+
+def check_objects(group: dist.ProcessGroup | None, size: int) -> None:
+    rank = dist.get_rank(group)
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * 10 * rank}, group=group)
     assert objects == [{"rank": number, "text": "x" * 10 * number} for number in range(size)]
@@ -151,20 +175,46 @@ def check_collectives(group: dist.ProcessGroup | None, ranks: list[int]) -> None
     mine = [None]
     dist.scatter_object_list(mine, [f"to {number}" for number in range(size)], group_src=0, group=group)
     assert mine == [f"to {rank}"]
+
+
+def check_send(group: dist.ProcessGroup | None, size: int) -> None:
+    """Check what goes by Gloo, to and from each rank of a ring at once."""
+    rank = dist.get_rank(group)
+    if size == 1:
+        return
+    passed = torch.zeros(2)
+    works = [
+        dist.isend(torch.full((2,), float(rank)), group_dst=(rank + 1) % size, group=group),
+        dist.irecv(passed, group_src=(rank - 1) % size, group=group),
+    ]
+    for work in works:
+        work.wait()
+    assert passed.tolist() == [float((rank - 1) % size)] * 2
+
+
+CHECKS = (
+    check_all_reduce,
+    check_all_reduce_of_shapes,
+    check_one_root,
+    check_moves,
+    check_lists,
+    check_reduce_scatter,
+    check_objects,
+    check_send,
+)
+
+
+def check_collectives(group: dist.ProcessGroup | None, size: int) -> None:
+    """Compare each collective of a group with what it should give."""
+    for check in CHECKS:
+        check(group, size)
     dist.barrier(group=group)
-    if size > 1:  # by Gloo
-        passed = torch.zeros(1)
-        if rank == 0:
-            dist.send(torch.ones(1), group_dst=1, group=group)
-        elif rank == 1:
-            dist.recv(passed, group_src=0, group=group)
-            assert passed.item() == 1
 
 
 def collectives() -> tuple[int, Any]:
     with job() as (rank, size):
         assert (dist.get_backend(), os.environ.get("HOROVOD_RANK")) == ("horovod", None)
-        check_collectives(None, list(range(size)))
+        check_collectives(None, size)
         return rank, None
 
 
@@ -178,14 +228,14 @@ def groups() -> tuple[int, Any]:
         made = [(ranks, dist.new_group(ranks)) for ranks in lists]
         for ranks, group in made:
             if rank in ranks:
-                check_collectives(group, ranks)
+                check_collectives(group, len(ranks))
         # At once in two groups that share ranks.
         works = [
             dist.all_reduce(torch.ones(5), group=group, async_op=True) for ranks, group in made if rank in ranks
         ]
         assert all(work.wait() for work in works)
         if rank in (1, 3):
-            check_collectives(dist.new_group([1, 3], use_local_synchronization=True), [1, 3])
+            check_collectives(dist.new_group([1, 3], use_local_synchronization=True), 2)
         dist.destroy_process_group(made[0][1])
         dist.barrier()
         return rank, None
@@ -225,7 +275,7 @@ def test_a_process_may_start_it_again(launcher: str) -> None:
 
 def spawned(rank: int, size: int, file: str) -> None:
     with job(init_method=f"file://{file}", rank=rank, world_size=size):
-        check_collectives(None, list(range(size)))
+        check_collectives(None, size)
 
 
 def test_ranks_that_are_spawned_find_each_other_by_a_file(tmp_path: Path) -> None:
