@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hvd_trainer import hvd
-from hvd_trainer.hvd.common import transport
+from hvd_trainer.hvd.common import mesh, transport
 
 CHECKS: dict[str, Callable[[], None]] = {}
 ALL_DTYPES = (
@@ -769,10 +769,10 @@ def one_rank_shuts_down() -> tuple[int, str]:
 
 def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
     """Wait in steps as short as an exchange takes: many of them are done just after a step has timed out."""
-    transport.CHECK_S = 0.001
+    mesh.CHECK_S = transport.CHECK_S = 0.001
     hvd.init()
     for turn in range(600):
         if hvd.rank() == 1:
             time.sleep(0.001 * (1 + turn % 2) + 1e-6 * turn)
-        hvd.allreduce(torch.ones(1), name="late")
+        hvd.allreduce(torch.ones(1 if turn % 4 < 2 else 1000), name=f"late {turn % 4}")
     return hvd.rank(), turn

@@ -209,7 +209,7 @@ def test_rank_that_stays_at_one_place_is_reported_with_its_stack(script: Path) -
     result = run("--np", 2, "--timeout-s", 4, "--", script, "hang", check=False)
     assert result.returncode == 1
     assert "failure: rank 1 of 2 on " in result.stderr
-    assert "has not got on for 4 s" in result.stderr
+    assert re.search(r"has not got on for \d+ s", result.stderr)
     assert "time.sleep(600)" in result.stderr
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 from contextlib import suppress
 
 import msgspec
 
 from hvd_trainer.faults.messages import Message
+from hvd_trainer.utils.network import close_in_children
 
 MAX_HELLO_BYTES = 1 << 12
 """Of the first message, which has the token."""
 MAX_MESSAGE_BYTES = 1 << 24
 """Of a message of a rank, which may have its stacks."""
 _decoder = msgspec.json.Decoder(Message)
-_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
@@ -31,7 +29,7 @@ class Channel:
         self._socket = connection
         self.max_bytes = max_bytes
         self._unread = b""
-        _open_channels.add(self)
+        close_in_children(connection)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -56,12 +54,3 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _close_in_child() -> None:
-    """Close inherited channels in a forked process: an open copy would hide the death of its parent's end."""
-    for channel in list(_open_channels):
-        channel.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

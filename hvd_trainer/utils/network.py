@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import weakref
 from contextlib import suppress
 
 import psutil
@@ -119,6 +120,22 @@ def interface_name(address: str) -> str | None:
         if any(entry.address == address for entry in addresses):
             return str(name)
     return None
+
+
+_of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(connection: socket.socket) -> None:
+    """Close a connection in processes forked from now on: a copy there would hide the death of this process."""
+    _of_this_process.add(connection)
+
+
+def _close_all() -> None:
+    for connection in list(_of_this_process):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def shut_down_connections(address: str) -> int:

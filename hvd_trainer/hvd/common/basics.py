@@ -171,6 +171,7 @@ class Runtime:
                 rank=self.world.rank,
                 settings=self._settings,
                 activity=self._session.activity,
+                address=self._session.address,
                 change_sets=self._change_sets,
             )
         return set_id

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor, Job
 from hvd_trainer.hvd.common.matching import Matcher, Response
+from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.hvd.common.request import ADD_SET, MAX_NUMBER, NUMBER_BITS, REMOVE_SET, Request
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
@@ -69,6 +69,7 @@ class Controller:
         rank: global rank of this process.
         settings: the same on all ranks.
         activity: tells the monitor when this rank waits for others.
+        address: of this host, at which the other members can connect.
         change_sets: carries out a request to add or remove a process set, on all members at once.
 
     Attributes:
@@ -85,6 +86,7 @@ class Controller:
         rank: int,
         settings: Settings,
         activity: Activity,
+        address: str,
         change_sets: Callable[[Response], object],
     ) -> None:
         me = ranks.index(rank)
@@ -93,13 +95,10 @@ class Controller:
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
         self._settings, self._activity, self._change_sets = settings, activity, change_sets
-        self._transport = Transport(store, me, len(ranks), self._check_wait)
-        self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
         self._matcher = Matcher(ranks, me, settings.cache_capacity)
         self._stall = StallInspector(
             store, ranks, rank, check_s=settings.stall_check_s, shutdown_s=settings.stall_shutdown_s
         )
-        self._writer = wire.RowWriter()
         self._state = threading.Condition()
         self._queue: list[Request] = []
         """submitted, and not yet told the others"""
@@ -116,6 +115,10 @@ class Controller:
         self._last_joined = -1
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
+        # Last: `_check_wait` is called while the members connect.
+        self._mesh = Mesh(store, me, len(ranks), address=address, on_wait=self._check_wait)
+        self._transport = Transport(store, me, len(ranks), self._check_wait)
+        self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
 
     # Called by the user's threads.
 
@@ -178,13 +181,18 @@ class Controller:
             self._flags |= wire.SHUTDOWN
         self._drive_until(lambda: self.ended is not None)
         self._stop_thread()
+        self._mesh.close()
         self._transport.close()
 
     def abort(self, reason: str) -> None:
         """End all operations, also those under way, without the other members."""
         self._end(reason)
-        self._transport.abort()
+        self._break_connections()
         self._stop_thread()
+
+    def _break_connections(self) -> None:
+        self._mesh.abort()
+        self._transport.abort()
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -246,7 +254,7 @@ class Controller:
             self._round()
         except BaseException as error:
             self._end(f"An exchange with the other ranks failed: {error}", error)
-            self._transport.abort()  # the others must not wait for this rank
+            self._break_connections()  # the others must not wait for this rank
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -268,53 +276,47 @@ class Controller:
 
     def _round(self) -> None:
         with self._state:
-            queue = self._queue
-            extension, num_sent = self._writer.write(queue, self._matcher, self._flags)
-            del queue[:num_sent]
+            requests = self._queue[: wire.MAX_REQUESTS]
+            message = wire.write(requests, self._matcher, self._flags)
+            del self._queue[: len(requests)]
         self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
         if self.timeline is not None:
             self.timeline.add_cycle()
         with self._activity.waiting():
-            rows = self._transport.exchange_rows(self._writer.row)
-            flags = self._read(rows, extension)
+            messages = self._mesh.exchange(message)
+        flags = [wire.read(member, its, self._matcher) for member, its in enumerate(messages)]
+        if any(flags):
+            self._note_joined([member for member, its in enumerate(flags) if its & wire.JOINED])
         if self._idle_rounds == MAX_IDLE_ROUNDS:
             self._matcher.refuse_conflicts()
-        jobs, responses = [], self._matcher.take_responses()
+        responses = self._matcher.take_responses()
+        jobs: list[Job] = []
+        done: list[Request] = []
+        began = time.monotonic()
         for response in responses:
             request = self._open.get(response.key)
             if response.error is not None:
                 self._finish(request, HorovodInternalError(response.error))
-            elif response.signature.kind in (ADD_SET, REMOVE_SET):
+                continue
+            if response.signature.kind in (ADD_SET, REMOVE_SET):
                 assert request is not None
                 request.result = self._change_sets(response)
-                self._finish(request)
+            elif response.payloads:
+                assert request is not None
+                self._executor.compute(response, request)
             else:
                 jobs.append(Job(response, request))
+            if request is not None:
+                done.append(request)
         if jobs:
-            began = time.monotonic()
             with self._activity.waiting():
                 self._executor.run(jobs)
-            if self.timeline is not None:
-                self.timeline.add_operations([job.request for job in jobs if job.request is not None], began)
-            for job in jobs:
-                self._finish(job.request)
+        if self.timeline is not None:
+            self.timeline.add_operations(done, began)
+        for request in done:
+            self._finish(request)
         self._idle_rounds = 0 if responses else self._idle_rounds + 1
         self._end_round(flags)
-
-    def _read(self, rows: Tensor, extension: bytes) -> list[int]:
-        """Give all members' requests to the matcher; return the members' flags."""
-        flags, sizes = [], []
-        for member, row in enumerate(rows.numpy()):
-            row_flags, size = wire.read_row(member, rows, row.data, self._matcher)
-            flags.append(row_flags)
-            sizes.append(size)
-        if any(sizes):
-            for member, received in enumerate(self._transport.exchange_bytes(extension, sizes)):
-                if received:
-                    wire.read_extension(member, received, self._matcher)
-        if any(flags):
-            self._note_joined([member for member, its in enumerate(flags) if its & wire.JOINED])
-        return flags
 
     def _note_joined(self, members: Sequence[int]) -> None:
         """Note who has joined; if all have, end their `join`."""
@@ -337,7 +339,7 @@ class Controller:
             self._end(SHUT_DOWN.format(who=f"rank {shut[0]}"))
 
     def _finish(self, request: Request | None, error: HorovodInternalError | None = None) -> None:
-        if request is None:
+        if request is None:  # this rank has joined
             return
         with self._state:
             del self._open[request.key]

@@ -89,9 +89,6 @@ class Executor:
         """
         fused: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
-            if job.response.payloads:
-                self._reduce_inline(job)
-                continue
             signature = job.response.signature
             if signature.kind == ALLREDUCE and signature.op != ADASUM:
                 key: tuple[Any, ...] = (ALLREDUCE, signature.device, signature.op, *_factors(signature))
@@ -140,13 +137,11 @@ class Executor:
 
     # Tensors that came with the requests.
 
-    def _reduce_inline(self, job: Job) -> None:
-        """Compute the result on this rank: all members' tensors are here."""
-        signature, request = job.response.signature, job.request
-        if request is None:
-            return
+    def compute(self, response: Response, request: Request) -> None:
+        """Compute a result on this rank, from all members' tensors in the response."""
+        signature = response.signature
         dtype = DTYPES[signature.dtypes[0]]
-        rows = [payload.view(dtype) for payload in job.response.payloads if payload is not None]
+        rows = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in response.payloads]
         if signature.kind == ALLREDUCE:
             result = _combine(rows, signature)
             _scale(result, _factor_after(signature, len(self._ranks)))
@@ -154,7 +149,7 @@ class Executor:
             result = rows[self._ranks.index(signature.root)]
         else:
             result = torch.cat(rows)
-            lengths = [its.shapes[0][0] for its in job.response.signatures if its is not None]
+            lengths = [its.shapes[0][0] for its in response.signatures if its is not None]
             request.outputs = [result.view(sum(lengths), *signature.shapes[0][1:])]
             request.result = [lengths]
             return
@@ -367,12 +362,10 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _combine(rows: Sequence[Tensor], signature: Signature, scaled: bool = False) -> Tensor:
-    """Return the rows combined in the members' order; 16-bit numbers are added up in fp32."""
+    """Return the rows, which may be overwritten, combined in the members' order; 16-bit numbers in fp32."""
     dtype = rows[0].dtype
     if dtype in (torch.float16, torch.bfloat16):
         rows = [row.float() for row in rows]
-    else:
-        rows = [rows[0].clone(), *rows[1:]]
     if not scaled and signature.prescale != 1.0:
         for row in rows:
             _scale(row, signature.prescale)

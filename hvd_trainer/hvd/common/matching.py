@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from hvd_trainer.hvd.common.request import (
     ALLGATHER,
     ALLREDUCE,
@@ -35,8 +33,8 @@ class Response:
     key: tuple[str, int]
     signatures: Sequence[Signature | None]
     """of each member; None for one that has joined"""
-    payloads: Sequence[Tensor | None] = ()
-    """the members' tensors as bytes, if all of them came with the requests"""
+    payloads: Sequence[bytes] = ()
+    """the members' tensors, if all of them came with the requests"""
     error: str | None = None
     cached_id: int = -1
     """the cache entry by which all members have asked for it; -1: there is none"""
@@ -55,13 +53,13 @@ class _Pending:
     signatures: list[Signature | None] = field(init=False)
     ids: list[int] = field(init=False)
     """cache entry by which each member has asked; -1: in full"""
-    payloads: list[Tensor | None] = field(init=False)
+    payloads: list[bytes] = field(init=False)
     num_posted: int = 0
 
     def __post_init__(self) -> None:
         self.signatures = [None] * self.size
         self.ids = [-1] * self.size
-        self.payloads = [None] * self.size
+        self.payloads = [b""] * self.size
 
 
 class Cached:
@@ -106,15 +104,19 @@ class Matcher:
         """Return a cache entry."""
         return self._cache[id_]
 
-    def add_cached(self, member: int, id_: int, number: int, payload: Tensor | None) -> None:
+    def own_inline_bytes(self, id_: int) -> int:
+        """Return how many bytes of this rank's tensor travel with a request by a cache entry's id."""
+        return self._cache[id_].inline_bytes[self._me]
+
+    def add_cached(self, member: int, id_: int, number: int, payload: bytes) -> None:
         """Note that a member asks for what it has asked for before."""
         self._add(member, self._cache[id_].signatures[member], number, id_, payload)
 
     def add(self, member: int, signature: Signature, number: int) -> None:
         """Note that a member asks for an operation."""
-        self._add(member, signature, number, -1, None)
+        self._add(member, signature, number, -1, b"")
 
-    def _add(self, member: int, signature: Signature, number: int, id_: int, payload: Tensor | None) -> None:
+    def _add(self, member: int, signature: Signature, number: int, id_: int, payload: bytes) -> None:
         key = signature.name, number
         entry = self.pending.get(key)
         if entry is None:
@@ -139,7 +141,7 @@ class Matcher:
         ):
             return
         del self.pending[key]
-        payloads = entry.payloads if all(p is not None for p in entry.payloads) else ()
+        payloads = entry.payloads if all(entry.payloads) else ()
         response = Response(key=key, signatures=entry.signatures, payloads=payloads)
         id_ = entry.ids[0]
         if id_ >= 0 and all(other == id_ for other in entry.ids):

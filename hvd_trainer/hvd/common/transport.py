@@ -1,27 +1,23 @@
-"""The connections of one process set: Gloo for rows and CPU tensors, the accelerator's library for its tensors."""
+"""The exchanges of tensors in one process set: by Gloo on a CPU, by the accelerator's library on one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hvd_trainer.backends import process_group
+from hvd_trainer.hvd.common.mesh import CHECK_S
 from hvd_trainer.utils import accelerator
 
 CPU = torch.device("cpu")
-CHECK_S = 1.0
-"""How often a waiting rank looks at what it waits for."""
-MAX_DIRECT_MEMBERS = 16
-"""Up to so many members rows are sent directly to each other: one hop, and as many messages as members."""
 
 
 class Transport:
-    """Moves bytes between the members of a process set; one thread at a time.
+    """Moves tensors between the members of a process set; one thread at a time.
 
     Args:
         store: of this process set alone.
@@ -35,8 +31,6 @@ class Transport:
         self._store, self._on_wait = store, on_wait
         self._gloo: Any = process_group.standalone_group(store, member, size, CPU)
         self._device_groups: dict[torch.device, Any] = {}
-        self._rows = torch.empty(0, dtype=torch.uint8)
-        self._sent = self._rows
 
     def group(self, device: torch.device) -> Any:
         """Return the group for tensors on a device. The first call for an accelerator is a collective."""
@@ -67,28 +61,6 @@ class Transport:
                 # It has failed, or it was done just after the time was up: what it came to is here.
                 work.wait()
             return
-
-    def exchange_rows(self, row: Tensor) -> Tensor:
-        """Return the rows (uint8, same size) of all members, in memory that the next call overwrites."""
-        if self._rows.numel() != self.size * len(row):
-            self._rows = torch.empty(self.size, len(row), dtype=torch.uint8)
-            self._sent = torch.empty_like(self._rows)
-        if self.size == 1:
-            self._rows[0] = row
-        elif self.size <= MAX_DIRECT_MEMBERS:
-            self._sent.copy_(row.expand_as(self._sent))
-            self.wait(self._gloo.alltoall_base(self._rows, self._sent, [], []))
-        else:
-            self.wait(self._gloo._allgather_base(self._rows.view(-1), row))
-        return self._rows
-
-    def exchange_bytes(self, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Return the byte strings of all members, whose sizes are known."""
-        longest = max(sizes)
-        sent = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-        received = torch.empty(self.size, longest, dtype=torch.uint8)
-        self.wait(self._gloo._allgather_base(received.view(-1), sent))
-        return [row[:size].numpy().tobytes() for row, size in zip(received, sizes, strict=True)]
 
     def abort(self) -> None:
         """Break the connections, so that a thread that waits for another rank gets an error."""

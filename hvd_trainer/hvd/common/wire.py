@@ -1,18 +1,16 @@
 """Encode and decode the message that each rank sends in one round of a controller.
 
-A row of fixed size goes to every member:
-
-    flags, number of cached requests, size of the extension       2 + 2 + 4 bytes
-    per cached request: id, number                                4 + 4 bytes
-                        its tensor, if it is small                padded to 8 bytes
-
-Requests that are not in the cache are described in the extension. It has an exchange of its own, when a row
-announces one.
+flags, number of cached requests                    2 + 2 bytes
+per cached request: id, number                      4 + 4 bytes
+                    its tensor, if it is small
+requests that are not in the cache, in full         MessagePack, only if there are some
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -21,17 +19,13 @@ from torch import Tensor
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import Request, Signature
 
-ROW_BYTES = 1024
-HEADER = struct.Struct("<HHI")
+HEADER = struct.Struct("<HH")
 ENTRY = struct.Struct("<II")
+MAX_REQUESTS = 1 << 10
+"""In one message; further ones have to wait for the next round."""
 JOINED, SHUTDOWN = 1, 2
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[Signature, int]]).decode
-
-
-def padded(num_bytes: int) -> int:
-    """Return the size rounded up so that any type can be read behind it."""
-    return -(-num_bytes // 8) * 8
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -42,64 +36,38 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-class RowWriter:
-    """Writes this rank's row, again and again into the same memory."""
-
-    def __init__(self) -> None:
-        self.row = torch.zeros(ROW_BYTES, dtype=torch.uint8)
-        self._memory = memoryview(self.row.numpy().data)
-
-    def write(self, requests: list[Request], matcher: Matcher, flags: int) -> tuple[bytes, int]:
-        """Write as many requests as fit.
-
-        Returns:
-            The extension, and the number of requests that were written: the first ones.
-        """
-        in_full: list[tuple[Signature, int]] = []
-        offset, num_cached, num_written = HEADER.size, 0, 0
-        for request in requests:
-            id_ = matcher.cached_id(request.signature)
-            if id_ is None:
-                in_full.append((request.signature, request.number))
-            else:
-                num_bytes = request.signature.inline_bytes
-                end = offset + ENTRY.size + padded(num_bytes)
-                if end > ROW_BYTES:
-                    break
-                ENTRY.pack_into(self._memory, offset, id_, request.number)
-                if num_bytes:
-                    begin = offset + ENTRY.size
-                    self.row[begin : begin + num_bytes] = as_bytes(request.tensors[0])
-                offset, num_cached = end, num_cached + 1
-            num_written += 1
-        extension = _encode(in_full) if in_full else b""
-        HEADER.pack_into(self._memory, 0, flags, num_cached, len(extension))
-        return extension, num_written
+def write(requests: Sequence[Request], matcher: Matcher, flags: int) -> bytes:
+    """Return this rank's message, which asks for at most `MAX_REQUESTS` operations."""
+    in_full: list[tuple[Signature, int]] = []
+    parts = [b""]
+    num_cached = 0
+    for request in requests:
+        id_ = matcher.cached_id(request.signature)
+        if id_ is None:
+            in_full.append((request.signature, request.number))
+            continue
+        num_cached += 1
+        parts.append(ENTRY.pack(id_, request.number))
+        num_bytes = matcher.own_inline_bytes(id_)
+        if num_bytes:
+            parts.append(ctypes.string_at(request.tensors[0].data_ptr(), num_bytes))
+    parts[0] = HEADER.pack(flags, num_cached)
+    if in_full:
+        parts.append(_encode(in_full))
+    return b"".join(parts)
 
 
-def read_row(member: int, rows: Tensor, memory: memoryview, matcher: Matcher) -> tuple[int, int]:
-    """Give the cached requests of a member's row to the matcher.
-
-    Args:
-        rows: (members, ROW_BYTES), which the next round overwrites.
-        memory: of this member's row.
-
-    Returns:
-        The row's flags, and the size of the extension.
-    """
-    flags, num_cached, extension_bytes = HEADER.unpack_from(memory)
+def read(member: int, message: bytes, matcher: Matcher) -> int:
+    """Give the requests of a member's message to the matcher; return its flags."""
+    flags, num_cached = HEADER.unpack_from(message)
     offset = HEADER.size
     for _ in range(num_cached):
-        id_, number = ENTRY.unpack_from(memory, offset)
+        id_, number = ENTRY.unpack_from(message, offset)
         offset += ENTRY.size
-        num_bytes = matcher.cached(id_).inline_bytes[member]
-        payload = rows[member, offset : offset + num_bytes].clone() if num_bytes else None
-        matcher.add_cached(member, id_, number, payload)
-        offset += padded(num_bytes)
-    return flags, extension_bytes
-
-
-def read_extension(member: int, extension: bytes, matcher: Matcher) -> None:
-    """Give the requests that a member has described in full to the matcher."""
-    for signature, number in _decode(extension):
-        matcher.add(member, signature, number)
+        end = offset + matcher.cached(id_).inline_bytes[member]
+        matcher.add_cached(member, id_, number, message[offset:end])
+        offset = end
+    if offset < len(message):
+        for signature, number in _decode(message[offset:]):
+            matcher.add(member, signature, number)
+    return int(flags)

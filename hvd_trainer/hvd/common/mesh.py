@@ -1,0 +1,145 @@
+"""Small messages between the members of a process set, over a TCP connection of each pair.
+
+The thread that waits for the messages sends and receives them itself. Gloo wakes a thread of its own on both
+sides, which takes ten times as long (350 us instead of 30 us for two ranks on one host).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from hvd_trainer.utils import network
+
+LENGTH = struct.Struct("<I")
+TOKEN_BYTES = 16
+HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
+"""First message of a connection: the token of the member that listens, and the index of the one that connects."""
+HELLO_TIMEOUT_S = 5.0
+CHECK_S = 1.0
+"""How often a waiting rank looks at what it waits for."""
+MAX_BUFFERED_BYTES = 1 << 15
+"""A message up to this size fits into a connection's buffers: sending it does not wait for the receiver."""
+
+
+class Mesh:
+    """Exchanges messages between the members; one thread at a time.
+
+    Args:
+        store: of this process set alone.
+        member: index of this process in it.
+        size: number of members.
+        address: of this host, at which the others can connect.
+        on_wait: called about every second while this rank waits; may raise to give up.
+    """
+
+    def __init__(
+        self, store: dist.Store, member: int, size: int, *, address: str, on_wait: Callable[[], None]
+    ) -> None:
+        self._member, self._size, self._on_wait = member, size, on_wait
+        with network.listen(address, 0) as listener:
+            token = secrets.token_bytes(TOKEN_BYTES)
+            store.set(f"mesh {member}", f"{address} {listener.getsockname()[1]} {token.hex()}")
+            connections = {other: _connect(store, other, member) for other in range(member)}
+            connections |= self._accept(listener, token)
+        # At the same time each sends to the member behind it and receives from the one before it, then to the next
+        # one behind that: large messages do not wait for each other in a circle.
+        distances = range(1, size)
+        self._connections = {other: connections[other] for other in ((member - d) % size for d in distances)}
+        """in the order in which this member receives; it sends in the opposite one"""
+
+    def _accept(self, listener: socket.socket, token: bytes) -> dict[int, socket.socket]:
+        """Return the connections of the members behind this one. Others, without the token, are closed."""
+        accepted: dict[int, socket.socket] = {}
+        listener.settimeout(CHECK_S)
+        while len(accepted) < self._size - 1 - self._member:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                self._on_wait()
+                continue
+            _prepare(connection, HELLO_TIMEOUT_S)
+            hello = b""
+            with suppress(OSError):
+                hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
+            if len(hello) == HELLO.size and hmac.compare_digest(hello[:TOKEN_BYTES], token):
+                _prepare(connection, CHECK_S)
+                accepted[HELLO.unpack(hello)[1]] = connection
+            else:
+                connection.close()
+        return accepted
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return the messages of all members, of any size.
+
+        Raises:
+            ConnectionError: a member is gone.
+        """
+        data = LENGTH.pack(len(message)) + message
+        sender: threading.Thread | None = None
+        if len(data) > MAX_BUFFERED_BYTES:
+            # Two members that both wait until the other one reads would wait for ever.
+            sender = threading.Thread(target=self._send, args=(data,), daemon=True)
+            sender.start()
+        else:
+            self._send(data)
+        messages = [message] * self._size
+        for other, connection in self._connections.items():
+            (size,) = LENGTH.unpack(self._read(connection, LENGTH.size))
+            messages[other] = self._read(connection, size)
+        if sender is not None:
+            sender.join()
+        return messages
+
+    def _send(self, data: bytes) -> None:
+        for connection in reversed(self._connections.values()):
+            with suppress(OSError):  # shows when this member's message is read
+                connection.sendall(data)
+
+    def _read(self, connection: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                part = connection.recv(size - len(data), socket.MSG_WAITALL)
+            except BlockingIOError:  # CHECK_S have passed
+                self._on_wait()
+                continue
+            if not part:
+                raise ConnectionError("another rank has closed its connection: it has ended, or was killed.")
+            data += part
+        return data
+
+    def abort(self) -> None:
+        """Break the connections, so that the threads that wait here and in other ranks get an error."""
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections. Nothing may be under way."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _connect(store: dist.Store, other: int, member: int) -> socket.socket:
+    address, port, token = store.get(f"mesh {other}").decode().split()
+    connection = socket.create_connection((address, int(port)))
+    _prepare(connection, CHECK_S)
+    connection.sendall(HELLO.pack(bytes.fromhex(token), member))
+    return connection
+
+
+def _prepare(connection: socket.socket, wait_s: float) -> None:
+    """Send at once, and let a read of nothing end after `wait_s`: a socket's own timeout costs a call per read."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds, rest = divmod(wait_s, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+    network.close_in_children(connection)
