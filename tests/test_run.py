@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import hvd_checks
 import pytest
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
 
+from hvd_trainer.tools.run import horovod_package
 from hvd_trainer.tools.run.import_hooks import ImportHooks
 
 TORCH_SCRIPT = """
@@ -154,6 +156,54 @@ def test_other_parts_of_an_installed_horovod_stay(tmp_path: Path) -> None:
         "print(horovod.__version__, hvd.__name__, in_thread.__module__)\n"
     )
     assert "0.28.1 hvd_trainer.hvd horovod.runner.util.threads" in run("--", script).stdout
+
+
+CALLER = """
+import sys
+import horovod
+
+def train(start, *, step):
+    import horovod.torch as hvd
+    hvd.init()
+    if "raise" in sys.argv or start < 0:
+        raise ValueError("planted")
+    return start + step * hvd.rank(), hvd.size(), hvd.__name__
+
+print(horovod.run(train, args=({start},), kwargs={{"step": 5}}, {words}))
+"""
+
+
+def call(folder: Path, words: str, start: int = 7) -> Result:
+    script = folder / "caller.py"
+    script.write_text(CALLER.format(words=words, start=start))
+    return run("--", script, check=False)
+
+
+def test_horovod_run_returns_the_results_in_rank_order(tmp_path: Path) -> None:
+    """The function's script has no `if __name__ == "__main__"`, as it needs none with Horovod."""
+    result = call(tmp_path, "np=2, hosts='localhost:2', start_timeout=60, verbose=1")
+    assert "[(7, 2, 'hvd_trainer.hvd'), (12, 2, 'hvd_trainer.hvd')]" in result.stdout, result.stderr
+
+
+@requires("horovod")
+def test_horovod_run_has_horovods_parameters() -> None:
+    import horovod
+
+    assert hvd_checks.parameters(horovod_package.run) == hvd_checks.parameters(horovod.run)
+
+
+def test_horovod_run_says_which_rank_failed(tmp_path: Path) -> None:
+    result = call(tmp_path, "num_proc=2", start=-1)
+    assert result.returncode == 2
+    assert "ValueError: planted" in result.stderr
+    assert "error: horovod.run: a rank has ended with exit code 1" in result.stderr
+
+
+def test_horovod_run_refuses_what_it_has_no_use_for(tmp_path: Path) -> None:
+    result = call(tmp_path, "np=2, hosts='node1:2', use_mpi=True")
+    assert result.returncode == 2
+    assert "no use for hosts='node1:2', use_mpi=True." in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_script_runs_alone_without_np(script: Path) -> None:

@@ -96,6 +96,12 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     return next((launcher for launcher in rows if launcher.evidence(environ)), None)
 
 
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables by which launchers tell processes their ranks."""
+    names = {CHOICE, *(name for launcher in LAUNCHERS for name in launcher.variables())}
+    return {name: value for name, value in environ.items() if name not in names}
+
+
 def read_number(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number in a variable.
 

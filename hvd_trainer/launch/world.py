@@ -171,9 +171,13 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 
 def set_world(environ: MutableMapping[str, str], **numbers: int) -> None:
-    """Set the launcher's variables to another place of this process, by the names in `Launcher`."""
-    launcher = find_launcher(environ)
-    environ.update({getattr(launcher, name): str(number) for name, number in numbers.items()})
+    """Set the launcher's variables to another place of this process, by the names in `Launcher`.
+
+    Those that scripts read beside them, too, if they were set.
+    """
+    for launcher in LAUNCHERS:
+        if launcher == find_launcher(environ) or (launcher.name == "hand" and launcher.evidence(environ)):
+            environ.update({getattr(launcher, name): str(number) for name, number in numbers.items()})
 
 
 def rank_variables(launcher: str, world: World) -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch.multiprocessing as multiprocessing
 from hvd_trainer.errors import LaunchError, PeerError
 from hvd_trainer.faults.failure_report import reporter
 from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
-from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
 from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
@@ -81,10 +81,9 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 def _run_rank(rank: int, size: int, endpoint: str, call: bytes, folder: str) -> None:
     """Set the rank variables of this new process, call the function, and write its result to a file."""
     # A notebook that itself runs under some launcher must not make its children part of that job.
-    for launcher in LAUNCHERS:
-        for name in launcher.variables():
-            os.environ.pop(name, None)
-    os.environ.update(rank_environment(rank, size, parse_endpoint(endpoint)))
+    own = without_ranks(os.environ) | rank_environment(rank, size, parse_endpoint(endpoint))
+    os.environ.clear()
+    os.environ.update(own)
     function, args, kwargs = pickle.loads(call)
     install_handler()
     reporter.parent_reports = True

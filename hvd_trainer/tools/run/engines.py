@@ -30,7 +30,7 @@ ALIASES = {
     "horovod.torch": "hvd_trainer.hvd",
     "horovod.common": "hvd_trainer.hvd.common",
 }
-ROOT = {"horovod": "hvd_trainer.hvd.root"}
+ROOT = {"horovod": "hvd_trainer.tools.run.horovod_package"}
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
     f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
