@@ -8,7 +8,7 @@ import hvd_checks
 import pytest
 from launchers import QUICKEST, each_launcher, launch, requires, run_ranks
 
-from hvd_trainer.hvd.common.basics import ignored_variables, read_settings
+from hvd_trainer.hvd.common.basics import ignored_variables, read_settings, set_log_level
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
 
@@ -97,6 +97,23 @@ def test_variables_are_read_or_named() -> None:
         read_settings({"HOROVOD_CYCLE_TIME": "fast"})
     environ = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_THREAD_AFFINITY": "0", "HOROVOD_CYCLE_TIME": "5"}
     assert ignored_variables(environ) == ["HOROVOD_AUTOTUNE=1"]
+
+
+@pytest.mark.parametrize(
+    ("level", "texts"), [("debug", (True, True)), ("INFO", (True, False)), ("error", (False, False))]
+)
+def test_log_level_is_horovods(level: str, texts: tuple[bool, bool], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom hvd_trainer import hvd\nhvd.init()\nhvd.allreduce(torch.ones(3), name='x')\n"
+    )
+    result = launch(QUICKEST, 2, [str(script)], env={"HOROVOD_LOG_LEVEL": level})
+    assert ("rank 1 of 2" in result.stderr, "allreduce.x: done" in result.stderr) == texts
+
+
+def test_log_level_must_be_one() -> None:
+    with pytest.raises(ValueError, match="HOROVOD_LOG_LEVEL=loud is none of trace, debug, info"):
+        set_log_level({"HOROVOD_LOG_LEVEL": "loud"})
 
 
 def test_cache_forgets_the_same_on_all_members() -> None:

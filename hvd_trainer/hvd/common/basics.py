@@ -35,6 +35,15 @@ DYNAMIC_TIMELINE = "DYNAMIC"
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
+LOG_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+"""Python's levels by the values of HOROVOD_LOG_LEVEL."""
 NO = ("", "0")
 """Values of Horovod's switches that leave them off."""
 WITHOUT_MEANING = (
@@ -73,6 +82,7 @@ class Runtime:
         self, session: Session, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]
     ) -> None:
         self._session = session
+        set_log_level(environ)
         warning = lone_process_warning(session.world, environ)
         if warning:
             logger.warning("%s", warning)
@@ -90,6 +100,7 @@ class Runtime:
             self._set_numbers = itertools.count()
             for ranks in (range(session.world.size), *process_sets):
                 self._open_set([*ranks])
+            logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self._settings)
             path = environ.get("HOROVOD_TIMELINE", "")
             if path and path != DYNAMIC_TIMELINE:
                 self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in NO)
@@ -172,6 +183,7 @@ class Runtime:
                 settings=self._settings,
                 activity=self._session.activity,
                 address=self._session.address,
+                prepare_nccl=self._session.prepare_nccl,
                 change_sets=self._change_sets,
             )
         return set_id
@@ -271,6 +283,23 @@ def _engine_options(environ: Mapping[str, str]) -> EngineOptions:
     default = EngineOptions(backend="ddp")
     timeout_s = _number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", default.startup_timeout_s)
     return replace(default, startup_timeout_s=timeout_s)
+
+
+def set_log_level(environ: Mapping[str, str]) -> None:
+    """Log from the level in HOROVOD_LOG_LEVEL on: to stderr, unless the program has set up logging itself.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    name = environ.get("HOROVOD_LOG_LEVEL", "")
+    if not name:
+        return
+    if name.lower() not in LOG_LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL={name} is none of {', '.join(LOG_LEVELS)}.")
+    package = logging.getLogger("hvd_trainer.hvd")
+    package.setLevel(LOG_LEVELS[name.lower()])
+    if not package.hasHandlers():
+        logging.basicConfig(format="[%(asctime)s %(levelname)s] %(message)s")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -13,6 +13,7 @@ Small tensors travel with the rows. Then one round is all that an allreduce need
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from hvd_trainer.hvd.common.request import ADD_SET, MAX_NUMBER, NUMBER_BITS, REM
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 DUPLICATE_NAME = (
     "An operation with the name {name} is under way on this rank already. Wait for it first, or use another name."
@@ -70,6 +73,7 @@ class Controller:
         settings: the same on all ranks.
         activity: tells the monitor when this rank waits for others.
         address: of this host, at which the other members can connect.
+        prepare_nccl: as for `Transport`.
         change_sets: carries out a request to add or remove a process set, on all members at once.
 
     Attributes:
@@ -87,6 +91,7 @@ class Controller:
         settings: Settings,
         activity: Activity,
         address: str,
+        prepare_nccl: Callable[[], None],
         change_sets: Callable[[Response], object],
     ) -> None:
         me = ranks.index(rank)
@@ -117,7 +122,7 @@ class Controller:
         self._thread: threading.Thread | None = None
         # Last: `_check_wait` is called while the members connect.
         self._mesh = Mesh(store, me, len(ranks), address=address, on_wait=self._check_wait)
-        self._transport = Transport(store, me, len(ranks), self._check_wait)
+        self._transport = Transport(store, me, len(ranks), on_wait=self._check_wait, prepare_nccl=prepare_nccl)
         self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
 
     # Called by the user's threads.
@@ -311,6 +316,9 @@ class Controller:
         if jobs:
             with self._activity.waiting():
                 self._executor.run(jobs)
+        if responses and logger.isEnabledFor(logging.DEBUG):
+            names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)
+            logger.debug("round %d: %s", self._num_rounds, ", ".join(names))
         if self.timeline is not None:
             self.timeline.add_operations(done, began)
         for request in done:

@@ -24,11 +24,20 @@ class Transport:
         member: index of this process in it.
         size: number of members.
         on_wait: called about every second while this rank waits; may raise to give up.
+        prepare_nccl: called before a group of an accelerator's library is made; may raise to refuse it.
     """
 
-    def __init__(self, store: dist.Store, member: int, size: int, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        member: int,
+        size: int,
+        *,
+        on_wait: Callable[[], None],
+        prepare_nccl: Callable[[], None],
+    ) -> None:
         self.member, self.size = member, size
-        self._store, self._on_wait = store, on_wait
+        self._store, self._on_wait, self._prepare_nccl = store, on_wait, prepare_nccl
         self._gloo: Any = process_group.standalone_group(store, member, size, CPU)
         self._device_groups: dict[torch.device, Any] = {}
 
@@ -37,6 +46,7 @@ class Transport:
         if accelerator.is_host(device):
             return self._gloo
         if device not in self._device_groups:
+            self._prepare_nccl()
             self._device_groups[device] = process_group.standalone_group(
                 dist.PrefixStore("device", self._store), self.member, self.size, device
             )
