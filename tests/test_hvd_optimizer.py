@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launchers import QUICKEST, requires, run_ranks
+from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
 from hvd_trainer import hvd
+from hvd_trainer.hvd.common import basics
 
 OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
 STEPS = 4
@@ -377,6 +380,140 @@ def check_adasum() -> None:
         optimizer.skip_synchronize()
 
 
+def mean_steps(model: nn.Module, optimizer: Any, count: int, divisor: float = 2.0) -> None:
+    """Take steps of which each must give the mean gradient, of ranks' numbers from 1."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad[0].tolist() == pytest.approx([sum(range(1, hvd.size() + 1)) / divisor] * 2)
+
+
+def num_rounds() -> int:
+    return basics.controller(0)._num_rounds
+
+
+def check_known_step_asks_nobody() -> None:
+    """Also after a parameter group was added."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    before = num_rounds()
+    mean_steps(model, optimizer, 5)
+    assert num_rounds() == before
+    other = nn.Linear(2, 1)
+    optimizer.add_param_group({"params": [*other.parameters()]})
+    mean_steps(model, optimizer, 2)
+    before = num_rounds()
+    mean_steps(model, optimizer, 5)
+    assert num_rounds() == before
+
+
+def check_two_optimizers_at_once() -> None:
+    """Their gradients are finished in one backward, on each rank in another order."""
+    first, second = (nn.Linear(2, 1, bias=False) for _ in range(2))
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), [(name, m.weight)])
+        for name, m in (("first", first), ("second", second))
+    ]
+    x = torch.full((1, 2), hvd.rank() + 1.0)
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        in_order = (first, second) if hvd.rank() == 0 else (second, first)
+        sum(m(x).sum() for m in in_order).backward()
+        if step > 0:
+            # By now the gradients have no names.
+            assert hvd.allreduce(torch.ones(1000), op=hvd.Sum, name="first")[0] == 2
+        for optimizer in optimizers:
+            optimizer.step()
+        assert first.weight.grad.tolist() == second.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_unnamed_optimizers_in_turn() -> None:
+    """Both have the same names of parameters."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            mean_steps(model, optimizer, 1)
+
+
+def check_abandoned_gradients() -> None:
+    """Ranks forget the gradients of a step that is known, and go on."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.load_state_dict(optimizer.state_dict())
+        mean_steps(model, optimizer, 2)
+
+
+def check_gradients_stay_the_users() -> None:
+    """A gradient that the user keeps is not overwritten by the next step."""
+    model, optimizer = wrapped_model()
+    for _ in range(3):
+        mean_steps(model, optimizer, 1)
+        kept = model.weight.grad
+        optimizer.zero_grad()
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+        assert kept is not model.weight.grad
+        assert kept.tolist() == [[1.5, 1.5]]
+
+
+def check_orders_of_backward() -> None:
+    """Buckets are those of rank 0, in whatever order gradients are finished elsewhere."""
+    for groups in (None, 2):
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+        named = [(f"layer {number}", layer.weight) for number, layer in enumerate(layers)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight for _, weight in named], lr=0.1), named, groups=groups
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((1, 2), hvd.rank() + 1.0)
+            for layer in layers if (hvd.rank() + step) % 2 else layers[::-1]:
+                if step < 3 or layer is not layers[hvd.rank()]:
+                    layer(x).sum().backward()
+            optimizer.step()
+            found = [weight.grad[0, 0].item() for _, weight in named]
+            assert found == ([1.5] * 4 if step < 3 else [1.0, 0.5, 1.5, 1.5])
+
+
+def check_process_set_that_goes_away() -> None:
+    other = hvd.rank() == 0
+    alone = hvd.add_process_set([1])
+    model, optimizer = wrapped_model(process_set=alone)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[hvd.rank() + 1.0] * 2]
+    hvd.remove_process_set(alone)
+    if not other:
+        with pytest.raises(ValueError, match="not registered"):
+            backward(model)
+
+
+def check_released_buckets_are_closed() -> None:
+    for _ in range(6):
+        mean_steps(*wrapped_model(), 2)
+    assert len(basics.controller(0).schedules._schedules) < 25
+
+
+def check_other_job_with_the_same_optimizer() -> None:
+    """As after a reset of elastic training."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 3)
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    mean_steps(model, optimizer, 3)
+    before = num_rounds()
+    mean_steps(model, optimizer, 3)
+    assert num_rounds() == before
+
+
 CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
 
 
@@ -403,3 +540,110 @@ def failures() -> list[dict[str, str]]:
 def test_in_two_ranks(name: str, failures: list[dict[str, str]]) -> None:
     texts = [f"rank {rank}:\n{its[name]}" for rank, its in enumerate(failures) if name in its]
     assert not texts, "\n".join(texts)
+
+
+# Steps of a known optimizer, and ranks that do not take them.
+
+
+def uneven_steps() -> tuple[int, bool]:
+    """Each rank has one batch more than the one before; then all have the same number again."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    model, optimizer = wrapped_model()
+    others = [wrapped_model() for _ in range(2)]
+    for least in (0, 1, 2, 5):  # in the first steps buckets are not agreed on yet
+        for step in range(least + rank):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            taking = [its for its in range(size) if step < least + its]
+            assert model.weight.grad[0].tolist() == pytest.approx([sum(its + 1 for its in taking) / size] * 2)
+        assert hvd.join() == size - 1
+        for other, its_optimizer in (others[0], (model, optimizer)):
+            mean_steps(other, its_optimizer, 3, size)
+    before = num_rounds()
+    mean_steps(model, optimizer, 3, size)
+    asked = num_rounds() - before
+    hvd.shutdown()
+    return rank, asked == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_fewer_batches_join(ranks: int) -> None:
+    assert run_ranks(uneven_steps, num_processes=ranks) == [True] * ranks
+
+
+def uneven_steps_before_the_join() -> tuple[int, list[float]]:
+    """The optimizer is gone when the rank with less data joins, and operations by name go on."""
+    hvd.init()
+
+    def train() -> list[float]:
+        model, optimizer = wrapped_model()
+        seen = []
+        for _ in range(4 if hvd.rank() == 0 else 7):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            seen.append(model.weight.grad[0, 0].item())
+            if len(seen) > 4:
+                hvd.allreduce(torch.ones(1000), name="by name")
+        return seen
+
+    seen = train()
+    hvd.join()
+    rank = hvd.rank()
+    hvd.shutdown()
+    return rank, seen
+
+
+def test_rank_joins_without_its_optimizer() -> None:
+    assert run_ranks(uneven_steps_before_the_join, num_processes=2) == [[1.5] * 4, [1.5] * 4 + [1.0] * 3]
+
+
+def last_rank_leaves(how: str) -> tuple[int, str]:
+    hvd.init()
+    rank = hvd.rank()
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 3, hvd.size())
+    if rank == hvd.size() - 1:
+        if how == "shuts down":
+            hvd.shutdown()
+        else:
+            time.sleep(6)
+        return rank, ""
+    optimizer.zero_grad()
+    backward(model)
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        optimizer.step()
+    return rank, str(caught.value)
+
+
+def test_known_step_fails_once_a_rank_has_shut_down() -> None:
+    texts = run_ranks(last_rank_leaves, num_processes=3, args=["shuts down"])
+    assert ["rank 2 called hvd.shutdown()" in text for text in texts] == [True, True, False]
+
+
+def test_stall_of_a_known_step_names_the_missing_rank() -> None:
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    texts = run_ranks(last_rank_leaves, num_processes=3, args=["never comes"], env=env)
+    assert "ranks 0, 1 have waited for 4 s for rank 2 in allreduce.weight" in texts[0]
+
+
+@pytest.mark.parametrize("statement", ["raise RuntimeError('this is why')", "os.kill(os.getpid(), 9)"])
+def test_no_rank_waits_in_a_known_step(statement: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "from hvd_trainer import hvd\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for step in range(9):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        f"    if step == 5 and hvd.rank() == 1:\n        {statement}\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    result = launch("torchrun", 2, [str(script)], check=False, timeout_s=60)
+    assert result.returncode == 1
+    assert ("this is why" if "raise" in statement else "ended without a word") in result.stdout + result.stderr

@@ -28,13 +28,21 @@ from hvd_trainer.utils import accelerator
 class Bucket:
     """Some parameters and their gradients, which are views of one flat buffer."""
 
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]
     flat: Tensor
     """shape (elements,)"""
     views: list[Tensor]
     """of `flat`, one per parameter, in its shape"""
-    waiting: set[nn.Parameter] = field(default_factory=set)
+    waiting: set[Tensor] = field(default_factory=set)
     sent: bool = False
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> Bucket:
+        """Return a bucket of zeros for parameters, in a type of its own if one is given."""
+        first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
+        flat = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
+        views = [_shaped_like(part, p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
+        return cls(list(parameters), flat, views, set(parameters))
 
 
 class BucketExchange(ABC):
@@ -85,9 +93,9 @@ class BucketReducer(Reducer):
         self._backward_order: list[nn.Parameter] | None = [] if reorder else None
         self._enabled = True
         self.buckets: list[Bucket] = []
-        self._place: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        self._place: dict[Tensor, tuple[Bucket, Tensor]] = {}
         first_limit = sys.maxsize if reorder else limit_bytes
-        assignment = _assign(self._parameters, first_limit)
+        assignment = assign(self._parameters, [first_limit])
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
         self._left = dict.fromkeys(self._parameters, passes)
         self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._parameters]
@@ -95,12 +103,9 @@ class BucketReducer(Reducer):
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
         self.buckets, self._place = [], {}
         for group in groups:
-            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
-            parts = flat.split([p.numel() for p in group])
-            views = [_shaped_like(part, p) for part, p in zip(parts, group, strict=True)]
-            bucket = Bucket(group, flat, views, set(group))
+            bucket = Bucket.of(group)
             self.buckets.append(bucket)
-            self._place |= {p: (bucket, view) for p, view in zip(group, views, strict=True)}
+            self._place |= {p: (bucket, view) for p, view in zip(group, bucket.views, strict=True)}
         self._exchange.lay_out(self.buckets)
 
     def set_enabled(self, enabled: bool) -> None:
@@ -123,7 +128,7 @@ class BucketReducer(Reducer):
         if not bucket.waiting:
             self._dispatch(bucket)
 
-    def _write(self, parameter: nn.Parameter, view: Tensor) -> None:
+    def _write(self, parameter: Tensor, view: Tensor) -> None:
         """Write one gradient into its place in the bucket; None counts as zero."""
         if parameter.grad is None:
             view.zero_()
@@ -165,7 +170,7 @@ class BucketReducer(Reducer):
     def _lay_out_anew(self, order: list[nn.Parameter]) -> None:
         """Lay the buckets out in the order in which backward finished the gradients."""
         numbers = {p: i for i, p in enumerate(self._parameters)}
-        assignment = _assign(order, self._limit_bytes, [numbers[p] for p in order])
+        assignment = assign(order, [self._limit_bytes], [numbers[p] for p in order])
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in assignment])
 
     def close(self) -> None:
@@ -173,9 +178,17 @@ class BucketReducer(Reducer):
             hook.remove()
 
 
-def _assign(parameters: Sequence[Tensor], limit_bytes: int, indices: Sequence[int] = ()) -> list[list[int]]:
-    """Assign parameters to buckets as DDP does; return the positions, or the `indices`, in each bucket."""
-    assignment, _ = dist._compute_bucket_assignment_by_size(list(parameters), [limit_bytes], [], list(indices))
+def assign(
+    parameters: Sequence[Tensor], limits_bytes: Sequence[int], indices: Sequence[int] = ()
+) -> list[list[int]]:
+    """Assign parameters to buckets as DDP does; return the positions, or the `indices`, in each bucket.
+
+    Args:
+        limits_bytes: a bucket is closed when it has reached its limit. The last one holds for all further buckets.
+    """
+    assignment, _ = dist._compute_bucket_assignment_by_size(
+        list(parameters), list(limits_bytes), [], list(indices)
+    )
     return assignment
 
 

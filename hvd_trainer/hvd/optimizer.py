@@ -7,23 +7,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_trainer.hvd.common import basics
+from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import ADASUM, AVERAGE
+from hvd_trainer.hvd.common.request import ADASUM, AVERAGE, Request
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
-from hvd_trainer.hvd.functions import broadcast_object
-from hvd_trainer.hvd.operations.allreduce import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
+from hvd_trainer.hvd.gradient_buckets import GradientBuckets, Reduction, propose
+from hvd_trainer.hvd.operations.allreduce import allreduce_async_, sparse_allreduce_async
 from hvd_trainer.hvd.operations.handles import synchronize
 
 NOT_TUPLES = "named_parameters must be a sequence of tuples (name, parameter), such as model.named_parameters()."
@@ -43,8 +40,6 @@ REDUCED_TWICE = (
 NO_SKIPPING = (
     "skip_synchronize() cannot be used with Adasum, which reduces updates in step() instead of gradients."
 )
-
-Group = tuple[Tensor, ...]
 
 
 def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -108,7 +103,7 @@ class _BackwardPasses:
         self.names = names
         self.per_step = per_step
         self._counts: dict[Tensor, int] = {}
-        self._hooked: set[Tensor] = set()
+        self._hooked: dict[Tensor, None] = {}
 
     @property
     def have_begun(self) -> bool:
@@ -119,8 +114,8 @@ class _BackwardPasses:
         """Start to count for the next step."""
         self._counts.clear()
 
-    def watch(self, optimizer: Optimizer) -> list[Tensor]:
-        """Count the gradients of all parameters that require one; return those that are new."""
+    def watch(self, optimizer: Optimizer) -> None:
+        """Count the gradients of all parameters that require one."""
         added = [it for it, _ in _numbered(optimizer) if it.requires_grad and it not in self._hooked]
         # A parameter outlives the optimizer, and may get another: its hook must not keep this object alive.
         me = weakref.ref(self)
@@ -133,12 +128,11 @@ class _BackwardPasses:
         for parameter in added:
             handle = parameter.register_post_accumulate_grad_hook(hook)
             weakref.finalize(self, handle.remove)
-            self._hooked.add(parameter)
-        if not self._hooked <= self.names.keys():
+            self._hooked[parameter] = None
+        if any(parameter not in self.names for parameter in added):
             # Added to the optimizer since it was wrapped.
             numbered = dict(_numbered(optimizer))
             self.names.update({it: numbered[it] for it in added if it not in self.names})
-        return added
 
     def _count(self, parameter: Tensor) -> None:
         if basics.size() == 1:
@@ -157,24 +151,15 @@ class _BackwardPasses:
         """Act on a gradient that is complete."""
 
 
-class _Sent(NamedTuple):
-    """A dense gradient that is being reduced."""
-
-    parameter: Tensor
-    wire: Tensor
-    context: Any
-    """for decompression"""
-
-
 class _GradientReducer(_BackwardPasses):
-    """Reduces the gradients of one optimizer over ranks. Those of a group travel as one operation.
+    """Reduces the gradients of one optimizer over ranks: in the first step one by one, then in buckets.
 
     Args:
         names, per_step: as in `_BackwardPasses`.
         compression: type on the wire.
         op: Average, Sum, or others of `hvd`.
         predivide: of an average, divided by before the sum instead of after it.
-        groups: how many groups of parameters, or which; None: each parameter alone.
+        groups: how many buckets of parameters, or which; None: as many as their sizes need.
         sparse_as_dense: whether sparse gradients travel as dense ones.
         process_set: the ranks that take part.
     """
@@ -198,48 +183,48 @@ class _GradientReducer(_BackwardPasses):
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self._groups = groups
-        self._group_of: dict[Tensor, Group] = {}
-        self._num_complete: dict[Group, int] = {}
-        self._started: dict[Group, list[Callable[[], None]]] = {}
-        """by group, what waits for its reductions and stores their results"""
+        self._started: dict[Tensor, Callable[[], None]] = {}
+        """what waits for the reduction of a gradient by its name, and stores the result"""
+        self._dense: list[Tensor] = []
+        """those of them that travel as dense tensors, in the order in which they were started"""
+        self._buckets: list[GradientBuckets] = []
+        self._buckets_of: dict[Tensor, GradientBuckets] = {}
+        self._proposed: tuple[Controller, Request] | None = None
+        self._is_in_step = False
 
     def reset(self) -> None:  # noqa: D102
+        for buckets in self._buckets:
+            buckets.abandon()
+        self._clear()
+
+    def _clear(self) -> None:
         super().reset()
-        self._num_complete.clear()
-        self._started.clear()
-
-    def watch(self, optimizer: Optimizer) -> list[Tensor]:
-        """Count gradients as `_BackwardPasses` does. Collective if a number of groups was given."""
-        added = super().watch(optimizer)
-        for group in self._grouped(added):
-            self._group_of.update(dict.fromkeys(group, group))
-        return added
-
-    def _grouped(self, parameters: Sequence[Tensor]) -> list[Group]:
-        if not parameters or self._groups is None:
-            return [(parameter,) for parameter in parameters]
-        if isinstance(self._groups, int):
-            parts = split_list(self._in_common_order(parameters), self._groups)
-            return [tuple(part) for part in parts if part]
-        added = set(parameters)
-        listed = [tuple(it for it in group if it in added) for group in self._groups]
-        together = {it for group in listed for it in group}
-        return [group for group in listed if group] + [(it,) for it in parameters if it not in together]
-
-    def _in_common_order(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return parameters in the order of the first rank, so that all ranks form the same groups."""
-        assert self.process_set.ranks is not None
-        names = [self.names[parameter] for parameter in parameters]
-        by_name = dict(zip(names, parameters, strict=True))
-        order = broadcast_object(names, self.process_set.ranks[0], process_set=self.process_set)
-        return [by_name[name] for name in order]
+        self._started, self._dense, self._is_in_step = {}, [], False
 
     def complete(self, parameter: Tensor) -> None:
-        """Start to reduce the parameter's group if all its gradients are complete."""
-        group = self._group_of[parameter]
-        self._num_complete[group] = self._num_complete.get(group, 0) + 1
-        if self._num_complete[group] == len(group):
-            self._start(group)
+        """Start to reduce a gradient."""
+        if not self._is_in_step:
+            self._begin_step()
+        buckets = self._buckets_of.get(parameter)
+        if buckets is None:
+            self._start(parameter)
+        else:
+            buckets.add(parameter)
+
+    def _begin_step(self) -> None:
+        """Take the buckets that ranks have agreed on since the last step, and leave those that are over.
+
+        All ranks do so in the same step.
+        """
+        self._is_in_step = True
+        if self._proposed is not None:
+            controller, request = self._proposed
+            controller.wait(request)
+            self._proposed = None
+            if request.error is None and request.result is not None:
+                self._buckets.append(request.result)
+        self._buckets = [buckets for buckets in self._buckets if not buckets.are_over]
+        self._buckets_of = {it: buckets for buckets in self._buckets for it in buckets.parameters}
 
     def finish(self, optimizer: Optimizer) -> None:
         """Reduce what is not being reduced yet, and store all results in the parameters' gradients.
@@ -249,47 +234,73 @@ class _GradientReducer(_BackwardPasses):
         if basics.size() == 1:
             return
         self.watch(optimizer)
-        for group in dict.fromkeys(self._group_of.values()):
-            if group not in self._started:
-                self._start(group)
-        waits = [wait for its in self._started.values() for wait in its]
-        self.reset()
+        if not self._is_in_step:
+            self._begin_step()
+        for parameter in self._hooked:
+            if parameter not in self._buckets_of and parameter not in self._started:
+                self._start(parameter)
+        for buckets in self._buckets:
+            buckets.send_rest()
+        waits, dense = self._started.values(), self._dense
+        self._clear()
         for wait in waits:
             wait()
+        for buckets in self._buckets:
+            buckets.receive(_store)
+        if dense and self._compression in (Compression.none, Compression.fp16, Compression.bf16):
+            self._propose(dense)
 
-    def _start(self, group: Group) -> None:
-        waits: list[Callable[[], None]] = []
-        sent: list[_Sent] = []
-        for parameter in group:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad
-            if grad.is_sparse and not self.sparse_as_dense:
-                waits.append(self._start_sparse(parameter, grad))
-            else:
-                dense = grad.to_dense() if grad.is_sparse else grad
-                sent.append(_Sent(parameter, *self._compression.compress(dense.contiguous())))
-        if sent:
-            waits.append(self._start_dense(sent))
-        self._started[group] = waits
+    def _propose(self, parameters: Sequence[Tensor]) -> None:
+        assert self.process_set.process_set_id is not None
+        controller = basics.controller(self.process_set.process_set_id)
+        if len(controller.ranks) > 1:
+            size = len(controller.ranks) if self.op == AVERAGE else 1
+            reduction = Reduction(
+                op=self.op,
+                factor_before=1.0 / self.predivide,
+                factor_after=self.predivide / size,
+                compression=self._compression,
+            )
+            self._proposed = controller, propose(controller, self._grouped(parameters), self.names, reduction)
 
-    def _start_dense(self, sent: Sequence[_Sent]) -> Callable[[], None]:
-        how: dict[str, Any] = {
-            "name": self.names[sent[0].parameter],
-            "op": self.op,
-            "process_set": self.process_set,
-        }
-        if self.op == AVERAGE:
-            how.update(prescale_factor=1.0 / self.predivide, postscale_factor=self.predivide)
-        if len(sent) == 1:
-            handle = allreduce_async_(sent[0].wire, **how)
+    def _grouped(self, parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Return the parameters that may share a bucket, in the given order."""
+        if self._groups is None:
+            return [parameters]
+        if isinstance(self._groups, int):
+            return [part for part in split_list(parameters, self._groups) if part]
+        number = {it: i for i, group in enumerate(self._groups) for it in group}
+        parts: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            parts.setdefault(number.get(parameter, -1), []).append(parameter)
+        return [*parts.values()]
+
+    def _start(self, parameter: Tensor) -> None:
+        """Start to reduce a gradient by its name."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.is_sparse and not self.sparse_as_dense:
+            self._started[parameter] = self._start_sparse(parameter, grad)
         else:
-            handle = grouped_allreduce_async_([its.wire for its in sent], **how)
+            self._dense.append(parameter)
+            dense = grad.to_dense() if grad.is_sparse else grad
+            self._started[parameter] = self._start_dense(parameter, dense.contiguous())
+
+    def _start_dense(self, parameter: Tensor, grad: Tensor) -> Callable[[], None]:
+        wire, context = self._compression.compress(grad)
+        handle = allreduce_async_(
+            wire,
+            name=self.names[parameter],
+            op=self.op,
+            prescale_factor=1.0 / self.predivide,
+            postscale_factor=self.predivide,
+            process_set=self.process_set,
+        )
 
         def wait() -> None:
             synchronize(handle)
-            for parameter, wire, context in sent:
-                _store(parameter, self._compression.decompress(wire, context))
+            _store(parameter, self._compression.decompress(wire, context))
 
         return wait
 
@@ -306,7 +317,7 @@ def _store(parameter: Tensor, reduced: Tensor) -> None:
     """Make a dense tensor the parameter's gradient, in the layout of the one that is there."""
     grad = parameter.grad
     if grad is None:
-        parameter.grad = reduced
+        parameter.grad = torch.empty_like(parameter).copy_(reduced)
     elif grad.is_sparse:
         parameter.grad = reduced.to_sparse()
     elif reduced is not grad:
@@ -480,7 +491,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 ) -> Any:
     """Return an optimizer of the same class and state, whose gradients are combined over ranks.
 
-    Each gradient is sent as soon as `backward` has computed it; `step` waits for all of them. To clip:
+    Gradients are sent while `backward` computes others, in the first step one by one and then in buckets; `step`
+    waits for all of them. To clip:
 
         loss.backward()
         optimizer.synchronize()
@@ -496,7 +508,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         op: Average, Sum, or Adasum, which combines updates instead of gradients.
         gradient_predivide_factor: an average divides by it before the sum, and by the rest after it.
         num_groups: deprecated, use `groups`.
-        groups: how many groups of gradients travel as one operation each, or lists of their parameters.
+        groups: how many buckets of gradients there are, or lists of their parameters.
         sparse_as_dense: whether sparse gradients travel as dense ones.
         process_set: the ranks that take part.
 

@@ -22,7 +22,6 @@ from hvd_trainer.errors import PeerError
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller, Settings
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
-from hvd_trainer.hvd.common.matching import Response
 from hvd_trainer.hvd.common.request import ADD_SET, Request, Signature
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.launch.world import World, lone_process_warning
@@ -99,7 +98,7 @@ class Runtime:
             self._set_ranks: dict[int, list[int]] = {}
             self._set_numbers = itertools.count()
             for ranks in (range(session.world.size), *process_sets):
-                self._open_set([*ranks])
+                self._add_set([*ranks])
             logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self._settings)
             path = environ.get("HOROVOD_TIMELINE", "")
             if path and path != DYNAMIC_TIMELINE:
@@ -168,7 +167,7 @@ class Runtime:
         """Return the ranks of each process set, by its id."""
         return dict(self._set_ranks)
 
-    def _open_set(self, ranks: list[int]) -> int | None:
+    def _add_set(self, ranks: list[int]) -> int | None:
         """Register a process set, on all ranks at once; return its id, or None if there is one of these ranks."""
         if ranks in self._set_ranks.values():
             return None
@@ -184,7 +183,6 @@ class Runtime:
                 activity=self._session.activity,
                 address=self._session.address,
                 prepare_nccl=self._session.prepare_nccl,
-                change_sets=self._change_sets,
             )
         return set_id
 
@@ -195,7 +193,8 @@ class Runtime:
             kind: `ADD_SET` or `REMOVE_SET`.
         """
         name = f"{kind} of ranks {', '.join(map(str, ranks))}"
-        request = Request(Signature(kind=kind, name=name, splits=tuple(ranks)))
+        action = self._add_set if kind == ADD_SET else self._remove_set
+        request = Request(Signature(kind=kind, name=name, splits=tuple(ranks)), action=lambda _: action([*ranks]))
         controller = self.controller(0)
         controller.submit(request, will_wait=True)
         controller.wait(request)
@@ -204,10 +203,7 @@ class Runtime:
         result: int | None = request.result
         return result
 
-    def _change_sets(self, response: Response) -> int | None:
-        ranks = [*response.signature.splits]
-        if response.signature.kind == ADD_SET:
-            return self._open_set(ranks)
+    def _remove_set(self, ranks: list[int]) -> int | None:
         found = next((set_id for set_id, its in self._set_ranks.items() if its == ranks and set_id), None)
         if found is not None:
             del self._set_ranks[found]

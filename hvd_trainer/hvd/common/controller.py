@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.hvd.common import wire
+from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSchedules, BucketSize
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor, Job
-from hvd_trainer.hvd.common.matching import Matcher, Response
+from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.mesh import Mesh
-from hvd_trainer.hvd.common.request import ADD_SET, MAX_NUMBER, NUMBER_BITS, REMOVE_SET, Request
+from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
@@ -74,7 +75,6 @@ class Controller:
         activity: tells the monitor when this rank waits for others.
         address: of this host, at which the other members can connect.
         prepare_nccl: as for `Transport`.
-        change_sets: carries out a request to add or remove a process set, on all members at once.
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.
@@ -92,18 +92,16 @@ class Controller:
         activity: Activity,
         address: str,
         prepare_nccl: Callable[[], None],
-        change_sets: Callable[[Response], object],
     ) -> None:
         me = ranks.index(rank)
-        self.ranks = ranks
+        self.ranks, self.rank, self.settings = ranks, rank, settings
+        self.schedules = BucketSchedules()
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
-        self._settings, self._activity, self._change_sets = settings, activity, change_sets
+        self._store, self._activity = store, activity
         self._matcher = Matcher(ranks, me, settings.cache_capacity)
-        self._stall = StallInspector(
-            store, ranks, rank, check_s=settings.stall_check_s, shutdown_s=settings.stall_shutdown_s
-        )
+        self._stall = self._stall_inspector(store)
         self._state = threading.Condition()
         self._queue: list[Request] = []
         """submitted, and not yet told the others"""
@@ -175,18 +173,22 @@ class Controller:
             if self.ended is not None:
                 raise HorovodInternalError(self.ended)
             self._flags |= wire.JOINED
+        self.schedules.leave(wire.JOINED)
         self._drive_until(lambda: not self._flags & wire.JOINED)
         if self.ended is not None:
             raise HorovodInternalError(self.ended)
+        self.schedules.come_back()
         return self._last_joined
 
     def shutdown(self) -> None:
         """Return when all members have come to a shutdown, or operations have ended; then free everything."""
         with self._state:
             self._flags |= wire.SHUTDOWN
-        self._drive_until(lambda: self.ended is not None)
+        self.schedules.leave(wire.SHUTDOWN)
+        self.drive_to_end()
         self._stop_thread()
         self._mesh.close()
+        self.schedules.close()
         self._transport.close()
 
     def abort(self, reason: str) -> None:
@@ -195,9 +197,47 @@ class Controller:
         self._break_connections()
         self._stop_thread()
 
+    def fail(self, error: BaseException) -> None:
+        """End all operations because an exchange has failed."""
+        if self.ended is None:
+            self._end(f"An exchange with the other ranks failed: {error}", error)
+            self._break_connections()  # the others must not wait for this rank
+
     def _break_connections(self) -> None:
         self._mesh.abort()
         self._transport.abort()
+        self.schedules.abort()
+
+    def drive_to_end(self) -> None:
+        """Return when operations have ended: all members have come to a round in which one shuts down."""
+        self._drive_until(lambda: self.ended is not None)
+
+    def add_schedule(
+        self, sizes: Sequence[BucketSize], names: Sequence[str], op: dist.ReduceOp.RedOpType
+    ) -> BucketSchedule:
+        """Return a new schedule for buckets, at the same time as all other members.
+
+        Args:
+            sizes, names, op: as for `BucketSchedule`.
+        """
+        number = self.schedules.next_number()
+        store = dist.PrefixStore(f"buckets {number}", self._store)
+        schedule = BucketSchedule(
+            number=number,
+            store=store,
+            owner=self,
+            stall=self._stall_inspector(store),
+            activity=self._activity,
+            sizes=sizes,
+            names=names,
+            op=op,
+        )
+        self.schedules.add(schedule)
+        return schedule
+
+    def _stall_inspector(self, store: dist.Store) -> StallInspector:
+        check_s, shutdown_s = self.settings.stall_check_s, self.settings.stall_shutdown_s
+        return StallInspector(store, self.ranks, self.rank, check_s=check_s, shutdown_s=shutdown_s)
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -233,7 +273,7 @@ class Controller:
         polls = 0
         while self.ended is None:
             self._work.wait()
-            time.sleep(self._settings.cycle_s)
+            time.sleep(self.settings.cycle_s)
             if self._open:
                 idle_since = time.monotonic()
                 polls = polls + 1 if self._is_driving else 0
@@ -258,8 +298,7 @@ class Controller:
             self._pace()
             self._round()
         except BaseException as error:
-            self._end(f"An exchange with the other ranks failed: {error}", error)
-            self._break_connections()  # the others must not wait for this rank
+            self.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -277,7 +316,7 @@ class Controller:
                     self._stall.check_operation(
                         self._num_rounds - self._idle_rounds, request.submitted_at, request.signature.name, missing
                     )
-            time.sleep(self._settings.cycle_s * min(self._idle_rounds, MAX_IDLE_CYCLES))
+            time.sleep(self.settings.cycle_s * min(self._idle_rounds, MAX_IDLE_CYCLES))
 
     def _round(self) -> None:
         with self._state:
@@ -303,9 +342,8 @@ class Controller:
             if response.error is not None:
                 self._finish(request, HorovodInternalError(response.error))
                 continue
-            if response.signature.kind in (ADD_SET, REMOVE_SET):
-                assert request is not None
-                request.result = self._change_sets(response)
+            if request is not None and request.action is not None:
+                request.result = request.action(response.signatures)
             elif response.payloads:
                 assert request is not None
                 self._executor.compute(response, request)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_trainer.hvd.common.request import (
+    ADD_SET,
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -20,10 +21,11 @@ from hvd_trainer.hvd.common.request import (
     MAX_NUMBER,
     REDUCE_OPS,
     REDUCESCATTER,
+    REMOVE_SET,
     Signature,
 )
 
-NOT_WITH_JOIN = (ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER)
+NOT_WITH_JOIN = (ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, ADD_SET, REMOVE_SET)
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ REDUCE_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
 REDUCESCATTER, BARRIER, ADD_SET, REMOVE_SET = "reducescatter", "barrier", "add_process_set", "remove_process_set"
+ADD_BUCKETS = "add_buckets"
 
 MAX_INLINE_BYTES = 128
 """Tensors up to this size travel with the request, instead of in an exchange of their own."""
@@ -55,6 +56,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     """alltoall: rows for each member of the process set; process sets: their ranks"""
     is_group: bool = False
     """whether a list of tensors was given, even of one"""
+    details: bytes = b""
+    """in which members may differ; for `Request.action`"""
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +83,8 @@ class Request:
         number: of a request without a name of its own, else 0.
         tensors: contiguous.
         in_place: whether the results go into `tensors`.
+        action: called once all members have asked, with all members' signatures (None of one that has joined), by
+            the thread that drives rounds; returns the result.
 
     Attributes:
         outputs: the results, once done.
@@ -91,7 +96,13 @@ class Request:
     """
 
     def __init__(
-        self, signature: Signature, *, number: int = 0, tensors: Sequence[Tensor] = (), in_place: bool = False
+        self,
+        signature: Signature,
+        *,
+        number: int = 0,
+        tensors: Sequence[Tensor] = (),
+        in_place: bool = False,
+        action: Callable[[Sequence[Signature | None]], Any] | None = None,
     ) -> None:
         self.signature = signature
         self.number = number
@@ -99,6 +110,7 @@ class Request:
         self.tensors = [tensor.data for tensor in tensors]
         self.outputs: list[Tensor] = list(tensors) if in_place else []
         self.in_place = in_place
+        self.action = action
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False

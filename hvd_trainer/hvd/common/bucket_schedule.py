@@ -1,0 +1,269 @@
+"""Buckets that the members of a process set reduce in each step, in an order that all know: nothing is negotiated.
+
+    flags      which members have joined or shut down: by Gloo, before the first bucket
+    bucket 0   all-reduced
+    bucket 1   ...
+
+A member that joins or shuts down sends its flag in place of its next step, and if it has joined, buckets of zeros.
+So the others' step comes to an end, and they learn that it was the schedule's last one. The connections are the
+schedule's own: what threads ask the controller for meanwhile does not come between buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.faults.activity import Activity
+from hvd_trainer.hvd.common import wire
+from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.stall import StallInspector
+from hvd_trainer.hvd.common.transport import CPU, Transport
+
+
+class Owner(Protocol):
+    """The controller, as far as a schedule needs it."""
+
+    ended: str | None
+    ranks: Sequence[int]
+    rank: int
+
+    def fail(self, error: BaseException) -> None:
+        """End all operations because of an error."""
+
+    def drive_to_end(self) -> None:
+        """Return when operations have ended on all members, one of which shuts down."""
+
+
+@dataclass(frozen=True)
+class BucketSize:
+    """Size of one bucket, the same on all members but for the device's number."""
+
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class BucketSchedule:
+    """The buckets of one optimizer.
+
+    Args:
+        number: of the schedule, the same on all members.
+        store: of this schedule alone.
+        owner: the process set's controller.
+        stall: of this schedule alone.
+        activity: tells the monitor when this rank waits for others.
+        sizes: of the buckets.
+        names: of what is in them, for reports.
+        op: by which they are reduced.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        store: dist.Store,
+        owner: Owner,
+        stall: StallInspector,
+        activity: Activity,
+        sizes: Sequence[BucketSize],
+        names: Sequence[str],
+        op: dist.ReduceOp.RedOpType,
+    ) -> None:
+        self.number = number
+        self._owner, self._stall, self._activity = owner, stall, activity
+        self._sizes, self._names = sizes, names
+        self._transport = Transport(
+            store,
+            owner.ranks.index(owner.rank),
+            len(owner.ranks),
+            on_wait=self._check_wait,
+            prepare_nccl=lambda: None,  # done for the gradients' first step
+        )
+        self._groups = [self._transport.group(size.device) for size in sizes]
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = op
+        self._sum = dist.AllreduceOptions()
+        self._lock = threading.Lock()
+        self._flags = torch.zeros(0)
+        self._flags_work: Any = None
+        self._works: list[Any] = []
+        """of buckets that were sent, and not waited for"""
+        self._num_sent = 0
+        self._step = 0
+        self._wait_began = 0.0
+        self._has_left = False
+        self._is_last_step = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no further step, because a member has joined or operations have ended."""
+        return self._has_left or self._is_last_step or self._owner.ended is not None
+
+    def send(self, bucket: Tensor) -> None:
+        """Start to reduce the next bucket of this step, in place.
+
+        Raises:
+            HorovodInternalError: operations have ended.
+        """
+        with self._lock:
+            if self._owner.ended is not None:
+                raise HorovodInternalError(self._owner.ended)
+            if not self._has_left:
+                if self._num_sent == 0:
+                    self._send_flags(0)
+                self._send(bucket)
+
+    def _send(self, bucket: Tensor) -> None:
+        self._works.append(self._groups[self._num_sent].allreduce([bucket], self._options))
+        self._num_sent = (self._num_sent + 1) % len(self._sizes)
+
+    def _send_flags(self, flags: int) -> None:
+        self._flags = torch.zeros(self._transport.size, dtype=torch.uint8)
+        self._flags[self._transport.member] = flags
+        self._flags_work = self._transport.group(CPU).allreduce([self._flags], self._sum)
+
+    def wait(self, number: int) -> None:
+        """Wait until a bucket of this step is reduced; on an accelerator, let the current stream wait.
+
+        Args:
+            number: of the bucket, from 0. All must be sent, and are waited for in turn.
+
+        Raises:
+            HorovodInternalError: operations have ended.
+        """
+        if self._has_left:
+            return
+        if number == 0:
+            self._wait_for(self._flags_work, CPU)
+            flags = self._flags.tolist()
+            if any(its & wire.SHUTDOWN for its in flags):
+                self._owner.drive_to_end()
+                raise HorovodInternalError(self._owner.ended)
+            self._is_last_step = any(flags)
+        self._wait_for(self._works[number], self._sizes[number].device)
+        if number == len(self._sizes) - 1:
+            self._works, self._step = [], self._step + 1
+
+    def _wait_for(self, work: Any, device: torch.device) -> None:
+        self._wait_began = time.monotonic()
+        try:
+            with self._activity.waiting():
+                self._transport.wait(work, device)
+        except BaseException as error:
+            self._owner.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise HorovodInternalError(self._owner.ended) from error
+
+    def _check_wait(self) -> None:
+        if self._owner.ended is not None:
+            raise HorovodInternalError(self._owner.ended)
+        self._stall.check_round(self._step, self._wait_began, self._names)
+
+    def leave(self, flags: int) -> None:
+        """Send flags in place of the next step, and zeros if they say that this member has joined."""
+        with self._lock:
+            if self.is_over:
+                return
+            while self._num_sent:  # the rest of a step that has begun
+                self._send_zeros()
+            self._send_flags(flags)
+            self._has_left = True
+            if flags & wire.JOINED:
+                for _ in self._sizes:
+                    self._send_zeros()
+
+    def _send_zeros(self) -> None:
+        size = self._sizes[self._num_sent]
+        self._send(torch.zeros(size.num_elements, dtype=size.dtype, device=size.device))
+
+    def abort(self) -> None:
+        """Break the connections."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Free the connections, after what is under way: all members have sent it."""
+        for work in self._works:
+            work.wait()
+        self.free()
+
+    def free(self) -> None:
+        """Free the connections. The optimizer may live longer than they."""
+        self._groups.clear()
+        self._works.clear()
+        self._transport.close()
+
+
+class BucketSchedules:
+    """The schedules of one process set, which outlive their optimizers until all members have released them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._schedules: dict[int, BucketSchedule] = {}
+        self._flags = 0
+        self.released: list[int] = []
+        """numbers of those that this rank's optimizers need no more, but other ranks' may"""
+
+    def next_number(self) -> int:
+        """Return the number of the next schedule: all members add schedules in the same order."""
+        return next(self._numbers)
+
+    def add(self, schedule: BucketSchedule) -> None:
+        """Add a schedule; leave it at once if this rank has left the others."""
+        with self._lock:
+            self._schedules[schedule.number] = schedule
+            flags = self._flags
+        if flags:
+            schedule.leave(flags)
+
+    def leave(self, flags: int) -> None:
+        """Leave all schedules, because this rank has joined or shuts down."""
+        with self._lock:
+            self._flags |= flags
+            schedules = [*self._schedules.values()]
+        for schedule in schedules:
+            schedule.leave(flags)
+
+    def come_back(self) -> None:
+        """Begin anew after all members have joined: they have left all schedules."""
+        with self._lock:
+            self._flags = 0
+            schedules, self._schedules = self._schedules, {}
+            self.released.clear()
+        for schedule in schedules.values():
+            schedule.close()
+
+    def close_released(self, numbers: Iterable[int]) -> None:
+        """Free schedules that no member needs any more."""
+        for number in numbers:
+            # A number may come twice, in what two optimizers have sent before the first was answered.
+            schedule = self._schedules.pop(number, None)
+            if schedule is not None:
+                self.released.remove(number)
+                schedule.close()
+
+    def release(self, number: int) -> None:
+        """Note that this rank's optimizer needs a schedule no more."""
+        if number in self._schedules:
+            self.released.append(number)
+
+    def close(self) -> None:
+        """Free all schedules; what is under way in them is lost."""
+        self.abort()
+        for schedule in self._schedules.values():
+            schedule.free()
+
+    def abort(self) -> None:
+        """Break the connections of all schedules."""
+        for schedule in list(self._schedules.values()):
+            schedule.abort()

@@ -1,0 +1,192 @@
+"""Gradients of an optimizer in buckets, which go out while `backward` runs without asking the other ranks.
+
+propose   after a step whose gradients went one by one, ranks agree on buckets: those of the first member, who
+          forms them as DDP does, in the order in which its `backward` finished the gradients
+add       in a later step, a gradient is finished; a bucket that is full is reduced after those before it
+finish    the rest is reduced, whatever is missing as zeros, and the results are copied to the gradients
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvd_trainer.backends.buckets import Bucket, assign
+from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSize
+from hvd_trainer.hvd.common.controller import Controller
+from hvd_trainer.hvd.common.executor import GROUP_OPS
+from hvd_trainer.hvd.common.request import ADD_BUCKETS, DTYPES, Request, Signature
+from hvd_trainer.hvd.compression import Compressor
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's default."""
+
+
+class _Gradient(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks must agree on about one gradient."""
+
+    name: str
+    dtype: str
+    """on the wire"""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """of the parameter, in whose memory order the gradient travels"""
+
+
+class _Proposal(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank sends to the others."""
+
+    buckets: tuple[tuple[_Gradient, ...], ...]
+    released: tuple[int, ...]
+    """numbers of schedules that this rank needs no more"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How gradients are combined: multiplied, reduced, multiplied again."""
+
+    op: int
+    factor_before: float
+    factor_after: float
+    compression: type[Compressor]
+    """one of those of `Compression`"""
+
+
+class GradientBuckets:
+    """Reduces the gradients of some parameters in each step.
+
+    Args:
+        buckets: in the order in which they are reduced.
+        schedule: reduces them.
+        reduction: how.
+
+    Attributes:
+        parameters: whose gradients they are.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], schedule: BucketSchedule, reduction: Reduction) -> None:
+        self._buckets, self._schedule, self._reduction = buckets, schedule, reduction
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        self.parameters = self._bucket_of.keys()
+        self._num_sent = 0
+        self._has_begun = False
+        # On several devices gradients are finished by several threads.
+        self._lock = threading.Lock()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether there is no further step: a member has joined, or operations have ended."""
+        return self._schedule.is_over
+
+    def add(self, parameter: Tensor) -> None:
+        """Take a parameter's gradient, which is finished."""
+        with self._lock:
+            self._has_begun = True
+            self._bucket_of[parameter].waiting.discard(parameter)
+            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].waiting:
+                self._send_next()
+
+    def send_rest(self) -> None:
+        """Start to reduce what `add` has not."""
+        while self._num_sent < len(self._buckets):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._num_sent]
+        self._num_sent += 1
+        grads = []
+        for parameter in bucket.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        torch._foreach_copy_(bucket.views, grads)
+        if self._reduction.factor_before != 1.0:
+            bucket.flat.mul_(self._reduction.factor_before)
+        self._schedule.send(bucket.flat)
+
+    def receive(self, store: Callable[[Tensor, Tensor], None]) -> None:
+        """Wait for the results of a step, bucket by bucket, and begin the next step.
+
+        Args:
+            store: called with each parameter and its reduced gradient, which the next step overwrites.
+
+        Raises:
+            HorovodInternalError: operations have ended.
+        """
+        self._num_sent, self._has_begun = 0, False
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.parameters)
+        for number, bucket in enumerate(self._buckets):
+            self._schedule.wait(number)
+            if self._reduction.factor_after != 1.0:
+                bucket.flat.mul_(self._reduction.factor_after)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                store(parameter, view)
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
+        if self._has_begun:
+            self.send_rest()
+            self.receive(lambda parameter, reduced: None)
+
+
+def propose(
+    controller: Controller, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str], reduction: Reduction
+) -> Request:
+    """Ask the other members of a process set to reduce gradients in buckets from now on.
+
+    Args:
+        controller: of the process set.
+        groups: the parameters that may share a bucket, in the order in which their gradients get finished.
+        names: of the parameters.
+        reduction: how to combine them.
+
+    Returns:
+        The request; once done, its result is the buckets, or None: ranks have different ones, or one has joined.
+    """
+    fusion_bytes = controller.settings.fusion_bytes
+    limits = [min(dist._DEFAULT_FIRST_BUCKET_BYTES, fusion_bytes), min(BUCKET_BYTES, fusion_bytes)]
+    parts = [[group[i] for i in part] for group in groups for part in assign(group, limits, range(len(group)))]
+    proposal = _Proposal(
+        buckets=tuple(tuple(_described(it, names[it], reduction) for it in part) for part in parts),
+        released=tuple(controller.schedules.released),
+    )
+    parameters = {names[parameter]: parameter for group in groups for parameter in group}
+
+    def act(signatures: Sequence[Signature | None]) -> GradientBuckets | None:
+        proposals = [msgspec.msgpack.decode(s.details, type=_Proposal) for s in signatures if s is not None]
+        if len(proposals) < len(signatures):
+            return None
+        controller.schedules.close_released(set.intersection(*(set(it.released) for it in proposals)))
+        described = [{gradient for bucket in it.buckets for gradient in bucket} for it in proposals]
+        if any(other != described[0] for other in described):
+            return None
+        buckets = [
+            Bucket.of([parameters[gradient.name] for gradient in bucket], DTYPES[bucket[0].dtype])
+            for bucket in proposals[0].buckets
+        ]
+        sizes = [BucketSize(len(b.flat), b.flat.dtype, b.flat.device) for b in buckets]
+        all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
+        schedule = controller.add_schedule(sizes, all_names, GROUP_OPS[reduction.op])
+        result = GradientBuckets(buckets, schedule, reduction)
+        weakref.finalize(result, controller.schedules.release, schedule.number)
+        return result
+
+    signature = Signature(
+        kind=ADD_BUCKETS, name=f"{ADD_BUCKETS}.{min(parameters)}", details=msgspec.msgpack.encode(proposal)
+    )
+    request = Request(signature, number=controller.next_number(signature.name), action=act)
+    controller.submit(request)
+    return request
+
+
+def _described(parameter: Tensor, name: str, reduction: Reduction) -> _Gradient:
+    wire, _ = reduction.compression.compress(torch.empty(0, dtype=parameter.dtype))
+    return _Gradient(name, str(wire.dtype).removeprefix("torch."), tuple(parameter.shape), parameter.stride())
