@@ -99,35 +99,37 @@ def allreduce_async_(
     return handles.add(_submit([tensor], name, op, prescale_factor, postscale_factor, process_set, in_place=True))
 
 
-class HorovodAllreduce(Function):
-    """Allreduce whose gradient is the allreduce of the gradient."""
+class HorovodGroupedAllreduce(Function):
+    """Allreduce whose gradients are the allreduce of the gradients."""
 
     @staticmethod
     def forward(  # noqa: D102
         ctx: Any,
-        tensor: Tensor,
-        average: bool | None,
+        is_group: bool,
+        op: int,
         name: str | None,
-        op: int | None,
         prescale_factor: float,
         postscale_factor: float,
         process_set: ProcessSet,
-    ) -> Tensor:
-        op = handle_average_backwards_compatibility(op, average)
-        ctx.arguments = {
-            "op": op,
-            "prescale_factor": prescale_factor,
-            "postscale_factor": postscale_factor,
-            "process_set": process_set,
-        }
-        output: Tensor = _submit(
-            [tensor], name, op, prescale_factor, postscale_factor, process_set, will_wait=True
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = is_group, op, None, prescale_factor, postscale_factor, process_set
+        outputs = _submit(
+            tensors,
+            name,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            is_group=is_group,
+            will_wait=True,
         ).result()
-        return output
+        return outputs if is_group else (outputs,)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
-        return allreduce(grads[0].contiguous(), **ctx.arguments), None, None, None, None, None, None
+        reduced = HorovodGroupedAllreduce.apply(*ctx.arguments, *(grad.contiguous() for grad in grads))
+        return None, None, None, None, None, None, *reduced
 
 
 def allreduce(
@@ -157,13 +159,13 @@ def allreduce(
         HorovodInternalError: ranks asked for different things under this name, or a rank is gone.
         ValueError: the tensor's type is not supported, it is not contiguous, or the name is in use.
     """
+    op = handle_average_backwards_compatibility(op, average)
     wire, ctx = compression.compress(tensor)
     if wire.requires_grad and torch.is_grad_enabled():
-        result: Tensor = HorovodAllreduce.apply(
-            wire, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+        result: Tensor = HorovodGroupedAllreduce.apply(
+            False, op, name, prescale_factor, postscale_factor, process_set, wire
+        )[0]
     else:
-        op = handle_average_backwards_compatibility(op, average)
         result = _submit([wire], name, op, prescale_factor, postscale_factor, process_set, will_wait=True).result()
     return compression.decompress(result, ctx)
 
@@ -232,45 +234,6 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(tensors)
 
 
-class HorovodGroupedAllreduce(Function):
-    """Grouped allreduce whose gradients are the grouped allreduce of the gradients."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        average: bool | None,
-        name: str | None,
-        op: int | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSet,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        op = handle_average_backwards_compatibility(op, average)
-        ctx.arguments = {
-            "op": op,
-            "prescale_factor": prescale_factor,
-            "postscale_factor": postscale_factor,
-            "process_set": process_set,
-        }
-        outputs: tuple[Tensor, ...] = _submit(
-            _group(tensors),
-            name,
-            op,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            is_group=True,
-            will_wait=True,
-        ).result()
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
-        reduced = grouped_allreduce([grad.contiguous() for grad in grads], **ctx.arguments)
-        return (None, None, None, None, None, None, *reduced)
-
-
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -282,10 +245,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return several tensors combined over ranks, as one operation; see `allreduce`. Differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
     wires, contexts = zip(*[compression.compress(tensor) for tensor in _group(tensors)], strict=True)
-    results = HorovodGroupedAllreduce.apply(
-        average, name, op, prescale_factor, postscale_factor, process_set, *wires
-    )
+    results = HorovodGroupedAllreduce.apply(True, op, name, prescale_factor, postscale_factor, process_set, *wires)
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(results, contexts, strict=True)]
 
 
