@@ -25,6 +25,7 @@ from hvd_trainer import cli
 
 MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist --epochs 3"
 BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
+IMPORT = next(command for command in documents.commands() if command.startswith("sed"))
 EXAMPLE = "examples/mnist/train.py --dataset digits --epochs 1"
 
 TYPED_HERE = (
@@ -65,6 +66,11 @@ TYPED_ELSEWHERE = {
             ("horovod", "examples/mnist/plain_ddp.py"),
         )
     },
+    **{
+        f"python -m hvd_trainer run -np 2 --backend {engine} -- train.py": ("tests/test_run.py", '"-np", 2')
+        for engine in ("ddp", "horovod")
+    },
+    IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
     # The others begin with it.
     "make setup": (".ci/run", "make test"),
     "make test": (".ci/run", "make test"),
@@ -322,6 +328,19 @@ def test_make_ends_with_what_is_said(command: str, end: str, tmp_path: Path) -> 
 
 
 # Python.
+
+
+def test_a_script_needs_no_more_than_another_import(root: Path, mnist_dir: Path) -> None:
+    """Without `run`, and on a machine that need not have Horovod."""
+    example = (REPOSITORY / "examples/mnist/plain_horovod.py").read_text()
+    (root / "train.py").write_text(example)
+    typed(IMPORT, root)
+    assert (root / "train.py").read_text() == example.replace(
+        "import horovod.torch as hvd", "from hvd_trainer import hvd"
+    )
+    start = f"torchrun --nproc-per-node 2 train.py --data-dir {mnist_dir} --max-steps 2 --json result.json"
+    typed(start, root)
+    assert (root / "result.json").exists()
 
 
 @requires("horovod")
