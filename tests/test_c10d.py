@@ -229,11 +229,20 @@ def groups() -> tuple[int, Any]:
         for ranks, group in made:
             if rank in ranks:
                 check_collectives(group, len(ranks))
-        # At once in two groups that share ranks.
+        # At once in groups that share ranks, in one order on some ranks and in the other on the rest.
+        mine = [(len(ranks), group) for ranks, group in made if rank in ranks]
         works = [
-            dist.all_reduce(torch.ones(5), group=group, async_op=True) for ranks, group in made if rank in ranks
+            (count, dist.all_reduce(torch.ones(5), group=group, async_op=True))
+            for count, group in (mine if rank % 2 else mine[::-1])
         ]
-        assert all(work.wait() for work in works)
+        for count, work in works:
+            work.wait()
+            assert work.result()[0].tolist() == [float(count)] * 5
+        if rank == 0:
+            senders = [dist.recv(torch.zeros(1)) for _ in range(size - 1)]
+            assert sorted(senders) == list(range(1, size))
+        else:
+            dist.send(torch.ones(1), 0)
         if rank in (1, 3):
             check_collectives(dist.new_group([1, 3], use_local_synchronization=True), 2)
         dist.destroy_process_group(made[0][1])
@@ -308,6 +317,33 @@ def asynchronous() -> tuple[int, Any]:
 
 def test_operations_are_asynchronous_and_have_futures() -> None:
     run_ranks(asynchronous, num_processes=2)
+
+
+def monitored() -> tuple[int, Any]:
+    import datetime
+
+    with job() as (rank, size):
+        limit = datetime.timedelta(seconds=20)
+        dist.monitored_barrier(timeout=limit)
+        texts = []
+        if rank == 0:
+            for wait_all in (False, True):
+                texts.append(refusal(dist.monitored_barrier, timeout=limit / 200, wait_all_ranks=wait_all))
+            texts.append(refusal(dist.group.WORLD.monitored_barrier, datetime.timedelta()))
+        dist.barrier()
+        if rank != 0:
+            for _ in range(2):
+                texts.append(refusal(dist.monitored_barrier, timeout=limit / 200))
+        return rank, texts
+
+
+def test_monitored_barrier_names_ranks_that_are_missing() -> None:
+    """Gloo, not yet connected to them, waited for them for the group's 30 minutes."""
+    first, *others = run_ranks(monitored, num_processes=3)
+    assert "Rank 1 failed to pass monitoredBarrier in 100 ms" in first[0]
+    assert "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms" in first[1]
+    assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass monitoredBarrier in 0 ms" in first[2]
+    assert all("successfully reached monitoredBarrier, but" in text for texts in others for text in texts)
 
 
 # DDP and what stands on it.

@@ -1,4 +1,4 @@
-"""In the Horovod that we build, an enqueued tensor ends the pause between two cycles."""
+"""In the Horovod that we build nobody polls: neither its thread for tensors, nor who waits for an operation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 from launchers import requires, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
 CYCLE_S, EXCHANGES = 1.0, 20
+ASKED = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE_S)}
 
 
 def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]]:
@@ -26,8 +28,7 @@ def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]
 @requires("horovod")
 def test_wake_on_enqueue_ends_the_pause() -> None:
     """As published, 20 exchanges in cycles of 1 s take 20 s. A variable that the user sets is kept."""
-    asked = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE_S)}
-    for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(None,), env=asked):
+    for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(None,), env=ASKED):
         assert seconds < EXCHANGES * CYCLE_S / 3
         assert cycle == "1000.0"
 
@@ -37,3 +38,61 @@ def test_cycle_time_option_is_kept() -> None:
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(100.0,)):
         assert seconds > (EXCHANGES - 2) * 0.1
         assert cycle is None
+
+
+def exchange_in_pairs() -> tuple[int, float]:
+    """Return the seconds that exchanges take in two groups at once; the last rank has nothing to exchange."""
+    import hvd_trainer.c10d  # noqa: F401
+
+    dist.init_process_group("horovod")
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    started = time.monotonic()
+    if rank < 4:
+        for number in range(EXCHANGES):
+            total = torch.tensor([rank + number])
+            dist.all_reduce(total, group=pairs[rank // 2])
+            assert total.item() == 2 * number + (1 if rank < 2 else 5)
+    seconds = time.monotonic() - started
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(5)])
+    dist.destroy_process_group()
+    return rank, seconds
+
+
+@requires("horovod")
+def test_tensors_of_some_ranks_wake_all() -> None:
+    """All ranks take part in every cycle: the exchanges of two waited for the pause of those without a tensor."""
+    seconds = run_ranks(exchange_in_pairs, num_processes=5, env=ASKED)
+    assert max(seconds) < EXCHANGES * CYCLE_S / 3
+
+
+LATE_S = 2.0
+
+
+def wait_for_late_rank() -> tuple[int, tuple[float, int]]:
+    """Return the CPU time of waiting for the other rank, and how many operations ended meanwhile."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    hvd.allreduce(torch.ones(1), name="first")
+    wait_done = hvd.mpi_ops.mpi_lib.horovod_torch_wait_done
+    num_done = wait_done(-1, 0.0)
+    time.sleep(LATE_S * rank)
+    began = time.process_time()
+    hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="late"))
+    cpu_s = time.process_time() - began
+    num_done = wait_done(num_done, 60.0) - num_done
+    hvd.shutdown()
+    return rank, (cpu_s, num_done)
+
+
+@requires("horovod")
+def test_waiting_takes_no_cpu_time() -> None:
+    """`synchronize` called sched_yield() for as long as it waited."""
+    for cpu_s, num_done in run_ranks(wait_for_late_rank, num_processes=2, launcher="horovodrun", env=ASKED):
+        assert num_done == 1
+        assert cpu_s < LATE_S / 4

@@ -161,9 +161,8 @@ class HorovodBackend(Backend):
             # Fusing our buckets, which are large already, would copy them and sum them in another order.
             own_fusion = options.adasum or options.num_groups is not None
             wanted = {"HOROVOD_FUSION_THRESHOLD": str(int(options.bucket_mb * 2**20) if own_fusion else 0)}
-            # Only the global process set's queue wakes the thread, and replica groups have queues of their own.
-            wakes = patch_set() >= MIN_PATCH_SET_WAKE and len(self.replica_groups) == 1
-            if wakes and not own_fusion and "HOROVOD_CYCLE_TIME" not in self.session.environ:
+            wakes = patch_set() >= MIN_PATCH_SET_WAKE and "HOROVOD_CYCLE_TIME" not in self.session.environ
+            if wakes and not own_fusion:
                 wanted |= WAKE_ON_ENQUEUE
         if self.uses_nccl:
             # A handle is done once its operation is in NCCL's queue, and the default stream waits for the result.

@@ -24,10 +24,11 @@ WAKE_ON_ENQUEUE = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "20"}
 builds ignore the first variable and must not get the second: their thread looks for work once per cycle, together
 with those of all other ranks. With a cycle of 1 ms that costs more than the exchange, most of all with more ranks
 than cores."""
-MIN_PATCH_SET_WAKE = 3
+MIN_PATCH_SET_WAKE = 18
 MIN_PATCH_SET_ELASTIC = 15
 MIN_PATCH_SET_BFLOAT16 = 16
-"""The first PATCH_SET of `horovod_build` that wakes on enqueue, lets ranks leave dead ones, and has bfloat16."""
+"""The first PATCH_SET of `horovod_build` that wakes on enqueue in every process set, lets ranks leave dead ones,
+and has bfloat16."""
 
 
 def patch_set() -> int:

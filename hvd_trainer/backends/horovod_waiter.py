@@ -7,27 +7,51 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-MIN_PAUSE_S = 50e-6
-MAX_PAUSE_S = 200e-6
+PAUSE_S = 100e-6
+"""How long to sleep between two polls of a Horovod that `install-horovod` has not built."""
+MAX_WAIT_S = 0.1
+"""How long to wait for an operation before asking whether another rank has failed."""
 SPIN_S = 50e-6
-"""How long to poll without a pause where that is worth a core: a sleep takes the system 50 us longer than asked
-for, and on an accelerator the next step's first operations wait for it."""
+"""How long to poll without a pause where that is worth a core: a thread that sleeps is woken 50 us late, and on an
+accelerator the next step's first operations wait for it."""
+
+WaitDone = Callable[[int, float], int]
+"""Wait until Horovod has completed more than so many operations, or so many seconds; return how many."""
 
 
-def poll_until(
+def wait_done(hvd: ModuleType) -> WaitDone:
+    """Return Horovod's own wait, or a short sleep where it has none.
+
+    Args:
+        hvd: `horovod.torch`.
+    """
+    function: WaitDone = getattr(hvd.mpi_ops.mpi_lib, "horovod_torch_wait_done", _sleep)
+    return function
+
+
+def _sleep(seen: int, limit_s: float) -> int:
+    if seen >= 0:
+        time.sleep(min(limit_s, PAUSE_S))
+    return 0
+
+
+def wait_until(
     is_done: Callable[[], bool],
     timeout_s: float,
+    wait: WaitDone,
     *,
     spin_s: float = 0.0,
     check: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Ask until something is done, with pauses; return False if it is not in time.
+    """Ask whenever an operation is completed whether something is done; return False if it is not in time.
 
     Args:
+        is_done: becomes true when Horovod completes an operation.
         spin_s: how long to ask without a pause.
         check: called between two questions; what it raises ends the wait.
     """
-    began, pause = time.monotonic(), MIN_PAUSE_S
+    began = time.monotonic()
+    seen = wait(-1, 0.0)  # before the question: what is completed after it ends the wait
     while not is_done():
         waited = time.monotonic() - began
         if waited < spin_s:
@@ -35,16 +59,14 @@ def poll_until(
         check()
         if waited > timeout_s:
             return False
-        time.sleep(pause)
-        pause = min(1.25 * pause, MAX_PAUSE_S)
+        seen = wait(seen, min(MAX_WAIT_S, max(0.0, timeout_s - waited) + PAUSE_S))
     return True
 
 
 class Waiter:
     """Wait for Horovod's operations without holding the CPU, and not for ever.
 
-    Horovod's own wait spins, so that with more ranks than cores it takes the time that it waits for, and it has
-    no limit: its stall check neither warned nor ended anything when a rank was stuck.
+    Horovod's own wait has no limit: its stall check neither warned nor ended anything when a rank was stuck.
 
     Args:
         hvd: `horovod.torch`.
@@ -62,6 +84,7 @@ class Waiter:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._hvd, self._timeout_s, self._spin_s, self._check = hvd, timeout_s, spin_s, check
+        self._wait_done = wait_done(hvd)
 
     def result(self, handle: int) -> Any:
         """Wait for an operation and return its result.
@@ -80,7 +103,10 @@ class Waiter:
             Exception: what `check` raises.
         """
         poll = self._hvd.poll
-        if not poll_until(lambda: poll(handle), self._timeout_s, spin_s=self._spin_s, check=self._check):
+        is_done = wait_until(
+            lambda: poll(handle), self._timeout_s, self._wait_done, spin_s=self._spin_s, check=self._check
+        )
+        if not is_done:
             raise TimeoutError(
                 f"The other ranks did not take part in an exchange within {self._timeout_s:g} s: one of them "
                 f"is stuck, or much slower. If that is meant, raise --startup-timeout-s"

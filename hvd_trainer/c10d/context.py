@@ -24,7 +24,7 @@ from hvd_trainer.backends.horovod_start import (
     patch_set,
     rank_variables,
 )
-from hvd_trainer.backends.horovod_waiter import poll_until
+from hvd_trainer.backends.horovod_waiter import wait_done, wait_until
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
 from hvd_trainer.errors import BackendError
@@ -86,7 +86,7 @@ class HorovodContext:
             self.hvd.init()
         self.operations: ModuleType = importlib.import_module("horovod.torch.mpi_ops")
         self.process_sets = ProcessSets(self.hvd, store, rank, size)
-        self.completer = Completer()
+        self.completer = Completer(wait_done(self.hvd))
         self._counts: Counter[str] = Counter()
         self._under_way: dict[str, HorovodWork] = {}
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class HorovodContext:
         try:
             flag = torch.zeros(1, dtype=torch.int32)
             handle = self.hvd.allreduce_async_(flag, op=self.hvd.Sum, name="c10d.close")
-            poll_until(lambda: bool(self.hvd.poll(handle)), MAX_LEAVE_S)
+            wait_until(lambda: bool(self.hvd.poll(handle)), MAX_LEAVE_S, self.completer.wait_done)
         except (RuntimeError, ValueError):
             return  # another rank has ended Horovod
 

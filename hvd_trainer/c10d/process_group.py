@@ -7,6 +7,7 @@
 | broadcast, all_gather, reduce_scatter, all_to_all | Horovod's own |
 | gather, scatter | Horovod's all-to-all, in which only one rank receives, or sends |
 | barrier | an all-reduce of one number |
+| monitored barrier | the store by which the ranks have met |
 | send, recv; bitwise reductions; sparse tensors; types that Horovod cannot add | Gloo, on CPU tensors |
 
 Gloo's connections are made when they are first used. Objects travel by these operations, as in every group.
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvd_trainer.c10d.context import HorovodContext, contexts
+from hvd_trainer.c10d.monitored_barrier import monitored_barrier
 from hvd_trainer.c10d.work import HorovodWork, Operation
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.environment import set_variables
@@ -76,6 +78,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._context, self._horovod, self._hvd = context, context.operations, context.hvd
         self._ranks, self._group, self._timeout = tuple(ranks), name, timeout
         self._me, self._size, self._is_default = rank, len(ranks), is_default
+        self._store, self._num_monitored = store, 0
         self._process_set = context.process_sets.acquire(self._ranks, store, timeout.total_seconds())
         self._gloo: Any = _gloo(store, rank, len(ranks), timeout, context.interface)
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -286,6 +289,16 @@ class HorovodProcessGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         flag = torch.zeros(1, dtype=torch.int32)
         return self._start("barrier", [flag], [self._all_reduction(flag, RedOp.MAX)], opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, by the group's store; rank 0's error names those that do not come.
+
+        Gloo's would wait without a limit for a rank to which it has no connection yet.
+        """
+        self._num_monitored += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._num_monitored}", self._store)
+        limit = self._timeout if timeout is None else timeout
+        monitored_barrier(store, self._me, self._size, limit, wait_all_ranks=wait_all_ranks)
 
     # Names of PyTorch up to 2.12.
 

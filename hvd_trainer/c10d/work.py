@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvd_trainer.backends.horovod_waiter import MAX_PAUSE_S, MIN_PAUSE_S, poll_until
+from hvd_trainer.backends.horovod_waiter import MAX_WAIT_S, WaitDone, wait_until
 from hvd_trainer.errors import first_line
 
 NO_TIMEOUT = timedelta(0)
@@ -76,7 +76,7 @@ class HorovodWork(dist._Work):
         if previous is None:
             self._handles = operation.begin(operation.name)
         elif not self.advance():
-            completer.add(self)  # the other ranks may need it before anybody here waits for it
+            self._leave_to_completer()  # the other ranks may need it before anybody here waits for it
 
     def advance(self) -> bool:
         """Begin the operation if its name is free, and finish it if its results are there; return whether."""
@@ -132,6 +132,12 @@ class HorovodWork(dist._Work):
                     self._fail(TimeoutError(self._timeout_text(self._timeout_s)))
         return self._is_done
 
+    def _leave_to_completer(self) -> None:
+        self._completer.add(self)
+        # The completer may be waiting for Horovod, and what this waits for may have happened before `add`.
+        if self.advance():
+            self.complete_future()
+
     def _timeout_text(self, timeout_s: float) -> str:
         return (
             f"{self._description}: Timed out after {timeout_s:g} s: other ranks have not called it, or with other "
@@ -158,7 +164,7 @@ class HorovodWork(dist._Work):
             torch.distributed.DistBackendError: it failed, or did not end in time.
         """
         timeout_s = timeout.total_seconds() if timeout > NO_TIMEOUT else self._timeout_s
-        if not poll_until(self.advance, timeout_s):
+        if not wait_until(self.advance, timeout_s, self._completer.wait_done):
             raise dist.DistBackendError(self._timeout_text(timeout_s))
         if self._error is not None:
             raise self._error
@@ -171,7 +177,7 @@ class HorovodWork(dist._Work):
             if self._is_done:
                 self.complete_future()
             else:
-                self._completer.add(self)
+                self._leave_to_completer()
         return self._future
 
     def is_completed(self) -> bool:
@@ -209,9 +215,13 @@ class Completer:
 
     One of them asks Horovod. Before it completes a future, whose callbacks may wait for other operations
     (PowerSGD's do), it lets another one ask.
+
+    Args:
+        wait_done: waits until Horovod has completed an operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait_done: WaitDone) -> None:
+        self.wait_done = wait_done
         self._works: list[HorovodWork] = []
         self._changed = threading.Condition()
         self._asking = threading.Lock()
@@ -256,8 +266,8 @@ class Completer:
 
     def _next_done(self) -> list[HorovodWork]:
         """Wait until operations are done, and return them; empty at the end."""
-        pause = MIN_PAUSE_S
         while True:
+            seen = self.wait_done(-1, 0.0)
             with self._changed:
                 while not self._works and not self._is_closed:
                     self._changed.wait()
@@ -269,5 +279,4 @@ class Completer:
                 with self._changed:
                     self._works = [work for work in self._works if work not in done]
                 return done
-            time.sleep(pause)
-            pause = min(1.25 * pause, MAX_PAUSE_S)
+            self.wait_done(seen, MAX_WAIT_S)
