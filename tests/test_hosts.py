@@ -128,6 +128,32 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
+SCRIPT = """
+import socket
+
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+small = hvd.allreduce(torch.ones(2) * hvd.rank(), op=hvd.Sum)
+large = hvd.allreduce(torch.ones(100_000) * hvd.rank(), op=hvd.Sum)
+assert small.sum() == 12 and large.mean() == 6
+names = hvd.allgather_object(socket.gethostname())
+if hvd.rank() == 0:
+    print(*names, hvd.local_size(), hvd.cross_size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
+def test_horovods_script_needs_no_horovodrun(launcher: str, cluster: Cluster, shared: Path) -> None:
+    """Four ranks of a script for Horovod, unchanged, on torch.distributed."""
+    (shared / "script.py").write_text(SCRIPT)
+    argv = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--", str(shared / "script.py")]
+    with started(launcher, cluster.hosts[:2], argv, shared) as running:
+        assert set(finish(running, shared)) == {0}, output(shared)
+    assert "hosta hosta hostb hostb 2 2" in output(shared)
+
+
 @pytest.mark.long
 @requires("mpirun", "mpi4py")
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
