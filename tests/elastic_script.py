@@ -1,6 +1,6 @@
 """A script for Horovod's elastic API that knows nothing of this package; each process records what it does.
 
-python elastic_script.py FOLDER PAUSE_S [BATCH]    after this batch of epoch 1 the last rank is killed, once
+python elastic_script.py FOLDER PAUSE_S [BATCH]    after this batch of epoch 1 a rank is killed, once
 
 FOLDER/PROCESS    one line per event: begin SIZE EPOCH BATCH; reset SIZE; epoch SAMPLE...; weights DIGEST RATE
 """
@@ -37,7 +37,8 @@ sampler = hvd.elastic.ElasticSampler(data)
 def kill_once(state):
     if (state.epoch, state.batch) == (1, kill_at) and not killed.exists():
         handle = hvd.allreduce_async(torch.ones(1_000_000), name="large")
-        if hvd.rank() == hvd.size() - 1:
+        fewest = min(hvd.allgather_object(hvd.local_size()))
+        if hvd.local_size() == fewest and hvd.local_rank() == fewest - 1:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         hvd.synchronize(handle)
