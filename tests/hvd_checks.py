@@ -661,6 +661,7 @@ def differences_from_horovod() -> tuple[int, list[str]]:
         horovod.torch.mpi_ops,
         horovod.torch.compression,
         horovod.torch.functions,
+        horovod.torch.optimizer,
         horovod.torch.sync_batch_norm,
         horovod.torch.elastic,
         horovod.torch.elastic.sampler,

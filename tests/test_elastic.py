@@ -30,6 +30,7 @@ from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.config.options import SaveOptions
 from hvd_trainer.errors import BackendError, LaunchError, OptionError
 from hvd_trainer.faults.elastic import DismissedError, HorovodElasticDriver
+from hvd_trainer.launch.world import set_world
 
 HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
@@ -269,6 +270,14 @@ def test_next_world() -> None:
         world = driver.next_world()
         assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 3, 0, 1)
         assert (driver.past_worlds, driver.hosts_changed.is_set()) == (1, False)
+
+
+def test_next_world_is_also_in_the_variables_that_scripts_read() -> None:
+    """`hvd_trainer run` sets torchrun's, which stayed those of the first world."""
+    environ = {**RANK, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    set_world(environ, rank=0, size=3, local_rank=0, local_size=1)
+    assert (environ["HOROVOD_RANK"], environ["HOROVOD_SIZE"]) == ("0", "3")
+    assert (environ["RANK"], environ["WORLD_SIZE"]) == ("0", "3")
 
 
 def test_next_world_without_place() -> None:
