@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchvision import datasets
 
-from benchmarks.contestants import CONTESTANTS, MNIST, Contestant
+from benchmarks.contestants import CONTESTANTS, JOBS, RESNET, Contestant
 from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
 from benchmarks.run import RunError, run
 
@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="MNIST's folder")
-    parser.add_argument("--jobs", nargs="+", choices=["mnist", "resnet18"], default=["mnist"])
+    parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=["mnist"])
     parser.add_argument("--ranks", type=_counts, default=[2], help="such as 2 or 2,4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="contestants by name")
@@ -54,7 +54,7 @@ def _chosen(jobs: list[str], patterns: list[str]) -> list[Contestant]:
     return [
         contestant
         for contestant in CONTESTANTS
-        if ("mnist" if contestant.job is MNIST else "resnet18") in jobs
+        if contestant.job in [JOBS[job] for job in jobs]
         and any(fnmatchcase(contestant.name, pattern) for pattern in patterns)
     ]
 
@@ -95,7 +95,7 @@ def main() -> int:
             print(f"{contestant.name} is left out: {contestant.needs} is not installed", file=sys.stderr)
     args.contestants = [contestant for contestant in args.contestants if contestant.is_here]
     args.data_dir = args.data_dir.resolve()
-    if any(contestant.job is MNIST for contestant in args.contestants):
+    if any(contestant.job is not RESNET for contestant in args.contestants):
         # Once, before anything is timed; nothing is fetched if the files are there.
         datasets.MNIST(args.data_dir, download=True)
     machine = describe_machine()

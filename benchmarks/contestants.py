@@ -60,12 +60,22 @@ class Contestant:
 
 
 MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
+SCRIPTS = Job("MNIST CNN, plain scripts", 60_000, 128, warmup=10, baseline="plain_ddp.py", floor="plain_ddp.py")
 RESNET = Job("ResNet-18, 32x32", 2_560, 32, warmup=5, baseline="raw DDP", floor="without exchange")
 
 _OURS = (
     "-m hvd_trainer.mnist --epochs 1 --batch-size 128 --optimizer adam --lr 1e-4 "
     "--dataset mnist --data-dir {data} --log-dir {log}"
 )
+
+JOBS = {"mnist": MNIST, "scripts": SCRIPTS, "resnet18": RESNET}
+"""Names on the command line."""
+
+# Scripts for one engine, on the other.
+_ON_DDP = "-m hvd_trainer run --backend ddp --"
+_ON_HOROVOD = "-m hvd_trainer run --backend horovod --"
+_PLAIN = "examples/mnist/plain_{engine}.py --data-dir {{data}}"
+_PLAIN_DDP, _PLAIN_HOROVOD = (_PLAIN.format(engine=engine) for engine in ("ddp", "horovod"))
 
 # By package: the scripts of benchmarks/peers, on the engines that they have.
 _PEERS = {
@@ -135,6 +145,36 @@ CONTESTANTS = (
         against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp"),
     ),
     Contestant("compute floor", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data}"),
+    Contestant("plain_ddp.py", SCRIPTS, "torchrun", _PLAIN_DDP),
+    Contestant("plain_horovod.py", SCRIPTS, "horovodrun", _PLAIN_HOROVOD),
+    Contestant(
+        "plain_horovod.py on ddp",
+        SCRIPTS,
+        "torchrun",
+        f"{_ON_DDP} {_PLAIN_HOROVOD}",
+        against=("plain_horovod.py",),
+    ),
+    Contestant(
+        "plain_ddp.py on horovod",
+        SCRIPTS,
+        "horovodrun",
+        f"{_ON_HOROVOD} {_PLAIN_DDP}",
+        against=("plain_horovod.py",),
+    ),
+    Contestant(
+        "raw Horovod's script on ddp",
+        RESNET,
+        "torchrun",
+        f"{_ON_DDP} -m benchmarks.raw.resnet_horovod",
+        against=("raw Horovod",),
+    ),
+    Contestant(
+        "raw DDP's script on horovod",
+        RESNET,
+        "horovodrun",
+        f"{_ON_HOROVOD} -m benchmarks.raw.resnet_ddp",
+        against=("raw Horovod",),
+    ),
     Contestant("raw DDP", RESNET, "torchrun", "-m benchmarks.raw.resnet_ddp"),
     Contestant("raw Horovod", RESNET, "horovodrun", "-m benchmarks.raw.resnet_horovod"),
     Contestant("hvd_trainer ddp", RESNET, "torchrun", "-m benchmarks.ours.resnet --backend ddp"),
