@@ -1,6 +1,6 @@
 """Buckets that the members of a process set reduce in each step, in an order that all know: nothing is negotiated.
 
-    flags      which members have joined or shut down: by Gloo, before the first bucket
+    flags      which members have joined or shut down: sent before the first bucket
     bucket 0   all-reduced
     bucket 1   ...
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,11 @@ from torch import Tensor
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.hvd.common.stall import StallInspector
-from hvd_trainer.hvd.common.transport import CPU, Transport
+from hvd_trainer.hvd.common.transport import Transport
+
+T = TypeVar("T")
 
 
 class Owner(Protocol):
@@ -64,6 +67,7 @@ class BucketSchedule:
         sizes: of the buckets.
         names: of what is in them, for reports.
         op: by which they are reduced.
+        address: as for `Mesh`.
     """
 
     def __init__(
@@ -77,10 +81,20 @@ class BucketSchedule:
         sizes: Sequence[BucketSize],
         names: Sequence[str],
         op: dist.ReduceOp.RedOpType,
+        address: str,
     ) -> None:
         self.number = number
         self._owner, self._stall, self._activity = owner, stall, activity
         self._sizes, self._names = sizes, names
+        self._lock = threading.Lock()
+        self._works: list[Any] = []
+        """of buckets that were sent, and not waited for"""
+        self._num_sent = 0
+        self._step = 0
+        self._wait_began = time.monotonic()
+        self._has_left = False
+        self._is_last_step = False
+        # Last: `_check_wait` is called while the members connect.
         self._transport = Transport(
             store,
             owner.ranks.index(owner.rank),
@@ -88,20 +102,12 @@ class BucketSchedule:
             on_wait=self._check_wait,
             prepare_nccl=lambda: None,  # done for the gradients' first step
         )
+        self._mesh = Mesh(
+            store, self._transport.member, self._transport.size, address=address, on_wait=self._check_wait
+        )
         self._groups = [self._transport.group(size.device) for size in sizes]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = op
-        self._sum = dist.AllreduceOptions()
-        self._lock = threading.Lock()
-        self._flags = torch.zeros(0)
-        self._flags_work: Any = None
-        self._works: list[Any] = []
-        """of buckets that were sent, and not waited for"""
-        self._num_sent = 0
-        self._step = 0
-        self._wait_began = 0.0
-        self._has_left = False
-        self._is_last_step = False
 
     @property
     def is_over(self) -> bool:
@@ -127,9 +133,7 @@ class BucketSchedule:
         self._num_sent = (self._num_sent + 1) % len(self._sizes)
 
     def _send_flags(self, flags: int) -> None:
-        self._flags = torch.zeros(self._transport.size, dtype=torch.uint8)
-        self._flags[self._transport.member] = flags
-        self._flags_work = self._transport.group(CPU).allreduce([self._flags], self._sum)
+        self._mesh.send(bytes([flags]))
 
     def wait(self, number: int) -> None:
         """Wait until a bucket of this step is reduced; on an accelerator, let the current stream wait.
@@ -143,21 +147,20 @@ class BucketSchedule:
         if self._has_left:
             return
         if number == 0:
-            self._wait_for(self._flags_work, CPU)
-            flags = self._flags.tolist()
-            if any(its & wire.SHUTDOWN for its in flags):
+            flags = self._wait_for(self._mesh.receive)
+            if any(its[0] & wire.SHUTDOWN for its in flags):
                 self._owner.drive_to_end()
                 raise HorovodInternalError(self._owner.ended)
-            self._is_last_step = any(flags)
-        self._wait_for(self._works[number], self._sizes[number].device)
+            self._is_last_step = any(its[0] for its in flags)
+        self._wait_for(lambda: self._transport.wait(self._works[number], self._sizes[number].device))
         if number == len(self._sizes) - 1:
             self._works, self._step = [], self._step + 1
 
-    def _wait_for(self, work: Any, device: torch.device) -> None:
+    def _wait_for(self, receive: Callable[[], T]) -> T:
         self._wait_began = time.monotonic()
         try:
             with self._activity.waiting():
-                self._transport.wait(work, device)
+                return receive()
         except BaseException as error:
             self._owner.fail(error)
             if not isinstance(error, Exception):
@@ -188,6 +191,7 @@ class BucketSchedule:
 
     def abort(self) -> None:
         """Break the connections."""
+        self._mesh.abort()
         self._transport.abort()
 
     def close(self) -> None:
@@ -200,6 +204,7 @@ class BucketSchedule:
         """Free the connections. The optimizer may live longer than they."""
         self._groups.clear()
         self._works.clear()
+        self._mesh.close()
         self._transport.close()
 
 

@@ -113,11 +113,12 @@ class Controller:
         self._num_waiting = 0
         self._idle_rounds = 0
         self._num_rounds = 0
-        self._round_began = 0.0
+        self._round_began = time.monotonic()
         self._flags = 0
         self._last_joined = -1
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
+        self._address = address
         # Last: `_check_wait` is called while the members connect.
         self._mesh = Mesh(store, me, len(ranks), address=address, on_wait=self._check_wait)
         self._transport = Transport(store, me, len(ranks), on_wait=self._check_wait, prepare_nccl=prepare_nccl)
@@ -231,6 +232,7 @@ class Controller:
             sizes=sizes,
             names=names,
             op=op,
+            address=self._address,
         )
         self.schedules.add(schedule)
         return schedule

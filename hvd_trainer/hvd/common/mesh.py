@@ -44,6 +44,8 @@ class Mesh:
         self, store: dist.Store, member: int, size: int, *, address: str, on_wait: Callable[[], None]
     ) -> None:
         self._member, self._size, self._on_wait = member, size, on_wait
+        self._sent = b""
+        self._sender: threading.Thread | None = None
         with network.listen(address, 0) as listener:
             token = secrets.token_bytes(TOKEN_BYTES)
             store.set(f"mesh {member}", f"{address} {listener.getsockname()[1]} {token.hex()}")
@@ -82,20 +84,33 @@ class Mesh:
         Raises:
             ConnectionError: a member is gone.
         """
+        self.send(message)
+        return self.receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message to all members, without waiting for theirs."""
+        self._sent = message
         data = LENGTH.pack(len(message)) + message
-        sender: threading.Thread | None = None
         if len(data) > MAX_BUFFERED_BYTES:
             # Two members that both wait until the other one reads would wait for ever.
-            sender = threading.Thread(target=self._send, args=(data,), daemon=True)
-            sender.start()
+            self._sender = threading.Thread(target=self._send, args=(data,), daemon=True)
+            self._sender.start()
         else:
             self._send(data)
-        messages = [message] * self._size
+
+    def receive(self) -> list[bytes]:
+        """Return the messages of all members after a `send`.
+
+        Raises:
+            ConnectionError: a member is gone.
+        """
+        messages = [self._sent] * self._size
         for other, connection in self._connections.items():
             (size,) = LENGTH.unpack(self._read(connection, LENGTH.size))
             messages[other] = self._read(connection, size)
-        if sender is not None:
-            sender.join()
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
         return messages
 
     def _send(self, data: bytes) -> None:
