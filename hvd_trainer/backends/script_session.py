@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Protocol
 
@@ -37,7 +37,10 @@ USERS_CODE = "callback"
 
 
 class OwnEngine(Protocol):
-    """An engine with a session of its own; without one both functions do nothing."""
+    """An engine with a session of its own; before it has one, `shutdown` and `fail` do nothing."""
+
+    def call_at_start(self, function: Callable[[Session], None]) -> None:
+        """Have a function called with each session that is connected from now on."""
 
     def shutdown(self) -> None:
         """End together with all other ranks."""
@@ -58,6 +61,7 @@ class ScriptSession:
         self._options, self._timeout_s = options, timeout_s
         self._session: Session | None = None
         self._engine: OwnEngine | None = None
+        self._activity: Activity | None = None
         self._pid = os.getpid()
 
     @property
@@ -71,8 +75,9 @@ class ScriptSession:
         return self._session is not None or self._engine is not None
 
     def attach(self, engine: OwnEngine) -> None:
-        """Take in an engine that starts a session by itself, to end it with the script."""
+        """Take in an engine that starts a session by itself, to watch it, and to end it with the script."""
         self._engine = engine
+        engine.call_at_start(self._watch)
 
     def start(self, *, uses_nccl: bool = False) -> Session:
         """Return the session; meet the other ranks if this is the first call. A collective then.
@@ -86,14 +91,34 @@ class ScriptSession:
             if uses_nccl:
                 session.prepare_nccl()
             session.begin_monitoring()
-            session.activity.limits = self._timeout_s, self._timeout_s
-            threading.Thread(target=_watch, args=(session.activity,), name="watch", daemon=True).start()
+            self._watch(session)
         return self._session
+
+    def _watch(self, session: Session) -> None:
+        """Limit how long the rank may stay at one place of the script from now on."""
+        is_first, self._activity = self._activity is None, session.activity
+        session.activity.limits = self._timeout_s, self._timeout_s
+        if is_first:
+            threading.Thread(target=self._watch_main_thread, name="watch", daemon=True).start()
+
+    def _watch_main_thread(self) -> None:
+        """Tell the activity of each change of the main thread's place."""
+        main = threading.main_thread().ident or 0
+        last: list[tuple[CodeType, int]] = []
+        while True:
+            frame = sys._current_frames().get(main)
+            stack = [frame for frame, _ in traceback.walk_stack(frame)]
+            place = [(frame.f_code, frame.f_lasti) for frame in stack]
+            if place != last and self._activity is not None:
+                last = place
+                self._activity.enter(phase_of(reversed(stack)))
+            del frame, stack
+            time.sleep(LOOK_EVERY_S)
 
     def count_step(self) -> None:
         """Count a completed optimizer step."""
-        if self._session is not None:
-            self._session.activity.step += 1
+        if self._activity is not None:
+            self._activity.step += 1
 
     def finish(self) -> None:
         """End as all ranks do, and wait until all have come to their end."""
@@ -153,18 +178,3 @@ def phase_of(frames: Iterator[FrameType]) -> str:
         file = frame.f_code.co_filename
         phase = next((phase for folder, phase in PHASES.items() if folder in file), phase)
     return phase
-
-
-def _watch(activity: Activity) -> None:
-    """Tell the activity of each change of the main thread's place."""
-    main = threading.main_thread().ident or 0
-    last: list[tuple[CodeType, int]] = []
-    while True:
-        frame = sys._current_frames().get(main)
-        stack = [frame for frame, _ in traceback.walk_stack(frame)]
-        place = [(frame.f_code, frame.f_lasti) for frame in stack]
-        if place != last:
-            last = place
-            activity.enter(phase_of(reversed(stack)))
-        del frame, stack
-        time.sleep(LOOK_EVERY_S)

@@ -363,6 +363,7 @@ class _State:
         self.elastic: Session | None = None
         """of a job whose ranks change: each `init` but the first begins in its next world"""
         self.is_registered = False
+        self.call_at_start: list[Callable[[Session], None]] = []
 
 
 _state = _State()
@@ -418,6 +419,13 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
 
 def _start(session: Session, process_sets: Sequence[Sequence[int]]) -> None:
     _state.runtime = Runtime(session, os.environ, process_sets)
+    for function in _state.call_at_start:
+        function(session)
+
+
+def call_at_start(function: Callable[[Session], None]) -> None:
+    """Have a function called with the session of each job that begins from now on."""
+    _state.call_at_start.append(function)
 
 
 def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseException, where: Any) -> None:
