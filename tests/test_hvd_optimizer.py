@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import tempfile
 import time
 import traceback
 import warnings
@@ -500,6 +502,18 @@ def check_released_buckets_are_closed() -> None:
     for _ in range(6):
         mean_steps(*wrapped_model(), 2)
     assert len(basics.controller(0).schedules._schedules) < 25
+
+
+def check_timeline_has_buckets() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        model, optimizer = wrapped_model()
+        hvd.start_timeline(str(path))
+        mean_steps(model, optimizer, 3)
+        hvd.stop_timeline()
+        if hvd.rank() == 0:
+            rows = [event.get("args", {}).get("name") for event in json.loads(path.read_text())]
+            assert "buckets of allreduce.weight and 0 more" in rows
 
 
 def check_other_job_with_the_same_optimizer() -> None:

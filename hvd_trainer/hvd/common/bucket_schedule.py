@@ -27,6 +27,7 @@ from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.hvd.common.stall import StallInspector
+from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Owner(Protocol):
     ended: str | None
     ranks: Sequence[int]
     rank: int
+    timeline: Timeline | None
 
     def fail(self, error: BaseException) -> None:
         """End all operations because of an error."""
@@ -91,7 +93,7 @@ class BucketSchedule:
         """of buckets that were sent, and not waited for"""
         self._num_sent = 0
         self._step = 0
-        self._wait_began = time.monotonic()
+        self._step_began = self._wait_began = time.monotonic()
         self._has_left = False
         self._is_last_step = False
         # Last: `_check_wait` is called while the members connect.
@@ -125,6 +127,7 @@ class BucketSchedule:
                 raise HorovodInternalError(self._owner.ended)
             if not self._has_left:
                 if self._num_sent == 0:
+                    self._step_began = time.monotonic()
                     self._send_flags(0)
                 self._send(bucket)
 
@@ -155,6 +158,9 @@ class BucketSchedule:
         self._wait_for(lambda: self._transport.wait(self._works[number], self._sizes[number].device))
         if number == len(self._sizes) - 1:
             self._works, self._step = [], self._step + 1
+            timeline = self._owner.timeline
+            if timeline is not None:
+                timeline.add_buckets(self._names, self._step_began)
 
     def _wait_for(self, receive: Callable[[], T]) -> T:
         self._wait_began = time.monotonic()
