@@ -55,6 +55,7 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
         after["hvd_trainer.hvd.common.basics"] = session.attach
     if session is not None and engine == "horovod" and not is_elastic(os.environ):
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
+        after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
         return ImportHooks(aliases={}, absent={}, after=after)
     return ImportHooks(aliases=ALIASES, single=ROOT, absent=ABSENT, after=after)
@@ -62,6 +63,12 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
 
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:
     module.register_optimizer_step_post_hook(lambda *_: session.count_step())
+
+
+def _hook_inner_step(module: ModuleType) -> None:
+    """Let PyTorch call the hooks of a step in Horovod's step only where that calls the optimizer's own."""
+    for kind in (module._DistributedOptimizer, module._DistributedAdasumOptimizer):
+        kind.step.hooked = True
 
 
 def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) -> None:
