@@ -73,6 +73,8 @@ def options_in(text: str) -> set[str]:
 def own_part(line: str) -> tuple[str, list[str]] | None:
     """(our module or script, its arguments) of one command line; None if nothing of ours is started."""
     words = shlex.split(line.removesuffix("&"))
+    if words[0] == "sed":  # edits a script, and starts none
+        return None
     words = words[: words.index("--")] if "--" in words else words  # what follows is for a job that a tool starts
     words = [part for word in words for part in (("-m", "hvd_trainer") if word == "hvd-trainer" else (word,))]
     for number, word in enumerate(words):

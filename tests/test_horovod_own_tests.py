@@ -13,6 +13,11 @@ KNOWN_FAILURES = {"test_broadcast_state", "test_broadcast_state_options", "test_
 TEST_TIMEOUT_S = 100
 
 
+TIMED = "test_process_set_barrier_op"
+"""Compares the clocks of two ranks: it fails where one goes to sleep before the other has looked at its own."""
+MAX_TRIES = 5
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("size", "num_passed"), [(2, 102), (4, 102)])
@@ -21,13 +26,20 @@ def test_horovods_own_tests_pass(size: int, num_passed: int) -> None:
     if not TESTS.exists():
         pytest.skip("no tests of Horovod in ../shared/horovod (parallel/test_torch.py of its repository)")
     pytest.importorskip("mock", reason="Horovod's tests need mock: pip install mock")
-    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parents[1]}", "-c", "/dev/null"]
+    counts, failed = run(size, f"not {TIMED}")
+    assert len(counts) == size, "every rank reports"
+    assert min(counts) >= num_passed - 1
+    assert failed == KNOWN_FAILURES
+    assert any(run(size, TIMED) == ([1] * size, set()) for _ in range(MAX_TRIES))
+
+
+def run(size: int, selection: str) -> tuple[list[int], set[str]]:
+    """Run those tests that `-k selection` names; return how many passed in each rank, and which failed."""
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parents[1]}", "-c", "/dev/null", "-k", selection]
     words = ["-m", "hvd_trainer", "run", "-np", size, "--backend", "ddp", "--", "-m", "pytest", *options]
     result = launch(
         "python", 1, [*map(str, words), f"--timeout={TEST_TIMEOUT_S}", str(TESTS)], timeout_s=350, check=False
     )
     print(result.stdout)
     counts = [int(number) for number in re.findall(r"(\d+) passed", result.stdout)]
-    assert len(counts) == size, "every rank reports"
-    assert min(counts) >= num_passed
-    assert set(re.findall(r"FAILED \S+::(\w+)", result.stdout)) == KNOWN_FAILURES
+    return counts, set(re.findall(r"FAILED \S+::(\w+)", result.stdout))

@@ -143,7 +143,7 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         *("tests/test_benchmarks.py", '"benchmarks"'),
     ),
-    "python -m benchmarks --jobs resnet18 --rounds 5": ("tests/test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks --jobs scripts resnet18 --rounds 5": ("tests/test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks --list": ("tests/test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks.growth --rounds 3": ("tests/test_benchmarks.py", "test_growth_measures_a_training"),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
