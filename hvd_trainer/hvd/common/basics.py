@@ -282,20 +282,24 @@ def _engine_options(environ: Mapping[str, str]) -> EngineOptions:
 
 
 def set_log_level(environ: Mapping[str, str]) -> None:
-    """Log from the level in HOROVOD_LOG_LEVEL on: to stderr, unless the program has set up logging itself.
+    """Log from the level in HOROVOD_LOG_LEVEL on, as in Horovod only warnings and errors if it is not set.
+
+    To stderr, unless the program has set up logging itself.
 
     Raises:
         ValueError: there is no such level.
     """
-    name = environ.get("HOROVOD_LOG_LEVEL", "")
-    if not name:
-        return
-    if name.lower() not in LOG_LEVELS:
-        raise ValueError(f"HOROVOD_LOG_LEVEL={name} is none of {', '.join(LOG_LEVELS)}.")
+    given = environ.get("HOROVOD_LOG_LEVEL", "")
+    name = given.lower() or "warning"
+    if name not in LOG_LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL={given} is none of {', '.join(LOG_LEVELS)}.")
     package = logging.getLogger("hvd_trainer.hvd")
-    package.setLevel(LOG_LEVELS[name.lower()])
-    if not package.hasHandlers():
-        logging.basicConfig(format="[%(asctime)s %(levelname)s] %(message)s")
+    if given or package.level == logging.NOTSET:
+        package.setLevel(LOG_LEVELS[name])
+    if given and not package.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s %(levelname)s] %(message)s"))
+        package.addHandler(handler)
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
