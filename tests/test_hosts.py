@@ -129,29 +129,33 @@ def test_two_ranks_on_each_host(launcher: str, backend: str, cluster: Cluster, s
 
 
 SCRIPT = """
+import os
 import socket
 
 import horovod.torch as hvd
+import psutil
 import torch
 
+os.environ["HOROVOD_GLOO_IFACE"] = "eth1"
 hvd.init()
 small = hvd.allreduce(torch.ones(2) * hvd.rank(), op=hvd.Sum)
 large = hvd.allreduce(torch.ones(100_000) * hvd.rank(), op=hvd.Sum)
 assert small.sum() == 12 and large.mean() == 6
 names = hvd.allgather_object(socket.gethostname())
 if hvd.rank() == 0:
-    print(*names, hvd.local_size(), hvd.cross_size(), flush=True)
+    peers = {its.raddr.ip for its in psutil.Process().net_connections("tcp") if its.raddr}
+    print(*names, hvd.local_size(), hvd.cross_size(), "10.78.0.2" in peers, flush=True)
 """
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
 def test_horovods_script_needs_no_horovodrun(launcher: str, cluster: Cluster, shared: Path) -> None:
-    """Four ranks of a script for Horovod, unchanged, on torch.distributed."""
+    """Four ranks of a script for Horovod, unchanged, on torch.distributed; they exchange over the second card."""
     (shared / "script.py").write_text(SCRIPT)
     argv = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--", str(shared / "script.py")]
     with started(launcher, cluster.hosts[:2], argv, shared) as running:
         assert set(finish(running, shared)) == {0}, output(shared)
-    assert "hosta hosta hostb hostb 2 2" in output(shared)
+    assert "hosta hosta hostb hostb 2 2 True" in output(shared)
 
 
 @pytest.mark.long
@@ -325,7 +329,8 @@ def test_network_interface_missing(cluster: Cluster, shared: Path) -> None:
     with started("torchrun", cluster.hosts[:1], argv, shared) as running:
         assert finish(running, shared) != [0]
     text = (
-        "--network-interface ib0: hosta has none of that name with an IPv4 address. It has eth0 (10.77.0.1), eth1"
+        "Network interface ib0 (--network-interface, HOROVOD_GLOO_IFACE): hosta has none of that name with an "
+        "IPv4 address. It has eth0 (10.77.0.1), eth1"
     )
     assert text in output(shared)
 

@@ -8,9 +8,9 @@ import hvd_checks
 import pytest
 from launchers import QUICKEST, each_launcher, launch, requires, run_ranks
 
-from hvd_trainer.hvd.common.basics import ignored_variables, read_settings, set_log_level
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
+from hvd_trainer.hvd.common.settings import engine_options, ignored_variables, read_settings, set_log_level
 
 
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
@@ -95,6 +95,9 @@ def test_variables_are_read_or_named() -> None:
     assert read_settings({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s == 0
     with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME=fast is not a number"):
         read_settings({"HOROVOD_CYCLE_TIME": "fast"})
+    assert engine_options({"HOROVOD_GLOO_IFACE": "ib0"}).network_interface == "ib0"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert engine_options({"HOROVOD_GLOO_IFACE": "ib0", name: "eth0"}).network_interface is None
     environ = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_THREAD_AFFINITY": "0", "HOROVOD_CYCLE_TIME": "5"}
     assert ignored_variables(environ) == ["HOROVOD_AUTOTUNE=1"]
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.utils.network import LOOPBACK
 
@@ -37,22 +38,31 @@ def test_all_members_get_all_messages(size: int) -> None:
     assert received == [rounds] * size
 
 
-def test_stranger_is_turned_away() -> None:
+def test_client_without_the_token_is_turned_away() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(Mesh, store, 0, 2, address=LOOPBACK, on_wait=lambda: None)
         address, port, _ = store.get("mesh 0").decode().split()
-        with socket.create_connection((address, int(port))) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+        with socket.create_connection((address, int(port))) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
             second = pool.submit(Mesh, store, 1, 2, address=LOOPBACK, on_wait=lambda: None)
             meshes = first.result(), second.result()
             answers = pool.map(lambda mesh, text: mesh.exchange(text), meshes, [b"one", b"two"])
             assert list(answers) == [[b"one", b"two"]] * 2
-            stranger.settimeout(5)
+            client.settimeout(5)
             with pytest.raises(ConnectionResetError):
-                stranger.recv(1)
+                client.recv(1)
         for mesh in meshes:
             mesh.close()
+
+
+def test_address_that_cannot_be_reached_is_named() -> None:
+    store = dist.HashStore()
+    with socket.create_server((LOOPBACK, 0)) as closed:
+        port = closed.getsockname()[1]
+    store.set("mesh 0", f"{LOOPBACK} {port} {'00' * 16}")
+    with pytest.raises(LaunchError, match=rf"at 127.0.0.1 port {port} .*HOROVOD_GLOO_IFACE=eth0"):
+        Mesh(store, 1, 2, address=LOOPBACK, on_wait=lambda: None)
 
 
 def test_member_that_waits_hears_of_an_end() -> None:

@@ -517,7 +517,7 @@ def check_timeline_has_buckets() -> None:
 
 
 def check_other_job_with_the_same_optimizer() -> None:
-    """As after a reset of elastic training."""
+    """Elastic training does so whenever ranks have come or gone."""
     model, optimizer = wrapped_model()
     mean_steps(model, optimizer, 3)
     hvd.shutdown()

@@ -53,7 +53,7 @@ def test_interface_address_and_name() -> None:
     assert network.interface_address("eth0") == "10.1.0.7"
     assert network.interface_name("10.2.0.7") == "eth1"
     for name in ("ib0", "tun0"):
-        with pytest.raises(LaunchError, match=rf"--network-interface {name}: .* eth0 \(10.1.0.7\), eth1"):
+        with pytest.raises(LaunchError, match=rf"Network interface {name} .* eth0 \(10.1.0.7\), eth1"):
             network.interface_address(name)
 
 

@@ -30,7 +30,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class _Gradient(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks must agree on about one gradient."""
+    """Name, type and layout of one gradient, the same on all ranks."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class _Gradient(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sends to the others."""
+    """Message in which a rank proposes buckets to the others."""
 
     buckets: tuple[tuple[_Gradient, ...], ...]
     released: tuple[int, ...]

@@ -98,7 +98,8 @@ def interface_address(interface: str) -> str:
     named = dict(reversed(_addresses()))
     if interface not in named:
         raise LaunchError(
-            f"--network-interface {interface}: {socket.gethostname()} has none of that name with an IPv4 address. "
+            f"Network interface {interface} (--network-interface, HOROVOD_GLOO_IFACE): {socket.gethostname()} has "
+            f"none of that name with an IPv4 address. "
             f"It has {', '.join(f'{name} ({address})' for name, address in sorted(named.items()))}."
         )
     return named[interface]

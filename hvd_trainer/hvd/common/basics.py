@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,12 +16,19 @@ import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
-from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import PeerError
 from hvd_trainer.hvd.common.commits import CommitFiles
-from hvd_trainer.hvd.common.controller import Controller, Settings
+from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.request import ADD_SET, Request, Signature
+from hvd_trainer.hvd.common.settings import (
+    NO,
+    Settings,
+    engine_options,
+    ignored_variables,
+    read_settings,
+    set_log_level,
+)
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.launch.world import World, lone_process_warning
 
@@ -32,34 +38,6 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 DYNAMIC_TIMELINE = "DYNAMIC"
 """Value of HOROVOD_TIMELINE with which `start_timeline` may be called later; here it always may."""
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-LOG_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "fatal": logging.CRITICAL,
-}
-"""Python's levels by the values of HOROVOD_LOG_LEVEL."""
-NO = ("", "0")
-"""Values of Horovod's switches that leave them off."""
-WITHOUT_MEANING = (
-    "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
-    "HOROVOD_AUTOTUNE",
-    "HOROVOD_AUTOTUNE_LOG",
-    "HOROVOD_BATCH_D2D_MEMCOPIES",
-    "HOROVOD_DISABLE_GROUP_FUSION",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION",
-    "HOROVOD_ENABLE_XLA_OPS",
-    "HOROVOD_HIERARCHICAL_ALLGATHER",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "HOROVOD_NUM_NCCL_STREAMS",
-    "HOROVOD_THREAD_AFFINITY",
-    "HOROVOD_TORUS_ALLREDUCE",
-)
-"""Variables that tune Horovod's own transports and its search for settings."""
 
 
 class Runtime:
@@ -275,72 +253,6 @@ class Runtime:
                 controller.abort("Another rank has failed or ended.")
 
 
-def _engine_options(environ: Mapping[str, str]) -> EngineOptions:
-    default = EngineOptions(backend="ddp")
-    timeout_s = _number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", default.startup_timeout_s)
-    return replace(default, startup_timeout_s=timeout_s)
-
-
-def set_log_level(environ: Mapping[str, str]) -> None:
-    """Log from the level in HOROVOD_LOG_LEVEL on, as in Horovod only warnings and errors if it is not set.
-
-    To stderr, unless the program has set up logging itself.
-
-    Raises:
-        ValueError: there is no such level.
-    """
-    given = environ.get("HOROVOD_LOG_LEVEL", "")
-    name = given.lower() or "warning"
-    if name not in LOG_LEVELS:
-        raise ValueError(f"HOROVOD_LOG_LEVEL={given} is none of {', '.join(LOG_LEVELS)}.")
-    package = logging.getLogger("hvd_trainer.hvd")
-    if given or package.level == logging.NOTSET:
-        package.setLevel(LOG_LEVELS[name])
-    if given and not package.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s %(levelname)s] %(message)s"))
-        package.addHandler(handler)
-
-
-def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    """Return the number in a variable.
-
-    Raises:
-        ValueError: it is not a number, or negative.
-    """
-    text = environ.get(name, "")
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={text} is not a number from 0. Correct it or leave it out.")
-    return value
-
-
-def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Return what Horovod's environment variables ask for.
-
-    Raises:
-        ValueError: one of them is not a number.
-    """
-    default = Settings()
-    check_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_s)
-    is_checked = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") in NO
-    return Settings(
-        fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes)),
-        cycle_s=_number(environ, "HOROVOD_CYCLE_TIME", default.cycle_s * 1000) / 1000,
-        cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
-        stall_check_s=check_s if is_checked else 0.0,
-        stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s),
-    )
-
-
-def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return those of Horovod's variables that are set, and have no meaning here."""
-    return [f"{name}={environ[name]}" for name in WITHOUT_MEANING if environ.get(name, "0") not in NO]
-
-
 def _agree(store: dist.Store, world: World, settings: Settings, process_sets: Sequence[Sequence[int]]) -> Settings:
     """Return rank 0's settings, since all ranks must compute the same from them.
 
@@ -409,7 +321,7 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
             return False
         shutdown()
     if _state.elastic is None:
-        session = Session(_engine_options(os.environ))
+        session = Session(engine_options(os.environ))
         _start(session, process_sets)
         _state.elastic = session if session.driver is not None else None
     else:

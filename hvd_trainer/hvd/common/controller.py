@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from hvd_trainer.hvd.common.executor import Executor, Job
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
+from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
@@ -51,17 +51,6 @@ MAX_POLLS = 20
 """After so many cycles in which another thread drives, the thread sleeps until it is woken."""
 MAX_IDLE_ROUNDS = 200
 """After so many rounds without a response (about a second), different operations under one name are a mistake."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings from Horovod's environment variables, the same on all ranks."""
-
-    fusion_bytes: int = 128 * 2**20
-    cycle_s: float = 0.001
-    cache_capacity: int = 1024
-    stall_check_s: float = 60.0
-    stall_shutdown_s: float = 0.0
 
 
 class Controller:

@@ -1,4 +1,4 @@
-"""Training that goes on while ranks come and go: the state that all share, and the loop around the training."""
+"""Elastic training: the state that all ranks share, and the loop that trains again when ranks come or go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = itertools.count()
 
 
 class State:
-    """What the ranks have in common, kept in memory.
+    """State that all ranks share, saved in memory.
 
     Args:
         bcast_object: returns rank 0's object on all ranks.
@@ -90,7 +90,7 @@ class State:
 
 
 class ObjectState(State):
-    """Python objects that the ranks have in common; they are attributes of the state.
+    """Python objects that all ranks share; they are attributes of the state.
 
     They are copied when they are saved, so that one that is changed in place can be restored, too.
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.utils import network
 
 LENGTH = struct.Struct("<I")
@@ -38,6 +39,9 @@ class Mesh:
         size: number of members.
         address: of this host, at which the others can connect.
         on_wait: called about every second while this rank waits; may raise to give up.
+
+    Raises:
+        LaunchError: this host cannot connect to another member's.
     """
 
     def __init__(
@@ -145,7 +149,14 @@ class Mesh:
 
 def _connect(store: dist.Store, other: int, member: int) -> socket.socket:
     address, port, token = store.get(f"mesh {other}").decode().split()
-    connection = socket.create_connection((address, int(port)))
+    try:
+        connection = socket.create_connection((address, int(port)))
+    except OSError as error:
+        raise LaunchError(
+            f"{socket.gethostname()} cannot connect to another rank, at {address} port {port} ({error}). The "
+            f"hosts of a job must reach each other at all ports. If they have several networks, name the one that "
+            f"joins them, such as HOROVOD_GLOO_IFACE=eth0"
+        ) from error
     _prepare(connection, CHECK_S)
     connection.sendall(HELLO.pack(bytes.fromhex(token), member))
     return connection

@@ -26,7 +26,7 @@ ddl_built = basics.ddl_built
 ccl_built = basics.ccl_built
 
 _cache = functools.cache
-"""As the launcher of an installed Horovod has it from here."""
+"""`functools.cache`, which the launcher of an installed Horovod imports from here."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -101,7 +101,7 @@ def _handler_of(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """What the ranks of a training in PyTorch have in common; its parts are attributes of the state.
+    """Models, optimizers and objects that all ranks share; they are attributes of the state.
 
     Args:
         model, optimizer: of the training, if there is one only.

@@ -23,6 +23,13 @@ __path__ = list(_installed.submodule_search_locations or ()) if _installed is no
 """A package, so that it has submodules: `hvd_trainer.tools.run` answers for those with operations. The others are
 those of the Horovod that is installed, if there is one, such as `horovod.runner`."""
 
+OF_OTHER_HOSTS = (
+    *("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range"),
+    *("hostfile", "host_discovery_script", "ssh_port", "ssh_identity_file", "output_filename"),
+    *("use_mpi", "mpi_args"),
+)
+"""Arguments of `run` for launchers that start ranks elsewhere, or change their number."""
+
 
 def run(
     func: Callable[..., Any],
@@ -69,22 +76,9 @@ def run(
     Raises:
         LaunchError: a rank has failed, or another argument is given, which would have no effect.
     """
-    others = {
-        "min_num_proc": min_num_proc or min_np,
-        "max_num_proc": max_num_proc or max_np,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "hosts": None if _is_here(hosts) else hosts,
-        "hostfile": hostfile,
-        "host_discovery_script": host_discovery_script,
-        "ssh_port": ssh_port,
-        "ssh_identity_file": ssh_identity_file,
-        "output_filename": output_filename,
-        "use_mpi": use_mpi or None,
-        "mpi_args": mpi_args,
-    }
-    given = [f"{name}={value!r}" for name, value in others.items() if value is not None]
+    arguments = locals()
+    given = [] if _is_here(hosts) else [f"hosts={hosts!r}"]
+    given += [f"{name}={arguments[name]!r}" for name in OF_OTHER_HOSTS if arguments[name] not in (None, False)]
     if given:
         raise LaunchError(
             f"horovod.run starts ranks on this machine, on torch.distributed, and has no use for "
