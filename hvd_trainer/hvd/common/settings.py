@@ -79,7 +79,8 @@ def set_log_level(environ: Mapping[str, str]) -> None:
         package.setLevel(LOG_LEVELS[name])
     if given and not package.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s %(levelname)s] %(message)s"))
+        time = "" if environ.get("HOROVOD_LOG_HIDE_TIME", "0") not in NO else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(f"[{time}%(levelname)s] %(message)s"))
         package.addHandler(handler)
 
 
