@@ -105,6 +105,20 @@ def test_horovod_script_trains_the_same_weights_on_either_engine(tmp_path: Path)
 
 
 @requires("horovod")
+def test_script_for_hvd_runs_on_horovod(tmp_path: Path) -> None:
+    """It ran on torch.distributed, silently, although Horovod was asked for."""
+    script = tmp_path / "train.py"
+    for submodule in ("compression", "common.util"):
+        script.write_text(
+            f"from hvd_trainer import hvd\nimport hvd_trainer.hvd.{submodule} as part\n"
+            "hvd.init()\nprint(hvd.size(), hvd.__name__, part.__name__)\n"
+        )
+        output = run("-np", 2, "--backend", "horovod", "--", script).stdout
+        root = "horovod" if submodule.startswith("common") else "horovod.torch"
+        assert output == f"2 horovod.torch {root}.{submodule}\n" * 2
+
+
+@requires("horovod")
 def test_torch_script_runs_on_horovod(script: Path) -> None:
     assert sums(run("-np", 2, "--backend", "horovod", "--", script)) == [
         "sum 3 on rank 0 of 2 by __main__ []",
@@ -319,6 +333,7 @@ def test_rank_that_contradicts_the_launcher_is_refused(tmp_path: Path) -> None:
     ("words", "told"),
     [
         ((), "Name the job behind --"),
+        (("--np", "2", "train.py"), "Put -- before the job: python -m hvd_trainer run ... -- train.py"),
         (("--np", "2", "--", "missing.py"), "there is no such file"),
         (("--np", "0", "--", "setup.py"), "--np"),
         (("--fusion-threshold-mb", "-1", "--", "setup.cfg"), "--fusion-threshold-mb"),

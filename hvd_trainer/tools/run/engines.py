@@ -2,6 +2,7 @@
 
     script calls           on ddp                       on horovod
     horovod.torch          hvd_trainer.hvd              Horovod, started among the ranks of any launcher
+    hvd_trainer.hvd        itself                       Horovod, too
     torch.distributed      itself                       its backend "horovod", hvd_trainer.c10d
 
 Whichever it is, the ranks meet as those of a `Trainer` do, and are monitored.
@@ -30,6 +31,8 @@ ALIASES = {
     "horovod.torch": "hvd_trainer.hvd",
     "horovod.common": "hvd_trainer.hvd.common",
 }
+TO_HOROVOD = {"hvd_trainer.hvd.common": "horovod.common", "hvd_trainer.hvd": "horovod.torch"}
+"""A script that was written for `hvd_trainer.hvd` would run on torch.distributed, and be taken for Horovod's."""
 ROOT = {"horovod": "hvd_trainer.tools.run.horovod_package"}
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
@@ -57,7 +60,7 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
         after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
-        return ImportHooks(aliases={}, absent={}, after=after)
+        return ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     return ImportHooks(aliases=ALIASES, single=ROOT, absent=ABSENT, after=after)
 
 

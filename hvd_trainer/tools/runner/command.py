@@ -44,6 +44,9 @@ def read_command(
     """
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
+    script = next((word for word in words[:place] if word.endswith(".py")), None)
+    if script is not None:
+        raise OptionError(f"Put -- before the job: {COMMAND} {name} ... -- {script}")
     # horovodrun calls it -np.
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
