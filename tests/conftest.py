@@ -97,7 +97,12 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 @pytest.fixture(autouse=True)
 def _environment_is_restored() -> Iterator[None]:
     before = dict(os.environ)
+    folders = list(sys.path)
     yield
+    if sys.path != folders:
+        added = [folder for folder in sys.path if folder not in folders]
+        sys.path[:] = folders
+        pytest.fail(f"the test left changes in sys.path: {', '.join(added)}")
     changed = {
         name
         for name in before.keys() | os.environ.keys()

@@ -129,8 +129,12 @@ def _import(program: Sequence[str], name: str) -> Any:
         )
     if program[0] == "-m":
         return importlib.import_module(spec.name)
-    # As `python FILE` does.
-    sys.path.insert(0, str(Path(program[0]).resolve().parent))
     sys.modules[SCRIPT] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Modules beside the file are found, as by `python FILE`; later imports of ours must not find them.
+    folders = list(sys.path)
+    sys.path.insert(0, str(Path(program[0]).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = folders
     return module

@@ -44,8 +44,9 @@ def read_command(
     """
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
-    script = next((word for word in words[:place] if word.endswith(".py")), None)
-    if script is not None:
+    script = next((word for word in words if word.endswith(".py")), None)
+    # A value of several words, such as --baseline "ddp train.py", is no job; nor is one, where a job follows.
+    if script is not None and "--" not in words and " " not in script:
         raise OptionError(f"Put -- before the job: {COMMAND} {name} ... -- {script}")
     # horovodrun calls it -np.
     own = ["--np" if word == "-np" else word for word in words[:place]]
