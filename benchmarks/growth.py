@@ -78,7 +78,7 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
     steps = 30 if case.tensors > 1_000 else 200
     with tempfile.TemporaryDirectory(dir=folder) as log:
         job = [
-            *("-m", "hvd_trainer.tools.runner.step_probe", log, "-m", "benchmarks.ours.growing"),
+            *("-m", "hvd_trainer.tools.probe", log, "-m", "benchmarks.ours.growing"),
             *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
             *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
         ]

@@ -36,7 +36,7 @@ class Measurement:
 def command_line(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> list[str]:
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
-    probed = ["-m", "hvd_trainer.tools.runner.step_probe", str(log_dir / "probed"), *words]
+    probed = ["-m", "hvd_trainer.tools.probe", str(log_dir / "probed"), *words]
     if contestant.launcher == "horovodrun":
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         return [launcher, "-np", str(ranks), sys.executable, *probed]

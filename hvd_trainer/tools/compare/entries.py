@@ -30,7 +30,7 @@ class Entry:
     def arguments(self, job: Sequence[str], log: Path) -> list[str]:
         """Return the words that follow `python` in a measured run of this entry."""
         if self.script is not None:
-            return ["-m", "hvd_trainer.tools.runner.step_probe", str(log), *self.script]
+            return ["-m", "hvd_trainer.tools.probe", str(log), *self.script]
         return measured_job(job, self.engine, log)
 
 

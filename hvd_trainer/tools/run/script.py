@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,8 @@ from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import CHOICE
 from hvd_trainer.launch.world import detect, rank_variables
+from hvd_trainer.tools.probe.execute import execute
+from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.run import engines
 from hvd_trainer.training.job import run_and_end
 
@@ -43,8 +44,12 @@ def run_script(job: Sequence[str], engine: str, *, timeout_s: float, startup_tim
 def _run(job: Sequence[str], engine: str, session: ScriptSession) -> None:
     _set_variables(engine)
     engines.import_hooks(engine, session).install()
+    if (probe := ProbeOptions.read(os.environ)) is not None:
+        from hvd_trainer.tools.probe.install import install_probe  # with torch
+
+        install_probe(probe)
     try:
-        _execute(job)
+        execute(job)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             session.fail(leaving)
@@ -77,21 +82,9 @@ def _set_variables(engine: str) -> None:
     os.environ[ENGINE] = engine
 
 
-def _execute(job: Sequence[str]) -> None:
-    """Run a file or a module as `python` would."""
-    if job[0] == "-m":
-        sys.argv = list(job[1:])
-        sys.path[0] = os.getcwd()
-        runpy.run_module(job[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(job)
-        sys.path[0] = str(Path(job[0]).resolve().parent)
-        runpy.run_path(job[0], run_name="__main__")
-
-
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames that ran the script; the whole one if there are no others."""
-    hidden = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")
+    hidden = (__file__, execute.__code__.co_filename, runpy.__file__, f"<frozen {runpy.__name__}>")
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in hidden:
         rest = rest.tb_next

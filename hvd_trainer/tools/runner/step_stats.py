@@ -113,14 +113,16 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
 
 
 def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """Return the figures of a script that is not built on the Trainer, as far as `step_probe.py` records them."""
+    """Return the figures of a script that is not built on the Trainer, as far as `tools/probe` records them."""
     with suppress(OSError, ValueError, KeyError):
         everyone = read_steps(log)
         if len(everyone) != ranks:
             return None
-        first = everyone[0]
+        # Each rank has its own samples; `speed` counts those of all.
+        first = everyone[0] = {**everyone[0], "samples": sum(rank["samples"] for rank in everyone)}
         work = {
             "steps": len(first["step"]),
+            "samples": int(first["samples"].sum()),
             "parameters": int(first["parameters"]),
             "rates": _run_lengths(first["lr"].tolist()),
         }

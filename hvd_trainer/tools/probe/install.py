@@ -1,0 +1,20 @@
+"""Install a probe in a rank of a script."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hvd_trainer.launch.world import detect
+from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
+from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
+
+
+def install_probe(options: ProbeOptions) -> None:
+    """Record what the options ask for, of whatever this process runs from now on."""
+    log, rank = Path(options.log_dir), detect(os.environ).rank
+    listeners: list[ScriptListener] = [ScriptStepTimes(log, rank)]
+    if options.max_steps is not None:
+        listeners.append(StepLimit(options.max_steps))
+    ScriptEvents(*listeners).install()

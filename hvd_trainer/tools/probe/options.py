@@ -1,0 +1,30 @@
+"""The options of a probe, which a tool hands to the ranks of a script by an environment variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+VARIABLE = "HVD_TRAINER_PROBE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What a probe records of a script, and where."""
+
+    log_dir: str
+    """the log folder, on this rank's node"""
+    max_steps: int | None = None
+    """optimizer steps after which the script ends; None: its own end"""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variable by which the ranks find these options."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> ProbeOptions | None:
+        """Return the options that a tool has set; None if no tool has started this process."""
+        text = environ.get(VARIABLE)
+        return None if text is None else msgspec.json.decode(text, type=cls)

@@ -1,0 +1,125 @@
+"""Tell listeners of a script's batches, backward passes and optimizer steps, by PyTorch's hooks.
+
+next(loader)    data
+backward()      backward
+step()          step
+else            forward, from a batch or a step on
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+FORWARD = "forward"
+
+
+class ScriptListener:
+    """Is told what a script does; does nothing."""
+
+    def on_start(self, optimizer: Optimizer) -> None:
+        """Take note of the first optimizer step, at its end."""
+
+    def on_phase(self, phase: str) -> None:
+        """Take note that another phase of `observe.phases.PARTS` begins."""
+
+    def on_batch(self, batch: Any) -> None:
+        """Take note of a batch that a `DataLoader` returns to the script."""
+
+    def on_backward(self) -> None:
+        """Take note that a backward pass begins."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer is about to update its parameters."""
+
+    def on_step_end(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer has updated its parameters."""
+
+
+class ScriptEvents:
+    """Calls listeners for what the script of this process does.
+
+    An optimizer step counts if a backward pass came before it: Horovod's `broadcast_optimizer_state` takes a step
+    before the training begins.
+    """
+
+    def __init__(self, *listeners: ScriptListener) -> None:
+        self._listeners = listeners
+        self._depth = 0
+        self._phases = [FORWARD]
+        self._has_gradients, self._has_started = False, False
+
+    def install(self) -> None:
+        """Add hooks to every optimizer and loader that this process will make, and to `backward`."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        # Tensor.backward calls it, too.
+        backward: Any = torch.autograd.backward
+        fetch: Any = _BaseDataLoaderIter.__next__
+
+        @functools.wraps(backward)
+        def observed_backward(*args: Any, **kwargs: Any) -> None:
+            self._has_gradients = True
+            for listener in self._listeners:
+                listener.on_backward()
+            with self._phase("backward"):
+                backward(*args, **kwargs)
+
+        @functools.wraps(fetch)
+        def observed_fetch(iterator: Any) -> Any:
+            with self._phase("data"):
+                batch = fetch(iterator)
+            for listener in self._listeners:
+                listener.on_batch(batch)
+            return batch
+
+        torch.autograd.backward = observed_backward
+        _BaseDataLoaderIter.__next__ = observed_fetch  # type: ignore[assignment, method-assign]
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, phase: str) -> None:
+        self._phases.append(phase)
+        for listener in self._listeners:
+            listener.on_phase(phase)
+
+    def _leave(self) -> None:
+        self._phases.pop()
+        for listener in self._listeners:
+            listener.on_phase(self._phases[-1])
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # Horovod's optimizer, as those of Accelerate and Lightning, is a subclass whose step() calls the one below
+        # it, and both are hooked: only the outer one's begin and end are the step's.
+        self._depth += 1
+        if self._depth == 1:
+            self._enter("step")
+            for listener in self._listeners:
+                listener.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._leave()
+        if not self._has_gradients:
+            return
+        self._has_gradients = False
+        if not self._has_started:
+            self._has_started = True
+            for listener in self._listeners:
+                listener.on_start(optimizer)
+        for listener in self._listeners:
+            listener.on_step_end(optimizer)

@@ -1,0 +1,125 @@
+"""Record the times of a script's steps, in the format of `observe/step_timer.py`."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from hvd_trainer.observe.memory import MB, peak_bytes
+from hvd_trainer.observe.phases import PARTS, Clock, Phases
+from hvd_trainer.observe.step_timer import FOLDER
+from hvd_trainer.tools.probe.script_events import ScriptListener
+
+
+class ScriptStepTimes(ScriptListener):
+    """Records the parts and the samples of each optimizer step, and writes them when the script ends.
+
+    The file has `seconds`, `step`, `samples` (of this rank), `lr` and `cpu_s` of each step as that of `StepTimes`
+    has; and `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`.
+
+    Args:
+        log: the log folder.
+        rank: of this process.
+    """
+
+    def __init__(self, log: Path, rank: int) -> None:
+        self._file = log / FOLDER / f"rank-{rank}.npz"
+        self._device = torch.device("cpu")
+        self._clock = Clock(self._device)
+        self._phases: Phases | None = None
+        self._began_at, self._first_step_at = time.time(), 0.0
+        self._rows: list[tuple[float, float, int]] = []
+        self._seconds: list[Any] = []
+        self._cpu = time.process_time()
+        self._parameters = 0
+        self._fetched, self._samples = 0, 0
+
+    def on_start(self, optimizer: Optimizer) -> None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._parameters = sum(tensor.numel() for tensor in tensors)
+        self._device = tensors[0].device
+        self._clock = Clock(self._device)
+        self._clock.settle()
+        self._phases = Phases(self._clock)
+        self._phases.begin()
+        self._first_step_at = time.time()
+        # Now, so that it is called before what the script's own libraries do at the end, which may fail.
+        atexit.register(self._write)
+
+    def on_phase(self, phase: str) -> None:
+        if self._phases is not None:
+            self._phases.enter(phase)
+
+    def on_batch(self, batch: Any) -> None:
+        self._fetched = batch_size(batch)
+
+    def on_backward(self) -> None:
+        # A batch that is not trained on, such as one of an evaluation, does not count.
+        self._samples += self._fetched
+        self._fetched = 0
+
+    def on_step_end(self, optimizer: Optimizer) -> None:
+        assert self._phases is not None
+        cpu = time.process_time()
+        self._rows.append((float(optimizer.param_groups[0]["lr"]), cpu - self._cpu, self._samples))
+        self._cpu, self._samples = cpu, 0
+        self._phases.end_step(len(self._rows))
+
+    def _write(self) -> None:
+        assert self._phases is not None
+        self._clock.settle()
+        lr, cpu, samples = np.array(self._rows, dtype=float).reshape(-1, 3).T
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            self._file,
+            parts=np.array(PARTS),
+            seconds=self._phases.seconds(),
+            step=np.arange(1, len(lr) + 1),
+            lr=lr,
+            cpu_s=cpu,
+            samples=samples.astype(int),
+            parameters=self._parameters,
+            peak_memory_mb=peak_bytes(self._device) / MB,
+            began_at=self._began_at,
+            first_step_at=self._first_step_at,
+        )
+
+
+class StepLimit(ScriptListener):
+    """Ends the script, as `sys.exit()` does, after so many optimizer steps.
+
+    Args:
+        steps: how many.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def on_step_end(self, optimizer: Optimizer) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise SystemExit(0)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the length of the first tensor in a batch of tuples, lists and dictionaries; 0 if it has none."""
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim() > 0), 0)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from _tensors(value)

@@ -1,0 +1,75 @@
+"""The probe that records the steps of scripts which are not built on the Trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerator_stand_in import StandIn
+
+from hvd_trainer.observe.phases import PARTS
+from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.probe.step_times import ScriptStepTimes
+
+SCRIPT = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(40, 4))
+optimizer.step()  # as Horovod's broadcast_optimizer_state does
+for epoch in range(3):
+    for (batch,) in DataLoader(data, batch_size=8):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        time.sleep(0.01)
+        optimizer.step()
+    with torch.no_grad():
+        for (batch,) in DataLoader(data, batch_size=20):
+            model(batch)
+"""
+
+
+def recorded(folder: Path) -> float:
+    """Return the peak memory of one step, in MB, as the probe records it."""
+    times = ScriptStepTimes(folder, 0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    times.on_start(optimizer)
+    times.on_step_end(optimizer)
+    times._write()
+    with np.load(folder / "steps" / "rank-0.npz") as found:
+        return float(found["peak_memory_mb"])
+
+
+def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory was compared with a trainer's memory on a GPU."""
+    assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
+    clock = ScriptStepTimes(tmp_path, 0)._clock
+    StandIn(monkeypatch).peak = 3 * 2**20
+    monkeypatch.setattr("hvd_trainer.tools.probe.step_times.Clock", lambda device: clock)
+    assert recorded(tmp_path) == 3
+
+
+@pytest.mark.parametrize("max_steps", [None, 7])
+def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: int | None) -> None:
+    """Batches of the evaluation are not trained on; a step without a backward pass is none."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    probe = ProbeOptions(log_dir=str(tmp_path / "log"), max_steps=max_steps)
+    command = [sys.executable, "-m", "hvd_trainer", "run", "--", str(script)]
+    subprocess.run(command, env={**os.environ, **probe.variables()}, check=True, timeout=120)
+    with np.load(tmp_path / "log" / "steps" / "rank-0.npz") as found:
+        steps = 15 if max_steps is None else max_steps
+        assert found["step"].tolist() == list(range(1, steps + 1))
+        assert found["samples"].tolist() == [8] * steps
+        parts = dict(zip(PARTS, found["seconds"][1:].mean(axis=0), strict=True))
+        assert parts["forward"] > 0.01 > parts["backward"] > 0
+        assert min(parts["data"], parts["step"]) > 0
