@@ -118,11 +118,14 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
         everyone = read_steps(log)
         if len(everyone) != ranks:
             return None
-        # Each rank has its own samples; `speed` counts those of all.
-        first = everyone[0] = {**everyone[0], "samples": sum(rank["samples"] for rank in everyone)}
+        first = everyone[0]
+        # Each rank has its own; `speed` counts those of all. Without a DataLoader none are seen.
+        samples = sum(rank["samples"] for rank in everyone)
+        known = {"samples": samples} if samples.all() else {}
+        everyone = [{name: rank[name] for name in rank if name != "samples"} | known for rank in everyone]
         work = {
             "steps": len(first["step"]),
-            "samples": int(first["samples"].sum()),
+            **({"samples": int(samples.sum())} if samples.all() else {}),
             "parameters": int(first["parameters"]),
             "rates": _run_lengths(first["lr"].tolist()),
         }
