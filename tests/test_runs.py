@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.cli import Options
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.runner.command import read_command, read_job
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.measured import measured_start
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
@@ -21,6 +25,9 @@ from hvd_trainer.tools.runner.runs import (
     run_once,
     why_it_failed,
 )
+
+TRAINER = "from hvd_trainer import Trainer\n"
+JOB = ("-m", "hvd_trainer.mnist")
 
 
 def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:
@@ -111,3 +118,54 @@ def test_locked_folder_refuses_a_second_command(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"job.py": "import hvd_trainer"}, True),
+        ({"job.py": "import torch\nfrom horovod import torch as hvd\n"}, False),
+        ({"job.py": "import hvd_trainer.hvd as hvd\nfrom hvd_trainer import c10d\n"}, False),
+        ({"job.py": "from hvd_trainer import hvd, Trainer\n"}, True),
+        ({"job.py": "def main():\n    import library\n", "library.py": TRAINER}, True),
+        ({"job.py": "import library.model\n", "library/__init__.py": "", "library/model.py": TRAINER}, True),
+        ({"job.py": "import library\n", "library/__init__.py": "from . import x", "library/x.py": TRAINER}, True),
+        ({"job.py": "import json\n", "library.py": TRAINER}, False),
+        ({"job.py": "import tensorflow as tf; print 'Python 2'"}, False),
+    ],
+)
+def test_trainer_job_is_known_by_its_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], expected: bool
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert is_trainer_job([str(tmp_path / "job.py"), "--lr", "1"]) is expected
+    assert is_trainer_job(["-m", "job"]) is expected
+
+
+def test_modules_of_the_package_are_trainer_jobs() -> None:
+    assert is_trainer_job(["-m", "hvd_trainer.mnist"])
+
+
+def test_measured_start_of_a_script_leaves_its_words_as_they_are(tmp_path: Path) -> None:
+    """A script may have options of its own that are called like those of a Trainer job."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    words = (str(script), "--log-dir", "here", "--epochs", "2")
+    assert read_job(words) == words
+    log = tmp_path / "log"
+    start = measured_start(words, engine="ddp", ranks=2, log=log, steps=7, leave_out=("data",))
+    expected = ["--nproc-per-node", "2", "-m", "hvd_trainer", "run", "--backend", "ddp", "--", *words]
+    assert start.command[-len(expected) :] == expected
+    assert ProbeOptions.read(start.variables) == ProbeOptions(log_dir=str(log), max_steps=7, leave_out=("data",))
+
+
+def test_measured_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> None:
+    start = measured_start(JOB, engine="single", ranks=1, log=tmp_path, steps=7, leave_out=("data", "exchange"))
+    words = " ".join(start.command)
+    assert "--max-steps 7" in words
+    assert "--leave-out data exchange" in words
+    assert f"--log-dir {tmp_path}" in words
+    assert not start.variables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -18,6 +19,8 @@ class ProbeOptions:
     """the log folder, on this rank's node"""
     max_steps: int | None = None
     """optimizer steps after which the script ends; None: its own end"""
+    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+    """run without the exchange of gradients, or without fetching data: the first batch comes again and again"""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable by which the ranks find these options."""

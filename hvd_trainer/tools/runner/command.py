@@ -14,6 +14,7 @@ import tyro
 
 from hvd_trainer.config.checks import check_ranges
 from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def read_command(
         name: of the tool.
         kind: the dataclass of its options.
         argv: the words behind the tool's name.
-        reserved: options that the tool gives to the job.
+        reserved: options that the tool gives to a job that is built on the Trainer.
 
     Raises:
         OptionError: an option is out of its range, or there is no job.
@@ -72,7 +73,8 @@ def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str,
         raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
-    taken = [word for word in job if option_of(word) in reserved]
+    # A script may have such options of its own: its words stay as they are.
+    taken = [word for word in job if option_of(word) in reserved] if is_trainer_job(job) else []
     if taken:
         raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
     return tuple(job)

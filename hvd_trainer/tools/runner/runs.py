@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -171,6 +172,7 @@ def run_once(
     threads: int | None,
     limit_s: float,
     read: Callable[[Path], Mapping[str, Any] | None],
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> RunRecord:
     """Start the job, wait for its end, end all its processes, and return its record.
 
@@ -182,12 +184,13 @@ def run_once(
         threads: of each rank, on the CPU; None: as this process's environment says.
         limit_s: after which it is killed, in seconds.
         read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
+        variables: further environment variables of the job.
     """
     clear(folder)
     place = running(folder)
     place.mkdir(parents=True)
     began_at, began = time.time(), time.monotonic()
-    code = _exit_code(command, folder, threads, limit_s)
+    code = _exit_code(command, folder, threads, limit_s, variables)
     seconds = round(time.monotonic() - began, 2)
     figures = read(log_dir(folder)) if code == 0 else None
     ended = partial(RunRecord, identity, round_, seconds=seconds, began_at=began_at)
@@ -202,10 +205,12 @@ def run_once(
     return run
 
 
-def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_s: float) -> int | None:
+def _exit_code(
+    command: Sequence[str], folder: Path, threads: int | None, limit_s: float, variables: Mapping[str, str]
+) -> int | None:
     """Return the exit code of a program; None if it ran past the limit. All its processes are ended."""
     try:
-        process = start(command, folder, running(folder) / "output", threads)
+        process = start(command, folder, running(folder) / "output", threads, variables)
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
@@ -217,7 +222,11 @@ def _exit_code(command: Sequence[str], folder: Path, threads: int | None, limit_
 
 
 def start(
-    command: Sequence[str], folder: Path, output: Path, threads: int | None = None
+    command: Sequence[str],
+    folder: Path,
+    output: Path,
+    threads: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[bytes]:
     """Start a job whose processes `find_processes` finds by the folder, and append what they print to a file."""
     # Whatever launcher may have started the tool: its ranks are not those of the run.
@@ -229,6 +238,7 @@ def start(
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         # torchrun copies there what the failed rank says is the reason.
         "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
+        **variables,
     }
     with output.open("ab") as file:
         return subprocess.Popen(

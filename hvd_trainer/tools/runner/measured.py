@@ -1,0 +1,63 @@
+"""Start measured runs of any job, and read their figures.
+
+Trainer job    LAUNCHER python JOB --backend ENGINE --log-dir LOG --record-steps ...
+script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, and the variable of ProbeOptions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, measured_job, with_options, with_steps
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
+
+
+class Start(NamedTuple):
+    """How to start a run."""
+
+    command: list[str]
+    variables: Mapping[str, str]
+    """environment variables"""
+
+
+def measured_start(
+    job: Sequence[str],
+    *,
+    engine: str,
+    ranks: int,
+    log: Path,
+    steps: int | None = None,
+    leave_out: tuple[Literal["exchange", "data"], ...] = (),
+    options: Sequence[str] = (),
+    **probe: Any,
+) -> Start:
+    """Return how to start a run of a job whose steps are recorded.
+
+    Args:
+        job: the words that follow `python`.
+        engine: a name in `LAUNCHER_OF`, whose launcher starts the ranks.
+        log: the run's log folder.
+        steps: how many it makes, however much data it has; None: as many as the job does by itself.
+        leave_out: as in `MeasureOptions`.
+        options: further options of a Trainer job.
+        probe: further fields of `ProbeOptions`, for a script.
+    """
+    launcher = LAUNCHER_OF[engine]
+    if is_trainer_job(job):
+        further = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
+        words = with_options(job, further) if steps is None else with_steps(job, steps, further)
+        return Start(command_for(launcher, ranks, measured_job(words, engine, log)), {})
+    backend = "ddp" if engine == "single" else engine
+    words = ["-m", "hvd_trainer", "run", "--backend", backend, "--", *job]
+    asked = ProbeOptions(log_dir=str(log), max_steps=steps, leave_out=leave_out, **probe)
+    return Start(command_for(launcher, ranks, words), asked.variables())
+
+
+def read_measured(log: Path, *, job: Sequence[str], ranks: int, warmup_steps: int) -> dict[str, Any] | None:
+    """Return the figures of a run that `measured_start` describes; None if it did not come to its end."""
+    read = read_figures if is_trainer_job(job) else read_probed
+    return read(log, ranks, warmup_steps)
