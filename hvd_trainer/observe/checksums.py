@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hvd_trainer.data import Batch
@@ -22,10 +22,13 @@ SMALL = 4096
 """Tensors of up to so many elements are always kept whole."""
 
 
-def stride(model: nn.Module, moments: int) -> int:
-    """Return n such that every n-th element of large tensors, of all moments together, fits into KEPT_BYTES."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    size = sum(_local(t).numel() * t.element_size() for t in tensors)
+def stride(tensors: Iterable[Tensor], moments: int) -> int:
+    """Return n such that every n-th element of large tensors, of all moments together, fits into KEPT_BYTES.
+
+    Args:
+        tensors: the model's parameters and buffers.
+    """
+    size = sum(_local(t).numel() * t.element_size() for t in tensors if not t.is_meta)
     return max(1, math.ceil(COPIES * size * moments / KEPT_BYTES))
 
 

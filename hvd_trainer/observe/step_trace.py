@@ -1,42 +1,24 @@
-"""Trace the first steps: every rank writes checksums and values of all that they compute to the log folder.
-
-    LOG_DIR/trace/rank-0.jsonl      a line for the start, for each step, and for an evaluation that follows a step
-    LOG_DIR/trace/rank-0/           the tensors at these moments: start-0, step-1, step-2, ..., evaluation-2
-
-`python -m hvd_trainer parity` compares two such traces. They are for finding mistakes, not for fast training: each
-step waits for the device, and all tensors are copied, hashed and written.
-"""
+"""Trace the first steps of a training: every rank writes what it computes to the log folder."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch
 from hvd_trainer.observe.callback import Observer, RunView
-from hvd_trainer.observe.checksums import checksum, host_copies, sample_checksums, stride, subsample
-from hvd_trainer.utils.files import atomic_write
-from hvd_trainer.utils.tensors import parameters_of
-
-FOLDER = "trace"
-RATES = ("params", "lr", "initial_lr")
-"""Entries of a parameter group that are no constant setting: the learning rate is written for each step."""
-
-Tensors = Mapping[str, Tensor]
+from hvd_trainer.observe.checksums import host_copies, sample_checksums, stride
+from hvd_trainer.observe.trace_writer import ModelParts, TraceWriter
 
 
 class StepTrace(Observer):
-    """Writes what this rank computes in the first steps of a training.
+    """Writes what this rank computes in the first steps of a training, in the format of `trace_writer.py`.
 
     Args:
         backend: the engine.
@@ -48,8 +30,9 @@ class StepTrace(Observer):
 
     def __init__(self, backend: Backend, log_dir: str, steps: int) -> None:
         self._steps = steps
-        self._folder = Path(log_dir).expanduser() / FOLDER / f"rank-{backend.world.rank}"
-        self._first, self._stride = 0, 1
+        self._log, self._rank = Path(log_dir).expanduser(), backend.world.rank
+        self._writer: TraceWriter | None = None
+        self._first = 0
         self._drawn: deque[list[str]] = deque()
         self._gradients: dict[str, Tensor] = {}
         self._rates: list[float] = []
@@ -64,12 +47,19 @@ class StepTrace(Observer):
             OSError: the folder cannot be written to.
         """
         self._first = run.progress.step
-        self._stride = stride(run.model, (self._steps + 1) * run.world.size)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        self._folder.with_suffix(".jsonl").write_text("")
+        parts, group = ModelParts.of(run.model), run.backend.replica_group
+        kept = stride([*parts.parameters.values(), *parts.buffers.values()], (self._steps + 1) * run.world.size)
+        self._writer = TraceWriter(self._log, self._rank, kept)
         hook = run.optimizer.register_step_pre_hook(lambda *_: self._copy_gradients(run))
-        self._write(run, "start", self._describe(run), **_state_of(run))
+        place = {
+            "rank": self._rank,
+            "size": run.world.size,
+            "copy": group.index(self._rank),  # of the model
+            "copies": len(group),
+            "stride": kept,
+        }
+        start = {**place, **parts.describe(run.optimizer)}
+        self._writer.write("start", self._first, start, **parts.state(run.optimizer))
         try:
             yield
         finally:
@@ -97,83 +87,22 @@ class StepTrace(Observer):
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
             "skipped": bool(result.skipped),
         }
-        self._write(run, "step", figures, gradients=self._gradients, **_state_of(run))
-        self._gradients, self._rates = {}, []
         self._last = run.progress.step
+        assert self._writer is not None
+        state = ModelParts.of(run.model).state(run.optimizer)
+        self._writer.write("step", self._last, figures, gradients=self._gradients, **state)
+        self._gradients, self._rates = {}, []
         self._tracing = self._last - self._first < self._steps
 
     def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
         if run.progress.step == self._last:
             figures = {name: value for name, value in record.items() if name.startswith("test_")}
-            self._write(run, "evaluation", {"figures": figures}, buffers=host_copies(run.model.named_buffers()))
+            assert self._writer is not None
+            buffers = host_copies(run.model.named_buffers())
+            self._writer.write("evaluation", self._last, {"figures": figures}, buffers=buffers)
 
     def _copy_gradients(self, run: RunView) -> None:
         """Copy the gradients as the update takes them: averaged, unscaled and clipped."""
         if self._tracing:
             self._rates = [float(group["lr"]) for group in run.optimizer.param_groups]
-            named = run.model.named_parameters()
-            self._gradients = host_copies((name, p.grad) for name, p in named if p.grad is not None)
-
-    def _describe(self, run: RunView) -> dict[str, Any]:
-        """Return what `parity` must know of this rank and of the model to find causes."""
-        model = run.model
-        group = run.backend.replica_group
-        modules = dict(model.named_modules())
-        state = [*model.named_parameters(), *model.named_buffers()]
-        return {
-            "rank": run.world.rank,
-            "size": run.world.size,
-            "copy": group.index(run.world.rank),  # of the model
-            "copies": len(group),
-            "stride": self._stride,
-            "shapes": {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in state},
-            "sliced": [name for name, tensor in state if hasattr(tensor, "to_local")],
-            "dropout": [name for name, module in modules.items() if draws(module)],
-            "batch_norm": [n for n, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)],
-            "settings": [
-                {key: repr(value) for key, value in group.items() if key not in RATES}
-                for group in run.optimizer.param_groups
-            ],
-        }
-
-    def _write(self, run: RunView, event: str, figures: Mapping[str, Any], **kinds: Tensors) -> None:
-        # Imported here, since most runs trace nothing and the import takes time.
-        from safetensors.torch import save_file
-
-        step = run.progress.step
-        checksums = {kind: {name: checksum(t) for name, t in its.items()} for kind, its in kinds.items()}
-        values = {
-            f"{kind}/{name}": subsample(tensor, self._stride)
-            for kind, its in kinds.items()
-            for name, tensor in its.items()
-        }
-        with atomic_write(self._folder / f"{event}-{step}.safetensors") as temporary:
-            save_file(values, temporary)
-        # Closed after each line, so that a run that fails leaves whole lines.
-        with self._folder.with_suffix(".jsonl").open("a") as lines:
-            lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
-
-
-def _state_of(run: RunView) -> dict[str, dict[str, Tensor]]:
-    """Return host copies of parameters, optimizer state and buffers, by name."""
-    return {
-        "parameters": host_copies(run.model.named_parameters()),
-        "optimizer": host_copies(_optimizer_state(run.model, run.optimizer)),
-        "buffers": host_copies(run.model.named_buffers()),
-    }
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's state of each parameter, by names such as `fc1.weight/exp_avg`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor | int | float):
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                yield f"{names.get(parameter, f'parameter {number}')}/{key}", tensor
-
-
-def draws(module: nn.Module) -> bool:
-    """Return whether a module drops out: a dropout layer, or one with dropout inside, such as attention."""
-    own = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
-    return isinstance(own, float) and own > 0
+            self._gradients = ModelParts.of(run.model).gradients()

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from hvd_trainer.observe.run_folder import FACTS
-from hvd_trainer.observe.step_trace import FOLDER
+from hvd_trainer.observe.trace_writer import FOLDER
 
 EVENTS = ("start", "step", "evaluation")
 """In the order of the events of one step."""

@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 
 from hvd_trainer.launch.world import detect
-from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
+from hvd_trainer.tools.probe.trace import ScriptTrace
 
 
 def install_probe(options: ProbeOptions) -> None:
     """Record what the options ask for, of whatever this process runs from now on."""
-    log, rank = Path(options.log_dir), detect(os.environ).rank
-    listeners: list[ScriptListener] = [ScriptStepTimes(log, rank)]
+    log, world = Path(options.log_dir), detect(os.environ)
+    listeners: list[ScriptListener] = [ScriptStepTimes(log, world.rank)]
+    if options.trace_steps is not None:
+        listeners.append(ScriptTrace(log, world.rank, world.size, options.trace_steps))
     if options.max_steps is not None:
         listeners.append(StepLimit(options.max_steps))
-    leave_out(options.leave_out)  # first, so that what is left of it is seen
     ScriptEvents(*listeners).install()

@@ -21,6 +21,8 @@ class ProbeOptions:
     """optimizer steps after which the script ends; None: its own end"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()
     """run without the exchange of gradients, or without fetching data: the first batch comes again and again"""
+    trace_steps: int | None = None
+    """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable by which the ranks find these options."""

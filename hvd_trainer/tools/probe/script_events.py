@@ -29,11 +29,11 @@ class ScriptListener:
     def on_phase(self, phase: str) -> None:
         """Take note that another phase of `observe.phases.PARTS` begins."""
 
-    def on_batch(self, batch: Any) -> None:
-        """Take note of a batch that a `DataLoader` returns to the script."""
+    def on_batch(self, batch: Any, loader: object) -> None:
+        """Take note of a batch that an iterator of a `DataLoader` returns to the script."""
 
-    def on_backward(self) -> None:
-        """Take note that a backward pass begins."""
+    def on_backward(self, loss: Any) -> None:
+        """Take note that a backward pass begins, from a tensor or a sequence of tensors."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take note that an optimizer is about to update its parameters."""
@@ -67,7 +67,7 @@ class ScriptEvents:
         def observed_backward(*args: Any, **kwargs: Any) -> None:
             self._has_gradients = True
             for listener in self._listeners:
-                listener.on_backward()
+                listener.on_backward(args[0] if args else kwargs["tensors"])
             with self._phase("backward"):
                 backward(*args, **kwargs)
 
@@ -76,7 +76,7 @@ class ScriptEvents:
             with self._phase("data"):
                 batch = fetch(iterator)
             for listener in self._listeners:
-                listener.on_batch(batch)
+                listener.on_batch(batch, iterator)
             return batch
 
         torch.autograd.backward = observed_backward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.observe.checksums import checksum
 from hvd_trainer.observe.memory import MB, peak_bytes
 from hvd_trainer.observe.phases import PARTS, Clock, Phases
 from hvd_trainer.observe.step_timer import FOLDER
@@ -25,8 +23,7 @@ class ScriptStepTimes(ScriptListener):
     """Records the parts and the samples of each optimizer step, and writes them when the script ends.
 
     The file has `seconds`, `step`, `samples` (of this rank), `lr` and `cpu_s` of each step as that of `StepTimes`
-    has; and `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`; and `weights`, the digest of the final
-    parameters of the first optimizer.
+    has; and `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`.
 
     Args:
         log: the log folder.
@@ -42,12 +39,13 @@ class ScriptStepTimes(ScriptListener):
         self._rows: list[tuple[float, float, int]] = []
         self._seconds: list[Any] = []
         self._cpu = time.process_time()
-        self._parameters: list[Tensor] = []
+        self._parameters = 0
         self._fetched, self._samples = 0, 0
 
     def on_start(self, optimizer: Optimizer) -> None:
-        self._parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self._device = self._parameters[0].device
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._parameters = sum(tensor.numel() for tensor in tensors)
+        self._device = tensors[0].device
         self._clock = Clock(self._device)
         self._clock.settle()
         self._phases = Phases(self._clock)
@@ -60,10 +58,10 @@ class ScriptStepTimes(ScriptListener):
         if self._phases is not None:
             self._phases.enter(phase)
 
-    def on_batch(self, batch: Any) -> None:
+    def on_batch(self, batch: Any, loader: object) -> None:
         self._fetched = batch_size(batch)
 
-    def on_backward(self) -> None:
+    def on_backward(self, loss: Any) -> None:
         # A batch that is not trained on, such as one of an evaluation, does not count.
         self._samples += self._fetched
         self._fetched = 0
@@ -88,8 +86,7 @@ class ScriptStepTimes(ScriptListener):
             lr=lr,
             cpu_s=cpu,
             samples=samples.astype(int),
-            parameters=sum(tensor.numel() for tensor in self._parameters),
-            weights=hashlib.sha256("".join(map(checksum, self._parameters)).encode()).hexdigest(),
+            parameters=self._parameters,
             peak_memory_mb=peak_bytes(self._device) / MB,
             began_at=self._began_at,
             first_step_at=self._first_step_at,

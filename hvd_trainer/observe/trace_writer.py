@@ -1,0 +1,122 @@
+"""The format of a trace: what one rank computes in a few steps, as checksums and values in the log folder.
+
+    LOG_DIR/trace/rank-0.jsonl      a line for the start, for each step, and for an evaluation that follows a step
+    LOG_DIR/trace/rank-0/           the tensors at these moments: start-0, step-1, step-2, ..., evaluation-2
+
+`python -m hvd_trainer parity` compares two such traces. They are for finding mistakes, not for fast training: each
+step waits for the device, and all tensors are copied, hashed and written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_trainer.observe.checksums import checksum, host_copies, subsample
+from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.utils.tensors import parameters_of
+
+FOLDER = "trace"
+RATES = ("params", "lr", "initial_lr")
+"""Entries of a parameter group that are no constant setting: the learning rate is written for each step."""
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parameters, buffers and modules of a model, by name."""
+
+    parameters: Tensors
+    buffers: Tensors
+    modules: Mapping[str, nn.Module]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelParts:
+        return cls(dict(model.named_parameters()), dict(model.named_buffers()), dict(model.named_modules()))
+
+    def describe(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what `parity` must know of a model and its optimizer to find causes."""
+        state = [*self.parameters.items(), *self.buffers.items()]
+        return {
+            "shapes": {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in state},
+            "sliced": [name for name, tensor in state if hasattr(tensor, "to_local")],
+            "dropout": [name for name, module in self.modules.items() if draws(module)],
+            "batch_norm": [n for n, m in self.modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm)],
+            "settings": [
+                {key: repr(value) for key, value in group.items() if key not in RATES}
+                for group in optimizer.param_groups
+            ],
+        }
+
+    def state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+        """Return host copies of parameters, optimizer state and buffers, by name."""
+        return {
+            "parameters": host_copies(self.parameters.items()),
+            "optimizer": host_copies(self._optimizer_state(optimizer)),
+            "buffers": host_copies(self.buffers.items()),
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return host copies of the gradients, by the names of their parameters."""
+        return host_copies((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+
+    def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's state of each parameter, by names such as `fc1.weight/exp_avg`."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor | int | float):
+                    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                    yield f"{names.get(parameter, f'parameter {number}')}/{key}", tensor
+
+
+class TraceWriter:
+    """Writes the trace of one rank, over an earlier one.
+
+    Args:
+        log: the log folder, on this rank's node.
+        rank: of this process.
+        stride: of large tensors every so many elements one is kept.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, log: Path, rank: int, stride: int) -> None:
+        self._folder = log / FOLDER / f"rank-{rank}"
+        self._stride = stride
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        self._folder.with_suffix(".jsonl").write_text("")
+
+    def write(self, event: str, step: int, figures: Mapping[str, Any], **kinds: Tensors) -> None:
+        """Write a moment: its figures as a line, with the checksums of its tensors, and a file of their values."""
+        # Imported here, since most runs trace nothing and the import takes time.
+        from safetensors.torch import save_file
+
+        checksums = {kind: {name: checksum(t) for name, t in its.items()} for kind, its in kinds.items()}
+        values = {
+            f"{kind}/{name}": subsample(tensor, self._stride)
+            for kind, its in kinds.items()
+            for name, tensor in its.items()
+        }
+        with atomic_write(self._folder / f"{event}-{step}.safetensors") as temporary:
+            save_file(values, temporary)
+        # Closed after each line, so that a run that fails leaves whole lines.
+        with self._folder.with_suffix(".jsonl").open("a") as lines:
+            lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
+
+
+def draws(module: nn.Module) -> bool:
+    """Return whether a module drops out: a dropout layer, or one with dropout inside, such as attention."""
+    own = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(own, float) and own > 0

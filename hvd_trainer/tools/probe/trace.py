@@ -1,0 +1,149 @@
+"""Trace the first steps of a script, in the format of `observe/trace_writer.py`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hvd_trainer.observe.checksums import sample_checksums, stride
+from hvd_trainer.observe.run_folder import FACTS
+from hvd_trainer.observe.trace_writer import ModelParts, TraceWriter
+from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import parameters_of
+
+WRAPPERS = re.compile(r"^((module|_forward_module|_original_module|_orig_mod)\.)+")
+"""What DDP, Fabric and torch.compile put before a parameter's name."""
+
+
+class ScriptTrace(ScriptListener):
+    """Writes what this rank computes in the first optimizer steps of a script; rank 0 writes run.json as well.
+
+    Args:
+        log: the log folder, on this rank's node.
+        rank, size: of this process, and of all.
+        steps: how many are traced.
+    """
+
+    def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
+        self._log, self._rank, self._size, self._steps = log, rank, size, steps
+        self._writer: TraceWriter | None = None
+        self._models: list[tuple[str, nn.Module]] = []
+        self._at_start: dict[str, dict[str, Tensor]] = {}
+        self._loader = 0
+        self._fetched: deque[list[str]] = deque()
+        self._used: list[list[str]] = []
+        self._losses: list[float] = []
+        self._step = 0
+
+    def on_batch(self, batch: Any, loader: object) -> None:
+        if self._step == self._steps:
+            return
+        if self._loader != id(loader):
+            # What another loader has left was not trained on: it was that of an evaluation.
+            self._loader = id(loader)
+            self._fetched.clear()
+        pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+        self._fetched.append(sample_checksums((pair[0], pair[1])))
+
+    def on_backward(self, loss: Any) -> None:
+        if self._fetched:  # the oldest: Accelerate fetches a batch ahead
+            self._used.append(self._fetched.popleft())
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(float(loss.detach()))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._step == 0:
+            self._models = _models_of(optimizer)
+            # Not the buffers, which the forward pass before has changed.
+            state = self._parts(optimizer).state(optimizer)
+            self._at_start = {kind: its for kind, its in state.items() if kind != "buffers"}
+
+    def on_step_end(self, optimizer: Optimizer) -> None:
+        if self._step == self._steps:
+            return
+        parts = self._parts(optimizer)
+        if self._writer is None:
+            self._writer = self._begin(parts, optimizer)
+        self._step += 1
+        # The update has left the gradients as they are. Before, those of a closure were not there yet.
+        gradients = parts.gradients()
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
+        figures = {
+            "samples": [sample for batch in self._used for sample in batch],
+            "counts": [len(batch) for batch in self._used],
+            "losses": self._losses,
+            "lr": [float(group["lr"]) for group in optimizer.param_groups],
+            "grad_norm": float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None,
+            "skipped": False,
+        }
+        self._writer.write("step", self._step, figures, gradients=gradients, **parts.state(optimizer))
+        self._used, self._losses = [], []
+
+    def _begin(self, parts: ModelParts, optimizer: Optimizer) -> TraceWriter:
+        tensors = [*parts.parameters.values(), *parts.buffers.values()]
+        kept = stride(tensors, (self._steps + 1) * self._size)
+        writer = TraceWriter(self._log, self._rank, kept)
+        place = {"rank": self._rank, "size": self._size, "copy": self._rank, "copies": self._size, "stride": kept}
+        writer.write("start", 0, {**place, **parts.describe(optimizer)}, **self._at_start)
+        if self._rank == 0:
+            device = tensors[0].device
+            facts = {
+                "world_size": self._size,
+                "device": "cpu" if accelerator.is_host(device) else accelerator.name(device),
+                "threads": torch.get_num_threads(),
+                "optimizer": type(optimizer).__name__,
+                "parameters": sum(tensor.numel() for tensor in parts.parameters.values()),
+            }
+            (self._log / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        return writer
+
+    def _parts(self, optimizer: Optimizer) -> ModelParts:
+        """Return all models' parts; parameters that are in none are called by their number in the optimizer."""
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        modules: dict[str, nn.Module] = {}
+        for prefix, model in self._models:
+            its = ModelParts.of(model)
+            parameters |= _renamed(its.parameters, prefix)
+            buffers |= _renamed(its.buffers, prefix)
+            modules |= _renamed(its.modules, prefix)
+        named = set(parameters.values())
+        rest = {f"parameter {n}": p for n, p in enumerate(parameters_of(optimizer)) if p not in named}
+        return ModelParts({**parameters, **rest}, buffers, modules)
+
+
+def _renamed(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + WRAPPERS.sub("", name): value for name, value in named.items()}
+
+
+def _models_of(optimizer: Optimizer) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules that hold parameters of an optimizer, each with a prefix for their names.
+
+    They are found among all objects of this process: a script need not tell anyone which its model is.
+    """
+    place = {parameter: n for n, parameter in enumerate(parameters_of(optimizer))}
+    # Not by isinstance, for which some proxies among all objects compute their class, and warn.
+    modules = [it for it in gc.get_objects() if issubclass(type(it), nn.Module)]
+    inner = {child for module in modules for child in module.children()}
+    places = {it: [place[p] for p in it.parameters() if p in place] for it in modules if it not in inner}
+    ordered = sorted((it for it in places if places[it]), key=lambda it: min(places[it]))
+    names = Counter(type(module).__name__ for module in ordered)
+    return [(_prefix(module, ordered, names), module) for module in ordered]
+
+
+def _prefix(module: nn.Module, ordered: Sequence[nn.Module], names: Mapping[str, int]) -> str:
+    """Return what tells names of several models apart, such as `Generator.`; nothing for one model."""
+    name = type(module).__name__
+    same = [other for other in ordered if type(other).__name__ == name]
+    number = f" {same.index(module) + 1}" if names[name] > 1 else ""
+    return f"{name}{number}." if len(ordered) > 1 else ""
