@@ -22,7 +22,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.trace_writer import draws
 from hvd_trainer.tools.parity import cli
-from hvd_trainer.tools.parity.distance import NONE, distance_between, min_norms
+from hvd_trainer.tools.parity.tensors import NONE, distance_between, min_norms
 from hvd_trainer.tools.parity.pair import Pair, compare_all
 from hvd_trainer.tools.parity.report import as_json, conclusions, select_steps, table
 from hvd_trainer.tools.parity.tolerance import expected_tolerance

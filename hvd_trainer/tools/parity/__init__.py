@@ -1,4 +1,4 @@
 """Compare what a job computes on both engines, step by step.
 
-traced_runs.py -> traces.py -> pair.py, distance.py: where they differ -> case.py, causes.py: why -> report.py
+traced_runs.py -> traces.py -> findings.py, tensors.py: where they differ -> causes.py: why -> pair.py -> report.py
 """

@@ -4,7 +4,8 @@ why.
 python -m hvd_trainer parity -- -m hvd_trainer.mnist --dataset digits
 
 The job is started on each engine by the engine's own launcher, one after the other, and writes a trace of its
-first steps (`observe/step_trace.py`). Traces are compared in the order in which one quantity follows from another.
+first steps (`observe/trace_writer.py`); a script that is not built on the Trainer as `run` starts it, with a probe
+that traces. Traces are compared in the order in which one quantity follows from another.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from hvd_trainer.tools.runner.runs import locked_folder
 class Options:
     """Train a job for some steps on each engine, compare them step by step, and say where they part and why.
 
-    The job stands behind --, as it would stand behind `python`. Exit codes: 0 they are the same (within the
+    The job stands behind --, as it would stand behind `python`: any script, for Horovod, torch.distributed or what
+    is built on them, or for the Trainer. Exit codes: 0 they are the same (within the
     tolerance), 1 they are not, 2 a mistake, or a run failed.
     """
 
     np: Annotated[int, Ge(1)] = 2
     """ranks, of both engines"""
     engines: str = "horovod,ddp"
-    """two or three of: horovod, ddp, single (one process, with the same global batch)"""
+    """two or three of: horovod, ddp, single (one process, with the same global batch; not for scripts)"""
     steps: Annotated[int, Ge(1)] = 20
     """optimizer steps"""
     tolerance: Annotated[float | None, Ge(0)] = None
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options, job = read_command("parity", Options, argv)
     steps = check_traced_job(job, options.steps)
-    engines = parse_engines(options.engines)
+    engines = parse_engines(options.engines, job)
     threads = options.threads or threads_per_rank(options.np)
     plan = Plan(job, steps, options.np, threads, options.timeout_s)
     folder = options.out.expanduser().resolve()

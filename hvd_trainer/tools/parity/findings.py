@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hvd_trainer.tools.parity.case import Finding
-from hvd_trainer.tools.parity.distance import NONE, relative_difference
-from hvd_trainer.tools.parity.settings import optimizer_settings, run_settings
-from hvd_trainer.tools.parity.tensors import among_ranks, between_runs
+from hvd_trainer.config.checks import flag
+from hvd_trainer.tools.compare.equal_work import ASPECTS
+from hvd_trainer.tools.parity.tensors import NONE, Finding, among_ranks, between_runs, relative_difference
 from hvd_trainer.tools.parity.tolerance import Tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
 from hvd_trainer.utils.text import plural
@@ -25,6 +24,10 @@ from hvd_trainer.utils.text import plural
 MAX_EVALUATION_ROUNDING = 1e-5
 """The allowed relative difference of test figures on unequal numbers of ranks: they evaluate in other batches, and
 sum in another order, even where they train the same bits."""
+RUN_OPTIONS = {"backend", "log_dir"}
+"""Options that differ between any two runs."""
+SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
+"""Options that differ between runs on different numbers of ranks."""
 
 
 def find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
@@ -53,9 +56,8 @@ class _MomentComparison:
         self._allowed, self._first = allowed, first
 
     def findings(self) -> Iterator[Finding]:
-        return {"start": self._compare_start, "step": self._compare_step, "evaluation": self._compare_evaluation}[
-            self._when.name
-        ]()
+        kinds = {"start": self._compare_start, "step": self._compare_step, "evaluation": self._compare_evaluation}
+        return kinds[self._when.name]()
 
     def _compare_start(self) -> Iterator[Finding]:
         yield from self._compare_named("set-up", *run_settings(self._one, self._other))
@@ -189,3 +191,30 @@ def _describe_samples(its: Counter[str], others: Counter[str], name: str) -> str
     text = plural(total, "sample")
     text += f" ({len(its):,} different ones)" if len(its) < total else ""
     return text + (f", {missing:,} of which {name} does not take" if missing else "")
+
+
+def run_settings(one: Trace, other: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that two runs must have alike, by name: of the data, the model and the options."""
+    same_size = one.size == other.size
+    aspects = {
+        aspect.name: aspect.text
+        for aspect in ASPECTS
+        if same_size or aspect.across or aspect.name == "global_batch_size"
+    }
+    unlike = RUN_OPTIONS if same_size else RUN_OPTIONS | SIZE_OPTIONS
+    its: list[dict[str, Any]] = []
+    for trace in (one, other):
+        facts = {text: trace.facts[name] for name, text in aspects.items() if name in trace.facts}
+        shapes = {name: shape for rank in trace.ranks for name, shape in rank[min(rank)].line["shapes"].items()}
+        options = {flag(name): value for name, value in trace.options.items() if name not in unlike}
+        its.append({**facts, **shapes, **options})
+    return its[0], its[1]
+
+
+def optimizer_settings(trace: Trace) -> dict[str, str]:
+    """Return the optimizer's settings by name: `weight_decay`, and `weight_decay of group 1`."""
+    return {
+        key if number == 0 else f"{key} of group {number}": value
+        for number, group in enumerate(trace.start["settings"])
+        for key, value in group.items()
+    }

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from hvd_trainer.tools.parity.case import Case, Cause, Finding
-from hvd_trainer.tools.parity.causes import find_causes
+from hvd_trainer.tools.parity.causes import Case, Cause, find_causes, repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.findings import find_differences
-from hvd_trainer.tools.parity.tensors import largest_difference
+from hvd_trainer.tools.parity.tensors import Finding, largest_difference
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Trace
 from hvd_trainer.utils.text import plural
@@ -91,7 +90,13 @@ class Pair:
         first = self.findings[0].when
         before = len([step for step in self.gaps if step < first.step + (first.name == "evaluation")])
         same = "the same bits" if self.allowed.exact else "alike"
-        return f"{self.name} differ {first}" + (f", after {plural(before, 'step')} of {same}" if before else "")
+        runs = {finding.run for finding in self.findings}
+        among = (
+            f"the ranks of {self.name} differ among each other" if runs == {self.one.name, self.other.name} else ""
+        )
+        return f"{among or f'{self.name} differ'} {first}" + (
+            f", after {plural(before, 'step')} of {same}" if before else ""
+        )
 
     def _agreement(self, steps: str) -> str:
         if self.allowed.exact:
@@ -112,8 +117,9 @@ class Pair:
         )
 
     def details(self) -> Iterator[str]:
-        """Yield the lines on what differs, what the cause may be, and what to do about it."""
+        """Yield the lines on what differs, its causes, and what to do; of equal runs on what is suspect."""
         if self.same:
+            yield from self._warnings()
             return
         first, *others = self.findings
         yield f"First: {describe(first)}."
@@ -127,6 +133,14 @@ class Pair:
         for text, advice in self.causes:
             yield f"- {text}."
             yield f"  To do: {advice}."
+
+    def _warnings(self) -> Iterator[str]:
+        """Yield what is the same in both runs, and yet is a mistake in most jobs."""
+        steps = self.one.steps
+        if steps and all(takes_same_samples(self.one, when) for when in steps):
+            yield "Both train on the same samples on all ranks: is there no DistributedSampler?"
+        elif any(repeats_samples(self.one, when) for when in steps):
+            yield "Both go through the data in the same order in each epoch: is there no sampler.set_epoch(epoch)?"
 
 
 def compare_all(traces: Sequence[Trace], asked: float | None = None) -> list[Pair]:

@@ -12,6 +12,8 @@ from typing import Any
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, option_values
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.measured import Start, measured_start
 from hvd_trainer.tools.runner.runs import RUNS, RunRecord, append_run, run_once
 from hvd_trainer.utils.text import plural
 
@@ -39,11 +41,13 @@ class TracedRun:
 
 
 def check_traced_job(job: Sequence[str], steps: int) -> int:
-    """Return the number of steps of each run: at most the job's own --max-steps.
+    """Return the number of steps of each run: at most the --max-steps of a job that is built on the Trainer.
 
     Raises:
         OptionError: the job has an option that the comparison sets.
     """
+    if not is_trainer_job(job):
+        return steps
     taken = [word for word in job if option_of(word) in RESERVED_OPTIONS]
     if taken:
         raise OptionError(
@@ -53,11 +57,11 @@ def check_traced_job(job: Sequence[str], steps: int) -> int:
     return min([steps, *(int(text) for text in own if text.isdecimal() and int(text) > 0)])
 
 
-def parse_engines(text: str) -> list[str]:
+def parse_engines(text: str, job: Sequence[str]) -> list[str]:
     """Parse the list of engines; `single` comes last, as it takes its global batch from the others.
 
     Raises:
-        OptionError: an unknown one, one that comes twice, or fewer than two.
+        OptionError: an unknown one, one that comes twice, fewer than two, or `single` for a script.
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -65,6 +69,11 @@ def parse_engines(text: str) -> list[str]:
             raise OptionError(f"--engines {text}: there are {', '.join(ENGINES)}, and not {name!r}")
     if len(names) != len(set(names)) or len(names) < 2:
         raise OptionError(f"--engines {text}: name two or three, each once, such as --engines horovod,ddp,single")
+    if "single" in names and not is_trainer_job(job):
+        raise OptionError(
+            f"--engines {text}: single takes the ranks' batches together by options of the Trainer, on which "
+            f"{' '.join(job[:2]) if job[0] == '-m' else job[0]} is not built. Type: --engines horovod,ddp"
+        )
     return sorted(names, key=lambda name: name == "single")
 
 
@@ -79,8 +88,8 @@ class Plan:
     """of each rank, on the CPU"""
     limit_s: float
 
-    def command(self, engine: str, log: Path, like: Trace | None = None) -> list[str]:
-        """Return the command that a user would type to run the job on an engine.
+    def start(self, engine: str, log: Path, like: Trace | None = None) -> Start:
+        """Return how to run the job on an engine: as a user would type it, but for the steps that are traced.
 
         Args:
             log: the log folder.
@@ -89,11 +98,14 @@ class Plan:
         Raises:
             OptionError: the launcher is not installed.
         """
+        if not is_trainer_job(self.job):
+            steps, script = self.steps, self.job
+            return measured_start(script, engine=engine, ranks=self.ranks, log=log, steps=steps, trace_steps=steps)
         words = [*self.job, *NOT_SAVED, "--max-steps", str(self.steps), "--trace-steps", str(self.steps)]
         words += ["--backend", engine, "--log-dir", str(log)]
         if engine == "single" and like is not None:
             words += global_batch_options(like)
-        return command_for(LAUNCHER_OF[engine], self.ranks, words)
+        return Start(command_for(LAUNCHER_OF[engine], self.ranks, words), {})
 
 
 def global_batch_options(like: Trace) -> list[str]:
@@ -116,7 +128,7 @@ def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRu
         shutil.rmtree(old, ignore_errors=True)
     (folder / RUNS).unlink(missing_ok=True)
     for engine in engines:
-        plan.command(engine, folder)  # raises before the first run if a launcher is missing
+        plan.start(engine, folder)  # raises before the first run if a launcher is missing
     done: list[TracedRun] = []
     for engine in engines:
         like = next((its.trace for its in done if its.trace is not None), None)
@@ -129,19 +141,25 @@ def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRu
 def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> TracedRun:
     log = folder / TRACES_FOLDER / engine
     ranks = 1 if LAUNCHER_OF[engine] == "python" else plan.ranks
-    command = plan.command(engine, log, like)
-    identity = {"engine": engine, "ranks": ranks, "words": command[1:]}
+    start = plan.start(engine, log, like)
+    identity = {"engine": engine, "ranks": ranks, "words": start.command[1:]}
     run = run_once(
-        command,
+        start.command,
         folder,
         identity,
         1,
         threads=plan.threads,
         limit_s=plan.limit_s,
         read=partial(_figures, log, ranks),
+        variables=start.variables,
     )
-    if run.state == "failed" and run.note.startswith("exit code"):
-        run = replace(run, note=f"it ended, and no Trainer has trained on {plural(ranks, 'rank')} in it")
+    if run.state == "failed" and run.note.startswith("it ended"):
+        done = (
+            "no Trainer has trained"
+            if is_trainer_job(plan.job)
+            else "no optimizer has made a step after backward()"
+        )
+        run = replace(run, note=f"it ended, and {done} on {plural(ranks, 'rank')} in it")
     return TracedRun(engine, run, read_trace(engine, log))
 
 

@@ -1,4 +1,4 @@
-"""Read what a job has computed, step by step, on all of its ranks (written by `observe/step_trace.py`)."""
+"""Read what a job has computed, step by step, on all of its ranks (written by `observe/trace_writer.py`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from typing import Any, NamedTuple
 import yaml
 from torch import Tensor
 
-from hvd_trainer.observe.run_folder import FACTS
+from hvd_trainer.observe.run_folder import CONFIG, FACTS
 from hvd_trainer.observe.trace_writer import FOLDER
 
 EVENTS = ("start", "step", "evaluation")
 """In the order of the events of one step."""
+SCRIPT_OPTIONS = {
+    "precision": "fp32",
+    "reproducible": None,
+    "compression": "none",
+    "leave_out": [],
+    "accumulate": 1,
+    "sync_batch_norm": False,
+    "lr_scaling": "none",
+}
+"""Stand for the options of the Trainer in the trace of a script, which has none of them."""
 
 
 class Moment(NamedTuple):
@@ -66,6 +76,11 @@ class Trace:
     options: Mapping[str, Any]
     """options of the job, by their flat names"""
     ranks: Sequence[Mapping[Moment, Snapshot]]
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the job was not built on the Trainer."""
+        return self.options is SCRIPT_OPTIONS
 
     @property
     def size(self) -> int:
@@ -120,11 +135,11 @@ def _weighted(line: Mapping[str, Any]) -> list[tuple[float, int]]:
 def read_trace(name: str, log: Path) -> Trace | None:
     """Read the trace in a run's log folder, also of a failed run; None if a rank has none."""
     with suppress(OSError, ValueError, KeyError, IndexError):
-        size = json.loads((log / FACTS).read_text())["world_size"]
-        ranks = [_read_rank(log / FOLDER / f"rank-{rank}") for rank in range(size)]
-        options = yaml.safe_load((log / "config.yaml").read_text())
+        facts, config = json.loads((log / FACTS).read_text()), log / CONFIG
+        ranks = [_read_rank(log / FOLDER / f"rank-{rank}") for rank in range(facts["world_size"])]
+        options = yaml.safe_load(config.read_text()) if config.exists() else SCRIPT_OPTIONS
         if all(ranks):
-            return Trace(name, json.loads((log / FACTS).read_text()), options, ranks)
+            return Trace(name, facts, options, ranks)
     return None
 
 
