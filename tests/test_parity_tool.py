@@ -22,9 +22,9 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.trace_writer import draws
 from hvd_trainer.tools.parity import cli
-from hvd_trainer.tools.parity.tensors import NONE, distance_between, min_norms
 from hvd_trainer.tools.parity.pair import Pair, compare_all
 from hvd_trainer.tools.parity.report import as_json, conclusions, select_steps, table
+from hvd_trainer.tools.parity.tensors import NONE, distance_between, min_norms
 from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import (
     Plan,
@@ -475,14 +475,14 @@ def test_max_steps_of_the_job_limits_steps() -> None:
 @pytest.mark.parametrize("engines", ["ddp", "ddp,ddp", "ddp,mpi", ""])
 def test_invalid_engines_are_refused(engines: str) -> None:
     with pytest.raises(OptionError, match=f"--engines {engines}"):
-        parse_engines(engines)
+        parse_engines(engines, DIGITS)
 
 
 def test_single_comes_last_with_the_global_batch() -> None:
-    assert parse_engines("single, ddp") == ["ddp", "single"]
+    assert parse_engines("single, ddp", DIGITS) == ["ddp", "single"]
     plan = Plan((*DIGITS, "--accumulate", "2"), 20, 4, 1, 60.0)
     like = make_trace(ranks=4, accumulate=2)
-    words = plan.command("single", Path("log"), like)
+    words = plan.start("single", Path("log"), like).command
     assert words[1 : 1 + len(DIGITS)] == list(DIGITS)
     assert words[-2:] == ["--accumulate", "8"]
     place = words.index("--max-steps")

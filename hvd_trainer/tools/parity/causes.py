@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_trainer.config.checks import flag
 from hvd_trainer.tools.parity.tensors import NONE, Finding
@@ -19,6 +19,8 @@ MAX_WEIGHT_CHANGE = 0.1
 """The relative difference up to which weights were equal before something changed them."""
 ROUNDED_QUANTITIES = ("loss", "gradients", "gradient norm", "parameters", "optimizer", "buffers")
 """Quantities that rounding can change."""
+
+EQUAL: tuple[Any, Any] = (1.0, 1.0)
 
 Fit = Mapping[str, object] | bool
 """Whether a cause fits; if it does, what its text and advice are completed with."""
@@ -80,9 +82,9 @@ class Case:
         tuple of numbers the first that differ. Without a finding the ratio is 1.
         """
         found = self.get(quantity)
-        left, right = (1.0, 1.0) if found is None else found.values
+        left, right = EQUAL if found is None else found.values
         if isinstance(left, tuple | list):
-            left, right = next((pair for pair in zip(left, right, strict=False) if pair[0] != pair[1]), (1.0, 1.0))
+            left, right = next((pair for pair in zip(left, right, strict=False) if pair[0] != pair[1]), EQUAL)
         if abs(left) >= abs(right):
             return self.one, self.other, _ratio(left, right)
         return self.other, self.one, _ratio(right, left)
@@ -176,8 +178,10 @@ def _other_transforms(case: Case) -> bool:
 
 
 def _padded(case: Case) -> bool:
+    if case.get("samples") is None or not case.sizes_differ:
+        return False
     one, other = (sum(trace.samples(case.first.when).values()) for trace in case.runs)
-    return case.get("samples") is not None and case.sizes_differ and one != other
+    return one != other
 
 
 def _other_data(case: Case) -> bool:

@@ -19,7 +19,7 @@ from hvd_trainer.observe.trace_writer import FOLDER
 
 EVENTS = ("start", "step", "evaluation")
 """In the order of the events of one step."""
-SCRIPT_OPTIONS = {
+SCRIPT_OPTIONS: Mapping[str, Any] = {
     "precision": "fp32",
     "reproducible": None,
     "compression": "none",

@@ -9,7 +9,7 @@ from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
-from hvd_trainer.tools.probe.trace import ScriptTrace
+from hvd_trainer.tools.probe.trace import ScriptTrace, seed_by_rank
 
 
 def install_probe(options: ProbeOptions) -> None:
@@ -17,6 +17,7 @@ def install_probe(options: ProbeOptions) -> None:
     log, world = Path(options.log_dir), detect(os.environ)
     listeners: list[ScriptListener] = [ScriptStepTimes(log, world.rank)]
     if options.trace_steps is not None:
+        seed_by_rank(world.rank)
         listeners.append(ScriptTrace(log, world.rank, world.size, options.trace_steps))
     if options.max_steps is not None:
         listeners.append(StepLimit(options.max_steps))

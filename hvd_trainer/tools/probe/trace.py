@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -120,6 +122,13 @@ class ScriptTrace(ScriptListener):
         named = set(parameters.values())
         rest = {f"parameter {n}": p for n, p in enumerate(parameters_of(optimizer)) if p not in named}
         return ModelParts({**parameters, **rest}, buffers, modules)
+
+
+def seed_by_rank(rank: int) -> None:
+    """Seed the generators for a script that does not: alike on all engines, and otherwise on each rank."""
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
 
 
 def _renamed(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
