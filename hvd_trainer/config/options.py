@@ -220,6 +220,8 @@ class MeasureOptions:
 
     record_steps: bool = False
     """keep in the log folder, for each rank, how long each part of each step took"""
+    sample_stacks: bool = False
+    """keep in the log folder, for each rank, at which lines of code its time goes, as `diagnose` shows it"""
     profile: Annotated[str | None, ParsedBy(ProfilePlan.parse), COMMON] = None
     """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
     table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""

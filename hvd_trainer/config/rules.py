@@ -104,7 +104,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         *_each(
             lambda o: o.log.log_dir is None,
             "{option} writes to the log folder: add --log-dir DIR",
-            _if_set("measure", ("record_steps", "profile", "trace_steps")),
+            _if_set("measure", ("record_steps", "sample_stacks", "profile", "trace_steps")),
         ),
         Conflict(
             lambda o: o.save.requeue and o.log.log_dir is None,

@@ -1,4 +1,5 @@
-"""`diagnose`: run a job with parts of it left out, and conclude what each part costs.
+"""`diagnose`: sample a job's stacks, run it with parts left out where they tell too little, and name the causes.
 
-cli.py runs the job -> causes.py: the cost of each cause -> actions.py: the advice -> report.py
+cli.py runs the job -> profile.py: seconds by role and line; machine_use.py: what else was at work -> causes.py ->
+actions.py: the advice -> report.py
 """

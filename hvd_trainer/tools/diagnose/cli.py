@@ -2,20 +2,23 @@
 
 python -m hvd_trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist
 
-The job is started a few times for a few seconds each: as it is, without fetching data, without exchanging
-gradients, without both, and on one rank alone with the same batch and with twice of it. The differences tell what
+The job is started as it is, while the stacks of all ranks are sampled: that shows the lines that the time goes to,
+and what the machine did meanwhile. If that leaves much of a step unexplained, it is also started without
+exchanging gradients, and on one rank alone with the same batch and with twice of it. The differences tell what
 each part costs.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import tyro
 from annotated_types import Ge, Gt
 
@@ -23,45 +26,49 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import (
     ALONE,
-    NEITHER,
-    NO_DATA,
+    MIN_SHARE,
     NO_EXCHANGE,
     NORMAL,
     ONE_THREAD,
     TWICE,
+    Evidence,
     Line,
-    compute_shares,
+    find_causes,
 )
+from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
+from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
 from hvd_trainer.tools.doctor import all_reduce_job
-from hvd_trainer.tools.runner.command import (
-    LAUNCHER_OF,
-    NOT_SAVED,
-    command_for,
-    measured_job,
-    read_command,
-    with_steps,
-)
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, read_command
 from hvd_trainer.tools.runner.formats import check_installed
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import warn_if_busy
+from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
 from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once
-from hvd_trainer.tools.runner.step_stats import medians, read_figures
+from hvd_trainer.tools.runner.step_stats import medians
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
 WARMUP_STEPS = 5
 """Steps at the beginning of each run that do not count."""
+FIRST_STEPS = 40
+"""Counted steps of the first run."""
 MIN_STEPS, MAX_STEPS = 10, 2000
 """Bounds of the counted steps of a run."""
+RUN_S = 4.0
+"""How long a run trains, about, where the budget allows it."""
+MIN_SAMPLED_S = 1.5
+"""Seconds of the normal run whose stacks suffice for a verdict."""
+MIN_REST = 0.3
+"""Fraction of a step from which it is worth other runs to explain it."""
+MAX_ROUNDS = 3
 EXCHANGE_BYTES = tuple(2**10 * 4**step for step in range(8))
 """Sizes of the exchanges that are timed: 1 kB to 16 MB."""
-BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
-"""Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Find out what a step's time goes to, by leaving things out, and what to do about it.
+    """Find out what a step's time goes to, and what to do about it.
 
     The job stands behind --, as it would stand behind `python`.
     """
@@ -70,151 +77,287 @@ class Options:
     """ranks"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    seconds: Annotated[float, Gt(0)] = 4.0
-    """how long each run trains, about; starting it takes longer"""
-    rounds: Annotated[int, Ge(1)] = 3
-    """how often each is run"""
+    budget: Annotated[float, Gt(0)] = 180.0
+    """seconds that all of it may take"""
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
-    """run what is advised, too, beside the job as it is"""
+    """run what is advised, too, beside the job as it is; beyond the budget"""
     out: Path = Path("runs/diagnose")
     """folder for diagnosis.json"""
-    timeout_s: Annotated[float, Gt(0)] = 600.0
-    """after so many seconds a run is killed"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A way to run the job."""
 
     name: str
     ranks: int
-    words: tuple[str, ...]
-    """further options of the job"""
-    threads: int | None
+    threads: int | None = None
+    options: tuple[str, ...] = ()
+    """further options of a Trainer job"""
+    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+
+
+@dataclass
+class Collected:
+    """What the runs have shown until now."""
+
+    figures: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    """by the trials' names"""
+    profiles: list[list[RankProfile]] = field(default_factory=list)
+    """of each normal run, in rank order"""
+    machine: MachineUse = field(default_factory=MachineUse)
+    """beside the last normal run"""
+    line: Line | None = None
+    note: str = ""
+    """why the diagnosis ended early"""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of the job's work, from its normal run."""
+        runs = self.figures.get(NORMAL, ())
+        if not runs:
+            return {}
+        memory = psutil.virtual_memory()
+        used = runs[0].get("peak_memory_mb", 0.0) * 2**20 * max(1, len(self.profiles[0]))
+        return dict(runs[0]["work"]) | {"memory_share": used / memory.total}
+
+    def evidence(self) -> Evidence:
+        """Return all of it, for the functions that find causes."""
+        return Evidence(
+            profiles=merge(self.profiles),
+            machine=self.machine,
+            cores=len(cpu_ids()),
+            facts=self.facts,
+            runs=self.figures,
+            line=self.line,
+        )
 
 
 class TrialRunner:
-    """Runs the trials of a job, one after the other, and keeps their figures.
+    """Runs the trials of a job, one after the other, and collects what they show.
 
-    Raises:
-        OptionError: the job failed.
+    Args:
+        job: the words behind `python`.
+        options: of the tool.
+        folder: of the tool.
     """
 
     def __init__(self, job: tuple[str, ...], options: Options, folder: Path) -> None:
         self._job, self._options, self._folder = job, options, folder
-        self.figures: dict[str, list[dict[str, Any]]] = {}
+        self._deadline = time.monotonic() + options.budget
+        self.is_trainer_job = is_trainer_job(job)
+        self.collected = Collected()
 
-    def run(self, trial: Trial, steps: int) -> Mapping[str, Any]:
-        """Run a trial once, and return its figures, which are also kept under its name."""
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self._deadline - time.monotonic()
+
+    def normal(self) -> Trial:
+        return Trial(name=NORMAL, ranks=self._options.np, threads=self._options.threads)
+
+    def run(self, trial: Trial, steps: int, limit_s: float | None = None) -> RunRecord:
+        """Run a trial once, and keep its figures under its name; of a normal run also its stacks.
+
+        Args:
+            trial: to run.
+            steps: that count.
+            limit_s: after so many seconds it is ended; None: at the end of the budget.
+        """
         engine = self._options.backend if trial.ranks > 1 else "single"
-        words = with_steps(self._job, WARMUP_STEPS + steps, [*NOT_SAVED, *trial.words])
-        read = partial(read_figures, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
-        run = self._run_once(engine, trial, measured_job(words, engine, log_dir(self._folder)), read)
-        figures = {**run.figures, **run.figures["typical"]}
-        self.figures.setdefault(trial.name, []).append(figures)
-        return figures
+        is_normal = trial.name == NORMAL
+        further = ("--sample-stacks",) if is_normal and self.is_trainer_job else ()
+        start = measured_start(
+            self._job,
+            engine=engine,
+            ranks=trial.ranks,
+            log=log_dir(self._folder),
+            steps=WARMUP_STEPS + steps,
+            leave_out=trial.leave_out,
+            options=(*NOTHING_SAVED, *trial.options, *further) if self.is_trainer_job else (),
+            sample_stacks=is_normal,
+        )
+        read = partial(read_measured, job=self._job, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
+        watch = MachineWatch() if is_normal else None
+        try:
+            run = self._run_once(trial, start, read, limit_s)
+        finally:
+            if watch is not None:
+                self._keep(watch)
+        if run.state == "done":
+            figures = dict(run.figures) | dict(run.figures.get("typical", {}))
+            if "parts" in figures:
+                figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
+            self.collected.figures.setdefault(trial.name, []).append(figures)
+        return run
 
-    def measure_exchanges(self, threads: int | None) -> Line:
+    def _keep(self, watch: MachineWatch) -> None:
+        profiles = read_profiles(self._kept)
+        if profiles:
+            self.collected.profiles.append(profiles)
+            self.collected.machine = watch.end()
+
+    @property
+    def _kept(self) -> Path:
+        return self._folder / "log"
+
+    def measure_exchanges(self) -> None:
         """Measure how long exchanges take by their size."""
         job = ["-m", all_reduce_job.__name__, "--backend", self._options.backend]
-        trial = Trial("exchanges", self._options.np, (), threads)
         job += ["--log-dir", str(log_dir(self._folder)), "--sizes", *map(str, EXCHANGE_BYTES)]
-        run = self._run_once(self._options.backend, trial, job, all_reduce_job.read_result)
-        return Line.through(run.figures["seconds"])
+        trial = Trial(name="exchanges", ranks=self._options.np, threads=self._options.threads)
+        command = command_for(LAUNCHER_OF[self._options.backend], trial.ranks, job)
+        run = self._run_once(trial, Start(command, {}), all_reduce_job.read_result, None)
+        if run.state == "done":
+            self.collected.line = Line.through(run.figures["seconds"])
 
-    def _run_once(self, engine: str, trial: Trial, words: Sequence[str], read: Any) -> RunRecord:
-        run = run_once(
-            command_for(LAUNCHER_OF[engine], trial.ranks, words),
+    def _run_once(self, trial: Trial, start: Start, read: Any, limit_s: float | None) -> RunRecord:
+        return run_once(
+            start.command,
             self._folder,
             {"trial": trial.name},
             1,
             threads=trial.threads,
-            limit_s=self._options.timeout_s,
+            limit_s=max(self.left_s, 1.0) if limit_s is None else limit_s,
             read=read,
+            variables=start.variables,
+            keep=self._kept if trial.name == NORMAL else None,
         )
-        if run.state != "done":
-            raise OptionError(f"The job failed when it was run {trial.name}: {run.why(self._folder)}")
-        return run
+
+
+NOTHING_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command, and return the exit code: 0.
+    """Run the command, and return the exit code: 0, or 130 if it was interrupted.
 
     Raises:
-        OptionError: an option is out of its range, or the job failed.
+        OptionError: an option is out of its range, or the job failed before it had trained.
     """
     options, job = read_command("diagnose", Options, argv)
     check_installed()
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):
-        diagnose(TrialRunner(job, options, folder), options, folder)
-    return 0
+        runner = TrialRunner(job, options, folder)
+        try:
+            measure(runner, options)
+            code = 0
+        except KeyboardInterrupt:
+            runner.collected.note = "Interrupted."
+            code = 130
+        if not runner.collected.profiles:
+            raise OptionError(runner.collected.note or "The job ended without a step that counts")
+        conclude(runner, options, folder)
+    return code
 
 
-def diagnose(runner: TrialRunner, options: Options, folder: Path) -> None:
-    """Measure the trials, print the report, and write diagnosis.json."""
+def measure(runner: TrialRunner, options: Options) -> None:
+    """Run the trials that are worth it within the budget."""
     warn_if_busy()
-    print(f"a first look: {plural(options.np, 'rank')} on {options.backend}", flush=True)
-    first = runner.run(Trial("to see how long a step takes", options.np, (), options.threads), MIN_STEPS)
-    facts = first["work"] | {"cores": len(cpu_ids())}
-    steps = min(MAX_STEPS, max(MIN_STEPS, round(options.seconds / first["step_s"])))
-    trials = plan_trials(options, facts)
-    count = options.rounds * len(trials)
-    length = plural(WARMUP_STEPS + steps, "step")
-    rounds = plural(options.rounds, "round")
-    print(f"{plural(count, 'run')} of {length} each ({rounds}), about {options.seconds:g} s and a start each")
-    for place, (_, trial) in enumerate(in_rounds(trials, options.rounds), 1):
-        figures = runner.run(trial, steps)
-        print(f"{place}/{count}  {trial.name}: {1000 * figures['step_s']:.2f} ms per step", flush=True)
-    line = runner.measure_exchanges(options.threads)
-    runs = {trial.name: medians(runner.figures[trial.name]) for trial in trials}
-    gradient_bytes = facts["parameters"] * BYTES[facts["compression"]]
-    pieces = max(1, -(-gradient_bytes // int(facts["bucket_mb"] * 2**20)))
-    found = compute_shares(runs, line, gradient_bytes, pieces)
-    advice = find_actions(found, runs, facts, options.np)
-    report = Report(found, line, runs, facts, advice, options.np, options.backend)
+    print(
+        f"this takes {options.budget:g} s at most (--budget): {plural(options.np, 'rank')} on {options.backend}, "
+        f"as they are; then, if that explains too little, with parts left out",
+        flush=True,
+    )
+    collected = runner.collected
+    first = runner.run(runner.normal(), FIRST_STEPS)
+    if first.state != "done":
+        collected.note = f"The job ended early when it was run {NORMAL}: {first.why(options.out)}."
+        return
+    step_s = collected.figures[NORMAL][0]["step_s"]
+    start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
+    print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)
+    run_s = min(RUN_S, options.budget / 10)
+    steps = min(MAX_STEPS, max(MIN_STEPS, round(run_s / step_s)))
+    cost_s = start_s + step_s * (WARMUP_STEPS + steps)
+    sampled_s = min(profile.seconds for profile in collected.profiles[0])
+    if sampled_s < MIN_SAMPLED_S and cost_s < runner.left_s:
+        runner.run(runner.normal(), steps)
+    trials = plan_trials(collected.evidence(), options, runner.is_trainer_job)
+    # Another run measures the exchange itself.
+    plan = [trial for _, trial in in_rounds(trials, MAX_ROUNDS)][: max(0, int(runner.left_s / cost_s) - 1)]
+    if not plan:
+        return
+    count = len(plan)
+    print(f"{plural(count, 'more run')} of {plural(WARMUP_STEPS + steps, 'step')}: about {count * cost_s:.0f} s")
+    for place, trial in enumerate(plan, 1):
+        if runner.left_s < cost_s:
+            collected.note = "The budget (--budget) is spent."
+            return
+        run = runner.run(trial, steps)
+        said = f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
+        print(f"{place}/{count}  {trial.name}: {said}", flush=True)
+    if runner.left_s > cost_s and NO_EXCHANGE in collected.figures:
+        runner.measure_exchanges()
+
+
+def plan_trials(evidence: Evidence, options: Options, is_trainer: bool) -> list[Trial]:
+    """Return the trials of each round: those that may explain what the normal runs have left unexplained.
+
+    Args:
+        evidence: of the normal runs.
+        options: of the tool.
+        is_trainer: whether the job takes the Trainer's options.
+    """
+    facts, step_s = evidence.facts, evidence.step_s
+    rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
+    if rest < MIN_REST * step_s:
+        return []
+    trials = []
+    exchange = max(profile.roles()["exchange"].own for profile in evidence.profiles)
+    if exchange >= MIN_SHARE * step_s:
+        trials.append(Trial(name=NO_EXCHANGE, ranks=options.np, threads=options.threads, leave_out=("exchange",)))
+    if is_trainer:
+        # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
+        share = max(1, evidence.cores // options.np)
+        alone = min(facts["threads"], share) if facts["device"] == "cpu" else options.threads
+        whole = ("--global-batch-size", "None", "--batch-size")
+        batch = facts["batch_size"]
+        trials.append(Trial(name=ALONE, ranks=1, threads=alone, options=(*whole, str(batch))))
+        trials.append(Trial(name=TWICE, ranks=1, threads=alone, options=(*whole, str(2 * batch))))
+        if facts["device"] == "cpu" and facts["threads"] > 1:
+            trials.append(Trial(name=ONE_THREAD, ranks=options.np, threads=1))
+    # Last, for if the budget is short, its stacks are known already.
+    return [*trials, Trial(name=NORMAL, ranks=options.np, threads=options.threads)] if trials else []
+
+
+def conclude(runner: TrialRunner, options: Options, folder: Path) -> None:
+    """Print the report, try what it advises if asked to, and write the files."""
+    collected = runner.collected
+    evidence = collected.evidence()
+    causes = find_causes(evidence)
+    advice = find_actions(causes, evidence)
+    report = Report(evidence=evidence, causes=causes, advice=advice, backend=options.backend, note=collected.note)
     show(report)
-    tried = try_actions(runner, options, steps, advice) if options.attempt else []
+    tried = try_actions(runner, options, advice, evidence.step_s) if options.attempt else []
     show_tried(tried)
     file = folder / "diagnosis.json"
     file.write_text(json.dumps(as_json(report, tried), indent=1) + "\n")
     print(f"written: {file}")
 
 
-def plan_trials(options: Options, facts: Mapping[str, Any]) -> list[Trial]:
-    """Return the trials of each round."""
-    batch, threads = facts["batch_size"], options.threads
-    # Alone, a rank gets no more than its share of the cores: else it would be slowed down by its own threads, too.
-    share = max(1, facts["cores"] // options.np)
-    alone = min(facts["threads"], share) if facts["device"] == "cpu" else threads
-    whole = ("--global-batch-size", "None", "--batch-size")
-    trials = [
-        Trial(NORMAL, options.np, (), threads),
-        Trial(NO_DATA, options.np, ("--leave-out", "data"), threads),
-        Trial(NO_EXCHANGE, options.np, ("--leave-out", "exchange"), threads),
-        Trial(NEITHER, options.np, ("--leave-out", "data", "exchange"), threads),
-        Trial(ALONE, 1, (*whole, str(batch)), alone),
-        Trial(TWICE, 1, (*whole, str(2 * batch)), alone),
-    ]
-    if facts["device"] == "cpu" and facts["threads"] > 1:
-        trials.append(Trial(ONE_THREAD, options.np, (), 1))
-    return trials
-
-
 def try_actions(
-    runner: TrialRunner, options: Options, steps: int, advice: Sequence[Action]
+    runner: TrialRunner, options: Options, advice: Sequence[Action], step_s: float
 ) -> list[tuple[Action, float, float]]:
     """Run each action beside the unchanged job, and return it with the samples per second before and after."""
     tried = []
+    steps = min(MAX_STEPS, max(MIN_STEPS, round(RUN_S / step_s)))
+    figures = runner.collected.figures
     for action in (action for action in advice if action.can_be_tried):
-        threads = action.threads or options.threads
-        before = Trial("before", options.np, (), options.threads)
-        after = Trial(f"after: {action.text.partition(':')[0]}", options.np, action.words, threads)
-        runner.figures.pop("before", None)
-        for _, trial in in_rounds((before, after), options.rounds):
-            runner.run(trial, max(MIN_STEPS, steps // action.batch_factor) if trial is after else steps)
-        rates = [medians(runner.figures[trial.name])["samples_per_s"] for trial in (before, after)]
-        tried.append((action, rates[0], rates[1]))
+        before = Trial(name="before", ranks=options.np, threads=options.threads)
+        after = Trial(
+            name=f"after: {action.text.partition(':')[0]}",
+            ranks=options.np,
+            threads=action.threads or options.threads,
+            options=action.words,
+        )
+        figures.pop(before.name, None)
+        for _, trial in in_rounds((before, after), 2):
+            count = max(MIN_STEPS, steps // action.batch_factor) if trial is after else steps
+            runner.run(trial, count, limit_s=options.budget)
+        if before.name in figures and after.name in figures:
+            rates = [medians(figures[trial.name])["samples_per_s"] for trial in (before, after)]
+            tried.append((action, rates[0], rates[1]))
     return tried

@@ -6,78 +6,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from hvd_trainer.tools.diagnose.actions import Action
-from hvd_trainer.tools.diagnose.causes import CAUSES, COMPUTING, Figures, Line, Shares
+from hvd_trainer.tools.diagnose.causes import ALONE, CAUSES, NORMAL, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
-from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30
 """Length in characters of the bar for a whole step."""
 Tried = Sequence[tuple[Action, float, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The results of a diagnosis."""
 
-    found: Shares
-    line: Line
-    runs: Mapping[str, Figures]
-    facts: Mapping[str, Any]
+    evidence: Evidence
+    causes: Sequence[Cause]
     advice: Sequence[Action]
-    ranks: int
     backend: str
+    note: str = ""
+    """why the diagnosis ended early; empty if it did not"""
 
 
 def show(report: Report) -> None:
     """Print the tables and the sentences."""
-    out, found = console(), report.found
-    runs = [
-        (name, milliseconds(figures["step_s"]), number(figures["samples_per_s"]))
-        for name, figures in report.runs.items()
+    out, evidence = console(), report.evidence
+    rows = []
+    for name, figures in evidence.runs.items():
+        step, rate = evidence.figure(name), evidence.figure(name, "samples_per_s")
+        shown = milliseconds(step[0]) if step else "", number(rate[0]) if rate else ""
+        rows.append((name, *shown, str(len(figures))))
+    if rows:
+        out.print(make_table("What was run", ("", "ms per step", "samples/s", "runs"), rows))
+    parts = [(CAUSES[c.kind], c.seconds, SIGMAS * c.error) for c in report.causes]
+    rest = evidence.step_s - sum(seconds for _, seconds, _ in parts)
+    lost = [
+        (text, milliseconds(seconds), f"\u00b1 {milliseconds(error)}", *_bar(seconds / evidence.step_s))
+        for text, seconds, error in [*parts, ("the rest: computing the samples", max(rest, 0.0), 0.0)]
     ]
-    out.print(make_table("What was run", ("", "ms per step", "samples/s"), runs))
-    seconds = {
-        COMPUTING: found.computing_s,
-        **{text: found.seconds[cause] for cause, text in CAUSES.items()},
-        "unexplained: overlaps and noise": found.unexplained_s,
-    }
-    shares = {text: value / found.step_s for text, value in seconds.items()}
-    parts = [
-        (text, milliseconds(seconds[text]), f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0)))
-        for text, share in shares.items()
-    ]
-    out.print(make_table("What a step's time goes to", ("", "ms", "of a step", ""), parts, words=(0, 3)))
+    columns = ("", "ms", "95 %", "of a step", "")
+    out.print(make_table("What a step's time goes to", columns, lost, words=(0, 4)))
     for text in sentences(report):
         out.print(text, markup=False)
 
 
+def _bar(share: float) -> tuple[str, str]:
+    return f"{share:.0%}", "#" * round(BAR_LENGTH * max(share, 0))
+
+
 def sentences(report: Report) -> list[str]:
     """Return the conclusions, a sentence each."""
-    found, facts, line = report.found, report.facts, report.line
-    said = [
-        f"A rank is at {found.efficiency:.0%} of the speed that one rank has alone "
-        f"({plural(report.ranks, 'rank')} on {report.backend})."
-    ]
-    if found.is_doubtful:
+    evidence, said = report.evidence, []
+    if report.note:
+        said.append(f"{report.note} What follows is from the runs until then.")
+    normal, alone = evidence.figure(NORMAL), evidence.figure(ALONE)
+    if normal and alone:
         said.append(
-            f"The runs contradict each other by {found.contradiction:.0%} of a step: "
-            f"something else was at work on this machine, or steps differ much. What follows is a guess, so no "
-            f"gain is given. Repeat it with more --rounds or --seconds."
+            f"A rank is at {alone[0] / normal[0]:.0%} of the speed that one rank has alone ({evidence.ranks} "
+            f"ranks on {report.backend})."
         )
-    if "exchange" in found.ranked:
-        said.append(
-            f"Of the exchange about {1000 * found.latency_s:.2f} ms are latency and "
-            f"{1000 * found.bandwidth_s:.2f} ms bandwidth: an exchange takes {1000 * line.latency_s:.2f} ms + its "
-            f"bytes / {line.bytes_per_s / 1e9:.2f} GB/s here, and the job has {number(facts['parameters'])} "
-            f"parameters."
-        )
-    if not found.ranked:
+    if not report.causes:
         return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
-    said.append(f"The largest loss: {CAUSES[found.ranked[0]]}, {found.share(found.ranked[0]):.0%} of a step.")
+    for cause in report.causes:
+        said.append(f"{CAUSES[cause.kind]}, {cause.seconds / evidence.step_s:.0%} of a step: {cause.evidence}")
+    said[-len(report.causes)] = f"The largest loss: {said[-len(report.causes)]}"
     for place, action in enumerate(report.advice, 1):
-        is_known = action.speed > 1 and not found.is_doubtful
-        gain = f" (expected: {action.speed:.2f} times the samples/s)" if is_known else ""
+        is_known = action.speed > 1
+        gain = (
+            f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
+            if is_known
+            else ""
+        )
         said.append(f"{place}. {action.text}{gain}")
     return said
 
@@ -94,15 +94,35 @@ def show_tried(tried: Tried) -> None:
 
 def as_json(report: Report, tried: Tried) -> dict[str, Any]:
     """Return the report in plain JSON."""
-    found = report.found
+    evidence = report.evidence
+    made: dict[str, Any] = msgspec.to_builtins(
+        {
+            "backend": report.backend,
+            "ranks": evidence.ranks,
+            "facts": dict(evidence.facts),
+            "step_s": evidence.step_s,
+            "runs": {name: list(runs) for name, runs in evidence.runs.items()},
+            "machine": asdict(evidence.machine) | {"cores": evidence.cores},
+            "exchange": None if evidence.line is None else asdict(evidence.line),
+            "causes": [_cause_as_json(cause, evidence) for cause in report.causes],
+            "advice": [asdict(action) for action in report.advice],
+            "note": report.note,
+            "tried": [
+                {"action": asdict(action), "before": before, "after": after} for action, before, after in tried
+            ],
+        }
+    )
+    return made
+
+
+def _cause_as_json(cause: Cause, evidence: Evidence) -> Mapping[str, Any]:
     return {
-        "backend": report.backend,
-        "ranks": report.ranks,
-        "facts": dict(report.facts),
-        "runs": dict(report.runs),
-        "shares": asdict(found)
-        | {"unexplained_s": found.unexplained_s, "efficiency": found.efficiency, "ranked": found.ranked},
-        "exchange": asdict(report.line),
-        "advice": [asdict(action) for action in report.advice],
-        "tried": [{"action": asdict(action), "before": before, "after": after} for action, before, after in tried],
+        "kind": cause.kind,
+        "name": CAUSES[cause.kind],
+        "seconds": cause.seconds,
+        "error": cause.error,
+        "share": cause.seconds / evidence.step_s,
+        "rank": cause.rank,
+        "evidence": cause.evidence,
+        "line": cause.where,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
+from hvd_trainer.tools.probe.stacks import ScriptStacks
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
 from hvd_trainer.tools.probe.trace import ScriptTrace, seed_by_rank
 
@@ -19,6 +20,8 @@ def install_probe(options: ProbeOptions) -> None:
     if options.trace_steps is not None:
         seed_by_rank(world.rank)
         listeners.append(ScriptTrace(log, world.rank, world.size, options.trace_steps))
+    if options.sample_stacks:
+        listeners.append(ScriptStacks(log, world.rank))
     if options.max_steps is not None:
         listeners.append(StepLimit(options.max_steps))
     ScriptEvents(*listeners).install()

@@ -24,6 +24,9 @@ class ProbeOptions:
     trace_steps: int | None = None
     """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
 
+    sample_stacks: bool = False
+    """keep in the log folder at which lines of code a rank's time goes"""
+
     def variables(self) -> dict[str, str]:
         """Return the environment variable by which the ranks find these options."""
         return {VARIABLE: msgspec.json.encode(self).decode()}

@@ -173,6 +173,7 @@ def run_once(
     limit_s: float,
     read: Callable[[Path], Mapping[str, Any] | None],
     variables: Mapping[str, str] = MappingProxyType({}),
+    keep: Path | None = None,
 ) -> RunRecord:
     """Start the job, wait for its end, end all its processes, and return its record.
 
@@ -185,12 +186,18 @@ def run_once(
         limit_s: after which it is killed, in seconds.
         read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
         variables: further environment variables of the job.
+        keep: a folder that the log folder becomes, however the run ends.
     """
     clear(folder)
     place = running(folder)
     place.mkdir(parents=True)
     began_at, began = time.time(), time.monotonic()
-    code = _exit_code(command, folder, threads, limit_s, variables)
+    try:
+        code = _exit_code(command, folder, threads, limit_s, variables)
+    finally:
+        if keep is not None and log_dir(folder).exists():
+            shutil.rmtree(keep, ignore_errors=True)
+            shutil.copytree(log_dir(folder), keep)
     seconds = round(time.monotonic() - began, 2)
     figures = read(log_dir(folder)) if code == 0 else None
     ended = partial(RunRecord, identity, round_, seconds=seconds, began_at=began_at)

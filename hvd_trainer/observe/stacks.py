@@ -1,0 +1,353 @@
+"""Sample the stacks of a rank while it trains, and count them in LOG_DIR/stacks/rank-0.json.
+
+A thread looks every few milliseconds where the main thread is. What the system has counted since the last look
+(time on a CPU, time in the queue for one) is added to that stack:
+
+    wall     |------------------------- since the last look -------------------------|
+             | on a CPU | in the queue for a CPU | another thread has the GIL | waits |
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import linecache
+import os
+import random
+import resource
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from hvd_trainer.backends import StepResult
+from hvd_trainer.data import Batch
+from hvd_trainer.observe.callback import Observer, RunView
+from hvd_trainer.utils.files import atomic_write
+
+FOLDER = "stacks"
+PERIOD_S = 0.005
+"""Mean time between two looks; it varies, so that it does not keep in step with the training's own period."""
+WARMUP_STEPS = 5
+"""Steps at the beginning that do not count, unless the training ends with them."""
+WRITE_EVERY_S = 2.0
+"""So that a rank that is killed leaves its stacks."""
+MIN_LATE_S = 0.002
+"""Delay of a look from which another thread had the GIL."""
+MIN_CPU_S = 0.0002
+"""CPU time of another thread since the last look from which it counts."""
+MIN_SLOW_RATIO, MIN_SLOW_S = 2.5, 0.02
+"""How many times as long as a typical step, and how much longer, a step must be to count as slow."""
+MAX_FRAMES = 200
+LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>")
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+OURS = str(Path(__file__).resolve().parents[1]) + "/"
+
+Place = tuple[CodeType, int]
+"""A code object, and the offset of the instruction in it."""
+Stack = tuple[str, str, tuple[Place, ...]]
+"""A thread's name, the phase, and the places from the outermost on."""
+
+
+@dataclass
+class Count:
+    """The seconds in which a thread had one stack."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    queued_s: float = 0.0
+    """ready to run, without a CPU"""
+    gil_s: float = 0.0
+    """another thread had the GIL"""
+    slow_s: float = 0.0
+    """in slow steps"""
+    squares: float = 0.0
+    """sum of the squares of its seconds in each step"""
+
+
+class Clocks:
+    """The CPU time of a thread, and its time in the queue for a CPU.
+
+    Args:
+        thread: which has started.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        assert thread.ident is not None
+        self._cpu = time.pthread_getcpuclockid(thread.ident)
+        self._queue: int | None = None
+        with suppress(OSError):
+            self._queue = os.open(f"/proc/self/task/{thread.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._last = self._read()
+
+    def since_last(self) -> tuple[float, float]:
+        """Return the seconds on a CPU and in the queue since the last call."""
+        now, last = self._read(), self._last
+        self._last = now
+        return now[0] - last[0], now[1] - last[1]
+
+    def _read(self) -> tuple[float, float]:
+        queued = 0 if self._queue is None else int(os.pread(self._queue, 100, 0).split()[1])
+        return time.clock_gettime(self._cpu), queued / 1e9
+
+    def close(self) -> None:
+        if self._queue is not None:
+            os.close(self._queue)
+
+
+class StackSampler:
+    """Counts the stacks of this process's main thread, and of other threads of Python that use the CPU.
+
+    Args:
+        file: to write to.
+
+    Attributes:
+        phase: what the main thread is doing; set by its user.
+        elements: of the inputs of all batches; added by its user.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.phase = "start"
+        self.elements = 0
+        self._ends: list[float] = []
+        """when steps ended; only the main thread appends to it, so that it never waits for the other one"""
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="stack sampler", daemon=True)
+        self._skipped = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget what was counted."""
+        self._counts: dict[Stack, Count] = {}
+        self._step: dict[Stack, float] = {}
+        self._blocks, self._folded = 0, len(self._ends)
+        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._queued = _queued_of_threads()
+        self._began = time.perf_counter()
+        self._elements_before = self.elements
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._ends.append(time.perf_counter())
+        self._clear()
+        self._thread.start()
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self._ends.append(time.perf_counter())
+
+    def stop(self) -> None:
+        """End sampling, and write the counts."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    @property
+    def _durations(self) -> list[float]:
+        ends = self._ends[self._skipped :]
+        return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+
+    def _sample(self) -> None:
+        main, own = threading.main_thread(), threading.get_ident()
+        assert main.ident is not None
+        clocks = {main.ident: Clocks(main)}
+        last = written = time.perf_counter()
+        while not self._is_stopped.is_set():
+            pause = PERIOD_S * random.uniform(0.6, 1.4)
+            time.sleep(pause)
+            now = time.perf_counter()
+            frames = sys._current_frames()
+            wall, phase = now - last, self.phase
+            is_late = wall - pause > MIN_LATE_S
+            last = now
+            others_s = 0.0
+            for thread in threading.enumerate():
+                if thread.ident is None or thread.ident in (own, main.ident) or thread.ident not in frames:
+                    continue
+                if thread.ident not in clocks:
+                    clocks[thread.ident] = Clocks(thread)
+                cpu, queued = clocks[thread.ident].since_last()
+                if cpu > MIN_CPU_S:
+                    others_s += cpu
+                    self._add((thread.name, "", _places(frames[thread.ident])), wall, cpu, queued)
+            cpu, queued = clocks[main.ident].since_last()
+            gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
+            stack = "main", phase, _places(frames[main.ident])
+            self._add(stack, wall, cpu, queued, gil)
+            self._step[stack] = self._step.get(stack, 0.0) + wall
+            del frames
+            if not self._skipped and len(self._ends) > WARMUP_STEPS:
+                self._skipped = len(self._ends) - 1
+                self._clear()
+            elif len(self._ends) > self._folded:
+                self._fold()
+            if now - written > WRITE_EVERY_S:
+                self._write()
+                written = time.perf_counter()
+        self._write()
+        for each in clocks.values():
+            each.close()
+
+    def _add(self, stack: Stack, wall: float, cpu: float, queued: float, gil: float = 0.0) -> None:
+        count = self._counts.setdefault(stack, Count())
+        count.wall_s += wall
+        count.cpu_s += cpu
+        count.queued_s += queued
+        count.gil_s += gil
+
+    def _fold(self) -> None:
+        """Add the steps that have ended since the last look to the squares, and to the slow ones."""
+        durations = self._durations
+        new = durations[self._folded - len(self._ends) :]
+        is_slow = max(new) > slow_from(durations)
+        self._folded = len(self._ends)
+        self._blocks += 1
+        for stack, seconds in self._step.items():
+            self._counts[stack].squares += seconds**2
+            self._counts[stack].slow_s += seconds if is_slow else 0.0
+        self._step = {}
+
+    def _write(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self._file) as file:
+            file.write_text(json.dumps(self._record()))
+
+    def _record(self) -> dict[str, Any]:
+        numbers: dict[Place, int] = {}
+        stacks = [
+            {
+                "thread": thread,
+                "phase": phase,
+                "frames": [numbers.setdefault(place, len(numbers)) for place in places],
+                **vars(count),
+            }
+            for (thread, phase, places), count in self._counts.items()
+        ]
+        usage, durations = resource.getrusage(resource.RUSAGE_SELF), self._durations
+        return {
+            "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "blocks": self._blocks,
+            "seconds": time.perf_counter() - self._began,
+            "durations": durations,
+            "elements": self.elements - self._elements_before,
+            "cpu_s": usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
+            "major_faults": usage.ru_majflt - self._usage.ru_majflt,
+            "preempted": usage.ru_nivcsw - self._usage.ru_nivcsw,
+            "queued_s": _queued_of_threads() - self._queued,
+            "frames": [describe_frame(*place) for place in numbers],
+            "stacks": stacks,
+        }
+
+
+def slow_from(durations: Sequence[float]) -> float:
+    """Return the seconds from which a step counts as slow, by the median of steps."""
+    typical = sorted(durations)[len(durations) // 2]
+    return max(MIN_SLOW_RATIO * typical, typical + MIN_SLOW_S)
+
+
+def _places(frame: FrameType | None) -> tuple[Place, ...]:
+    """Return the places of a stack, the outermost first."""
+    found: list[Place] = []
+    while frame is not None and len(found) < MAX_FRAMES:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def _queued_of_threads() -> float:
+    """Return the seconds that all threads of this process have been in the queue for a CPU."""
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError, ValueError):
+            total += int(file.read_text().split()[1])
+    return total / 1e9
+
+
+def describe_frame(code: CodeType, instruction: int) -> dict[str, Any]:
+    """Return file, line, function, the called expression (empty if it is no call), and whose code it is."""
+    line, text = code.co_firstlineno, ""
+    if sys.version_info >= (3, 11):
+        start, end, first, last = list(code.co_positions())[instruction // 2]
+        if start is not None and end is not None:
+            line = start
+            lines = [linecache.getline(code.co_filename, number) for number in range(start, end + 1)]
+            lines[-1] = lines[-1].encode()[:last].decode(errors="replace")
+            lines[0] = lines[0].encode()[first:].decode(errors="replace")
+            text = "".join(lines)
+    else:
+        line = next((n for a, b, n in code.co_lines() if a <= instruction < b and n is not None), line)
+        text = linecache.getline(code.co_filename, line)
+    return {
+        "file": code.co_filename,
+        "line": line,
+        "function": getattr(code, "co_qualname", code.co_name),
+        "call": called_expression(text),
+        "owner": _owner(code.co_filename),
+    }
+
+
+def called_expression(text: str) -> str:
+    """Return what a call's source calls, such as `time.sleep`; empty if it is no call."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text.strip())):
+            if isinstance(node, ast.Call):
+                return ast.unparse(node.func)
+    return ""
+
+
+def _owner(file: str) -> str:
+    """Return whose code a file is: library, hvd_trainer or user."""
+    if any(part in file for part in LIBRARIES) or file.startswith(STANDARD_LIBRARY):
+        return "library"
+    return "hvd_trainer" if file.startswith(OURS) else "user"
+
+
+class StackSamples(Observer):
+    """Samples the stacks of this rank while the training loop runs.
+
+    Args:
+        log_dir: the log folder, on this rank's node.
+        rank: of this process.
+    """
+
+    def __init__(self, log_dir: str, rank: int) -> None:
+        self._sampler = StackSampler(Path(log_dir).expanduser() / FOLDER / f"rank-{rank}.json")
+
+    @contextmanager
+    def around_training(self, run: RunView) -> Iterator[None]:
+        """Sample while the context is open, and write the counts on exit."""
+        listeners = run.backend.activity.listeners
+        listeners.append(self._enter)
+        self._sampler.start()
+        try:
+            yield
+        finally:
+            listeners.remove(self._enter)
+            self._sampler.stop()
+
+    def _enter(self, phase: str) -> None:
+        self._sampler.phase = phase
+
+    def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._sampler.elements += count_elements(batch)
+            yield batch
+
+    def on_step_end(self, run: RunView, result: StepResult) -> None:
+        self._sampler.end_step()
+
+
+def count_elements(batch: Any) -> int:
+    """Return the elements of all tensors in nested tuples, lists and dictionaries."""
+    if hasattr(batch, "numel"):
+        return int(batch.numel())
+    if isinstance(batch, dict):
+        return sum(map(count_elements, batch.values()))
+    return sum(map(count_elements, batch)) if isinstance(batch, tuple | list) else 0

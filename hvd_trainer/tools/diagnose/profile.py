@@ -1,0 +1,338 @@
+"""Read the stacks that the ranks have sampled (`observe/stacks.py`), and tell by them what the time went to."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from msgspec import Struct
+
+from hvd_trainer.observe.stacks import FOLDER, slow_from
+
+MAIN = "main"
+BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
+"""Phases that are no part of a step."""
+IN_TRAINER = {
+    "callback.on_step_end": "callback",
+    "self._interrupts.after_step": "trainer",
+    "self.loss": "loss",
+    "meter.add": "metric",
+    "self.model": "model",
+    "scaled.backward": "backward",
+    "prefetch": "data",
+}
+"""Roles of the Trainer's calls."""
+LOOP, STEP = "/hvd_trainer/training/loop.py", "/hvd_trainer/optim/step.py"
+CONTEXTS = (
+    ("/torch/optim/lr_scheduler.py", "update"),
+    ("/torch/utils/data/", "data"),
+    ("/torch/nn/modules/loss.py", "loss"),
+    ("/torch/nn/modules/module.py", "model"),
+    ("/torch/autograd/", "backward"),
+)
+"""Roles by the folder of the code, from the outermost frame on."""
+INNER = (
+    ("/torch/distributed/", "exchange"),
+    ("/horovod/", "exchange"),
+    ("/hvd_trainer/hvd/", "exchange"),
+    ("/torch/optim/", "update"),
+)
+"""Roles by the folder of the code, from the innermost frame on; they come before the others in a script."""
+BY_PHASE = {"reduce": "exchange", "forward": "model", "step": "update", "callback": "callback"}
+MIN_HOT = 0.6
+"""Fraction of a role's time that a line must have, with what it calls, to be named."""
+
+
+class Frame(Struct, frozen=True):
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+    call: str
+    """what the line calls, such as `time.sleep`; empty if it is no call"""
+    owner: str
+
+    @property
+    def place(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def name(self) -> str:
+        """The function without the functions that it is defined in."""
+        return self.function.rpartition("<locals>.")[2]
+
+
+class RawStack(Struct):
+    """A stack in a file."""
+
+    thread: str
+    phase: str
+    frames: list[int]
+    wall_s: float
+    cpu_s: float
+    queued_s: float
+    gil_s: float
+    slow_s: float
+    squares: float
+
+
+class Record(Struct):
+    """A file of `observe/stacks.py`."""
+
+    pid: int
+    cpus: list[int]
+    blocks: int
+    seconds: float
+    durations: list[float]
+    elements: int
+    cpu_s: float
+    major_faults: int
+    preempted: int
+    queued_s: float
+    frames: list[Frame]
+    stacks: list[RawStack]
+
+
+class Stack(Struct):
+    """The seconds of a stack."""
+
+    role: str
+    frames: tuple[Frame, ...]
+    raw: RawStack
+
+
+class Seconds(Struct):
+    """Seconds of a step, and how they were spent."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    queued: float = 0.0
+    gil: float = 0.0
+    variance: float = 0.0
+    """of the mean of `wall` over the steps"""
+
+    @property
+    def own(self) -> float:
+        """Without what other programs and threads have taken."""
+        return max(self.wall - self.queued - self.gil, 0.0)
+
+    @property
+    def blocked(self) -> float:
+        """Neither on a CPU nor ready to run."""
+        return max(self.own - self.cpu, 0.0)
+
+    @property
+    def error(self) -> float:
+        """Standard error of `wall`."""
+        return math.sqrt(self.variance)
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.wall + other.wall,
+            self.cpu + other.cpu,
+            self.queued + other.queued,
+            self.gil + other.gil,
+            self.variance + other.variance,
+        )
+
+
+class RankProfile:
+    """The sampled stacks of a rank, of one run or of several.
+
+    Args:
+        records: one of each run; at least one.
+        workers: those of the loader's processes.
+    """
+
+    def __init__(self, records: Sequence[Record], workers: Sequence[Record] = ()) -> None:
+        self.records, self.workers = records, workers
+        self.durations = [seconds for record in records for seconds in record.durations]
+        self.steps = max(1, len(self.durations))
+        self.seconds = sum(record.seconds for record in records)
+        self.blocks = max(1, sum(record.blocks for record in records))
+        self.cpu_s = sum(record.cpu_s for record in (*records, *workers))
+        self.queued_s = sum(record.queued_s for record in records)
+        self.elements = sum(record.elements for record in records)
+        self.major_faults = sum(record.major_faults for record in records)
+        self.stacks = [stack for record in records for stack in read_stacks(record)]
+        limit = slow_from(self.durations) if self.durations else math.inf
+        self.slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
+
+    @property
+    def typical_s(self) -> float:
+        """Median seconds of a step; of a run without a whole step, its length."""
+        return median(self.durations) if self.durations else self.seconds
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return sum(self.durations) / self.steps if self.durations else self.seconds
+
+    @property
+    def hiccups_s(self) -> float:
+        """Seconds of a step, in the mean, by which slow steps are longer than typical ones."""
+        return sum(self.durations[number] - self.typical_s for number in self.slow) / self.steps
+
+    def main(self) -> Iterator[Stack]:
+        """Yield the stacks of the main thread within steps."""
+        for stack in self.stacks:
+            if stack.raw.thread == MAIN and stack.raw.phase not in BETWEEN_STEPS:
+                yield stack
+
+    def roles(self) -> dict[str, Seconds]:
+        """Return the seconds of a typical step by role."""
+        found: dict[str, Seconds] = defaultdict(Seconds)
+        for stack in self.main():
+            found[stack.role] += self.seconds_of(stack)
+        return found
+
+    def seconds_of(self, stack: Stack) -> Seconds:
+        """Return the seconds of a stack in a typical step."""
+        raw, steps = stack.raw, max(1, self.steps - len(self.slow))
+        kept = max(0.0, 1 - raw.slow_s / raw.wall_s) if raw.wall_s else 1.0
+        variance = max(raw.squares - raw.wall_s**2 / self.blocks, 0.0) * (kept / steps) ** 2
+        wall, cpu, queued, gil = (
+            kept * value / steps for value in (raw.wall_s, raw.cpu_s, raw.queued_s, raw.gil_s)
+        )
+        return Seconds(wall, cpu, queued, gil, variance)
+
+
+def read_stacks(record: Record) -> Iterator[Stack]:
+    """Yield the stacks of a file, each with its role."""
+    for raw in record.stacks:
+        frames = tuple(record.frames[number] for number in raw.frames)
+        start = max((n for n, frame in enumerate(frames) if LOOP in frame.file), default=None)
+        inside = frames if start is None else frames[start:]
+        yield Stack(role_of(raw.phase, inside, in_trainer=start is not None), inside, raw)
+
+
+def read_profiles(log: Path) -> list[RankProfile]:
+    """Return the profiles of a run, in rank order; empty if there are none."""
+    files = list((log / FOLDER).glob("rank-*.json"))
+    ranks = sorted((file for file in files if "worker" not in file.name), key=lambda file: int(file.stem[5:]))
+    return [
+        RankProfile(
+            [_read(file)], [_read(other) for other in files if other.name.startswith(f"{file.stem}.worker")]
+        )
+        for file in ranks
+    ]
+
+
+def _read(file: Path) -> Record:
+    return msgspec.json.decode(file.read_bytes(), type=Record)
+
+
+def merge(runs: Sequence[Sequence[RankProfile]]) -> list[RankProfile]:
+    """Return the profiles of several runs as one, rank by rank."""
+    return [
+        RankProfile(
+            [record for each in of_rank for record in each.records],
+            [record for each in of_rank for record in each.workers],
+        )
+        for of_rank in zip(*runs, strict=False)
+    ]
+
+
+def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
+    """Return what a stack does for a step: data, model, loss, backward, exchange, update, metric, callback, ...
+
+    Args:
+        phase: that the rank was in.
+        frames: from the training loop on, or all of a script.
+    """
+    if phase in ("reduce", "data"):
+        return BY_PHASE.get(phase, phase)
+    if in_trainer:
+        for frame in frames:
+            if (LOOP in frame.file or STEP in frame.file) and frame.call in IN_TRAINER:
+                return IN_TRAINER[frame.call]
+    else:
+        for frame in reversed(frames):
+            for folder, role in INNER:
+                if folder in frame.file:
+                    return role
+        for frame in frames:
+            if "/torch/nn/functional.py" in frame.file and frame.name.endswith(("loss", "cross_entropy")):
+                return "loss"
+    for frame in frames:
+        for folder, role in CONTEXTS:
+            if folder in frame.file:
+                return role
+    if not in_trainer and phase in ("forward", "callback"):
+        return "script"
+    return BY_PHASE.get(phase, phase)
+
+
+class Blame(Struct, frozen=True):
+    """The line of code that most of a role's time goes to."""
+
+    seconds: float
+    """of a step"""
+    frame: Frame
+    entry: Frame
+    """the user's line through which it is reached"""
+
+    def __str__(self) -> str:
+        """Return file, line, function, and what is called there."""
+        call = f", {self.frame.call}" if self.frame.call else ""
+        own = f"{self.frame.place} {self.frame.name}{call}"
+        if (self.entry.file, self.entry.line) == (self.frame.file, self.frame.line):
+            return own
+        return f"{own} (from {self.entry.place} {self.entry.name})"
+
+
+BELOW = {"backward": "/torch/autograd/", "model": "/torch/nn/modules/module.py"}
+"""Roles of which only lines count that are called from a folder, and not the line that begins it."""
+
+
+def blame(profile: RankProfile, role: str, *, slow: bool = False) -> Blame | None:
+    """Return the user's line that most of the time of a role goes to; None if no user's line has any.
+
+    Args:
+        profile: of a rank.
+        role: whose stacks count.
+        slow: only the time in slow steps counts.
+    """
+    return hottest_line([stack for stack in profile.main() if stack.role == role], profile, slow=slow)
+
+
+def hottest_line(stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False) -> Blame | None:
+    """Return the deepest user's line that has most of the time that these stacks spend in user's lines."""
+    own: list[tuple[float, list[Frame]]] = []
+    for stack in stacks:
+        raw, first = stack.raw, BELOW.get(stack.role, "")
+        begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
+        frames = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+        seconds = raw.slow_s if slow else max(raw.wall_s - raw.slow_s - raw.queued_s - raw.gil_s, 0.0)
+        if frames and seconds > 0:
+            own.append((seconds / profile.steps, frames))
+    if not own:
+        return None
+    lines: dict[tuple[int, str, int], float] = defaultdict(float)
+    for seconds, frames in own:
+        for depth, frame in enumerate(frames):
+            lines[depth, frame.file, frame.line] += seconds
+    total = sum(seconds for seconds, _ in own)
+    limit = min(MIN_HOT * total, max(lines.values()))
+    depth, file, line = max(key for key, seconds in lines.items() if seconds >= limit)
+    through = [
+        (seconds, frames)
+        for seconds, frames in own
+        if len(frames) > depth and (frames[depth].file, frames[depth].line) == (file, line)
+    ]
+    _, frames = max(through, key=lambda pair: pair[0])
+    return Blame(total, frames[depth], frames[0])
+
+
+def library_line(profile: RankProfile, role: str) -> Frame | None:
+    """Return the innermost frame of a library that has most of a role's time."""
+    seconds: dict[Frame, float] = defaultdict(float)
+    for stack in profile.main():
+        if stack.role == role and stack.frames:
+            seconds[stack.frames[-1]] += stack.raw.wall_s
+    return max(seconds, key=lambda frame: seconds[frame], default=None)

@@ -1,0 +1,241 @@
+"""A job for the Trainer with a planted cause of slowness: `planted_job.py --planted CAUSE`.
+
+The line to blame has a comment `# planted: CAUSE`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
+
+SAMPLES = 4096
+PAGES = 2**14
+
+
+@dataclass(frozen=True)
+class PlantedOptions(TrainerOptions):
+    planted: str = "nothing"
+    """the cause"""
+
+
+def busy(seconds: float) -> None:
+    """Compute in Python."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Planted(Dataset[tuple[Tensor, int]]):
+    """Samples that take long to fetch."""
+
+    def __init__(self, fetch: Callable[[int], Any]) -> None:
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self._fetch(index)
+        return torch.randn(64), index % 2
+
+
+def read(index: int) -> None:
+    time.sleep(0.002)  # planted: disk
+
+
+def decode(index: int) -> None:
+    pixels = bytes(20_000)
+    sum(pixel * 31 % 251 for pixel in pixels)  # planted: decode
+
+
+class Hiccups:
+    """Waits now and then."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, index: int) -> None:
+        self._count += 1
+        if self._count % (32 * 20) == 0:
+            time.sleep(0.4)  # planted: data hiccups
+
+
+class Faults:
+    """Reads pages of a file that are not in memory."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(dir=os.getcwd())  # noqa: SIM115
+        self._file.write(os.urandom(PAGES * mmap.PAGESIZE))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._pages = mmap.mmap(self._file.fileno(), 0)
+        self._pages.madvise(mmap.MADV_RANDOM)
+
+    def __call__(self, index: int) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for page in range(20):
+            self._pages[(index * 7919 + page * 104729) % PAGES * mmap.PAGESIZE]  # planted: page faults
+
+
+class Wait(nn.Module):
+    """A layer that waits for something."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds)  # planted: forward
+        return inputs
+
+
+class Backward(torch.autograd.Function):
+    """An operation whose gradient takes long."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        busy(0.03)  # planted: backward
+        return gradient
+
+
+class Gradient(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = Backward.apply(inputs)
+        return result
+
+
+class SlowUpdate(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        busy(0.03)  # planted: update
+        return super().step(closure)
+
+
+def slow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    total = outputs.new_zeros(())
+    for output, target in zip(outputs, targets, strict=True):
+        total = total + nn.functional.cross_entropy(output, target)  # planted: loss
+    return total / len(outputs)
+
+
+def slow_metric(outputs: Tensor, targets: Tensor) -> Tensor:
+    time.sleep(0.04)  # planted: metric
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+class Sleep(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        time.sleep(0.05)  # planted: callback
+
+
+class Compute(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        busy(0.05)  # planted: computing callback
+
+
+class OneRank(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        if run.world.rank == 1:
+            time.sleep(0.05)  # planted: callback of one rank
+
+
+class Checks(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        if run.progress.step % 25 == 0:
+            time.sleep(0.5)  # planted: callback hiccups
+
+
+def hold_gil() -> None:
+    while True:
+        sum(range(1000))  # planted: gil
+
+
+class MoreOnOne(Dataset[tuple[Tensor, int]]):
+    """Longer samples on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._length = 2048 if rank == 1 else 64
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(self._length, 64), index % 2
+
+
+class Mean(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.mean(1)
+
+
+def data_of(planted: str, rank: int) -> Any:
+    if planted == "one rank has more":
+        return MoreOnOne(rank)
+    made: dict[str, Any] = {"data hiccups": Hiccups, "page faults": Faults}
+    fetches = {"disk": read, "decode": decode, "worker decode": decode}
+    if planted in made:
+        return Planted(made[planted]())
+    if planted in fetches:
+        return Planted(fetches[planted])
+    inputs = torch.randn(SAMPLES, 64)
+    return TensorData(inputs, (inputs[:, 0] > 0).long())
+
+
+def main(options: PlantedOptions) -> None:
+    planted = options.planted
+    with Trainer(options) as trainer:
+        rank = trainer.world.rank
+        data = data_of(planted, rank)
+        width = 3072 if planted == "bandwidth" else 256
+        layers: list[nn.Module] = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        if planted in ("latency", "overhead"):
+            layers = [nn.Linear(64, 64)] + [nn.LayerNorm(64) for _ in range(200)]
+            width = 64
+        if planted == "forward":
+            layers.append(Wait(0.04))
+        if planted == "backward":
+            layers.append(Gradient())
+        if planted == "one rank has more":
+            layers.append(Mean())
+        model = nn.Sequential(*layers, nn.Linear(width, 2))
+        kind = SlowUpdate if planted == "update" else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=0.01)
+        if planted == "library update":
+            model.append(nn.ModuleList(nn.Linear(4, 4) for _ in range(0)))
+        if planted == "gil" and rank == 1:
+            for _ in range(2):
+                threading.Thread(target=hold_gil, name="prefetch", daemon=True).start()
+        callbacks = {
+            "callback": [Sleep()],
+            "computing callback": [Compute()],
+            "callback of one rank": [OneRank()],
+            "callback hiccups": [Checks()],
+        }
+        trainer.fit(
+            model,
+            optimizer,
+            slow_loss if planted == "loss" else nn.functional.cross_entropy,
+            data,
+            metrics={"accuracy": slow_metric} if planted == "metric" else {},
+            callbacks=callbacks.get(planted, []),
+        )
+
+
+if __name__ == "__main__":
+    run_job(PlantedOptions, main)
