@@ -30,7 +30,7 @@ class ScriptStacks(ScriptListener):
     def on_phase(self, phase: str) -> None:
         self._sampler.phase = phase
 
-    def on_batch(self, batch: Any) -> None:
+    def on_batch(self, batch: Any, loader: object) -> None:
         self._sampler.elements += count_elements(batch)
 
     def on_step_end(self, optimizer: Optimizer) -> None:
