@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_trainer.observe.stacks import WORKER
 from hvd_trainer.tools.diagnose.machine_use import MachineUse
 from hvd_trainer.tools.diagnose.profile import (
     MAIN,
@@ -129,7 +130,7 @@ class Evidence:
     @property
     def run_cores(self) -> float:
         """Cores that the job keeps busy."""
-        return sum(profile.cpu_s / max(profile.seconds, 1e-9) for profile in self.profiles)
+        return sum(profile.cores for profile in self.profiles)
 
     @property
     def free_cores(self) -> float:
@@ -258,8 +259,7 @@ def _about_workers(profile: RankProfile) -> str:
 def _worker_line(profile: RankProfile) -> Blame | None:
     if not profile.workers:
         return None
-    worker = RankProfile(profile.workers)
-    return hottest_line((stack for stack in worker.stacks if stack.raw.thread == MAIN), profile)
+    return blame(RankProfile(profile.workers), WORKER)
 
 
 def _of_stragglers(evidence: Evidence) -> list[Cause]:

@@ -11,7 +11,7 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from hvd_trainer.observe.stacks import FOLDER, slow_from
+from hvd_trainer.observe.stacks import FOLDER, WORKER, slow_from
 
 MAIN = "main"
 BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
@@ -155,13 +155,19 @@ class RankProfile:
         self.steps = max(1, len(self.durations))
         self.seconds = sum(record.seconds for record in records)
         self.blocks = max(1, sum(record.blocks for record in records))
-        self.cpu_s = sum(record.cpu_s for record in (*records, *workers))
+        self.cpu_s = sum(record.cpu_s for record in records)
         self.queued_s = sum(record.queued_s for record in records)
         self.elements = sum(record.elements for record in records)
         self.major_faults = sum(record.major_faults for record in records)
         self.stacks = [stack for record in records for stack in read_stacks(record)]
         limit = slow_from(self.durations) if self.durations else math.inf
         self.slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
+
+    @property
+    def cores(self) -> float:
+        """Cores that this rank keeps busy, with the loader's processes."""
+        of_workers = sum(record.cpu_s / max(record.seconds, 1e-9) for record in self.workers)
+        return self.cpu_s / max(self.seconds, 1e-9) + of_workers / max(1, len(self.records))
 
     @property
     def typical_s(self) -> float:
@@ -245,7 +251,7 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
         phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
-    if phase in ("reduce", "data"):
+    if phase in ("reduce", "data", WORKER):
         return BY_PHASE.get(phase, phase)
     if in_trainer:
         for frame in frames:
@@ -286,7 +292,11 @@ class Blame(Struct, frozen=True):
         return f"{own} (from {self.entry.place} {self.entry.name})"
 
 
-BELOW = {"backward": "/torch/autograd/", "model": "/torch/nn/modules/module.py"}
+BELOW = {
+    "backward": "/torch/autograd/",
+    "model": "/torch/nn/modules/module.py",
+    WORKER: "/torch/utils/data/_utils/worker.py",
+}
 """Roles of which only lines count that are called from a folder, and not the line that begins it."""
 
 
