@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import child_environment
 import process_tree
@@ -232,3 +233,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if _LEFT_BEHIND in config.stash:
         terminalreporter.section("FAILED: processes left behind by the tests (killed now)", red=True)
         terminalreporter.write_line(config.stash[_LEFT_BEHIND])
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """Return a real browser, by Playwright."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no browser on this machine: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()

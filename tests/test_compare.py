@@ -6,11 +6,10 @@ Its trials with varied options are in test_compare_vary.py.
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from hvd_trainer.tools.runner.step_stats import curve, speed
 
 JOB = ("-m", "hvd_trainer.mnist")
 MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def trials_of(
@@ -332,18 +330,6 @@ def test_pictures_leave_out_unknown_figures() -> None:
 
 
 # The page.
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no browser on this machine: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize("width", [390, 1200])

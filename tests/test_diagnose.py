@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launchers import launch, requires
+from launchers import launch, requires, start
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.stacks import StackSampler, called_expression
@@ -21,6 +22,7 @@ from hvd_trainer.tools.diagnose import cli
 from hvd_trainer.tools.diagnose.actions import find_actions
 from hvd_trainer.tools.diagnose.causes import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line, find_causes
 from hvd_trainer.tools.diagnose.cli import Options, plan_trials
+from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse
 from hvd_trainer.tools.diagnose.profile import Frame, RankProfile, RawStack, Record, read_profiles, role_of
 from hvd_trainer.tools.diagnose.report import Report, sentences
@@ -353,6 +355,43 @@ def test_role_of_a_stack() -> None:
     assert role_of("reduce", (LOOP,), in_trainer=True) == "exchange"
 
 
+# The page and the file for speedscope.
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_page_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
+    """A box is as wide as its share; nothing is wider than the window, nothing is loaded, nothing goes wrong."""
+    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
+    (tmp_path / "diagnosis.html").write_text(render(ranks, "train.py <b>", ["a callback, 83% of a step"]))
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    trouble: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: trouble.append(request.url))
+    page.goto((tmp_path / "diagnosis.html").as_uri())
+    assert trouble == [(tmp_path / "diagnosis.html").as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".flame").count() == 2
+    whole = page.locator(".flame").first.bounding_box()
+    box = page.get_by_text("Save.on_step_end train.py:34").first.bounding_box()
+    assert box["width"] / whole["width"] == pytest.approx(50 / 60, abs=0.02)
+    assert "50.00 ms a step, 83.3%" in page.get_by_text("time.sleep").first.get_attribute("title")
+
+
+def test_speedscope_file_has_a_profile_per_rank() -> None:
+    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
+    made = speedscope(ranks, "train.py")
+    assert made["$schema"] == "https://www.speedscope.app/file-format-schema.json"
+    assert [profile["name"] for profile in made["profiles"]] == ["rank 0", "rank 1"]
+    names = [frame["name"] for frame in made["shared"]["frames"]]
+    for profile in made["profiles"]:
+        assert profile["type"] == "sampled"
+        assert len(profile["samples"]) == len(profile["weights"])
+        assert profile["endValue"] == pytest.approx(sum(profile["weights"])) == pytest.approx(STEPS * 0.06)
+        assert max(map(max, profile["samples"])) < len(names)
+    assert [names[number] for number in made["profiles"][0]["samples"][1]][-1] == "Save.on_step_end"
+
+
 # Planted causes.
 
 
@@ -448,14 +487,33 @@ def check(planted: Planted, result: Mapping[str, Any], said: str) -> None:
 OF_THE_MACHINE = ("programs", "contention", "throttled")
 
 
-def cases() -> Iterator[Any]:
-    """Yield each planted cause on both engines: on one of them on each push, if it is among the first."""
+def cases() -> list[Any]:
+    """Return each planted cause on both engines: on one of them on each push, if it is among the first."""
+    found = []
     for number, planted in enumerate(PLANTED):
         for place, backend in enumerate(("ddp", "horovod")):
             marks = [requires("horovod")] if backend == "horovod" else []
             if number >= EACH_PUSH or number % 2 != place:
                 marks.append(pytest.mark.nightly)
-            yield pytest.param(planted, backend, id=f"{planted.planted}, {backend}", marks=marks)
+            found.append(pytest.param(planted, backend, id=f"{planted.planted}, {backend}", marks=marks))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
+    """What ten of twelve runs had shown was once lost."""
+    job = [str(JOB), "--planted", "callback", "--batch-size", "32"]
+    words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", *job]
+    with start("python", 1, words) as diagnosis:
+        deadline = time.monotonic() + 90
+        while not list((tmp_path / "out").glob("running/log/stacks/*1.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        diagnosis.popen.send_signal(signal.SIGINT)
+        result = diagnosis.wait(30)
+    assert result.returncode == 130, result.stderr
+    assert "Interrupted. What follows is from the runs until then." in result.stdout
+    found = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert found["causes"], result.stdout
 
 
 @pytest.mark.timeout(240)

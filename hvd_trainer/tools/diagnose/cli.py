@@ -11,6 +11,7 @@ each part costs.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,10 @@ from hvd_trainer.tools.diagnose.causes import (
     Line,
     find_causes,
 )
+from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
-from hvd_trainer.tools.diagnose.report import Report, as_json, show, show_tried
+from hvd_trainer.tools.diagnose.report import Report, as_json, sentences, show, show_tried
 from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, read_command
 from hvd_trainer.tools.runner.formats import check_installed
@@ -84,7 +86,7 @@ class Options:
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
     """run what is advised, too, beside the job as it is; beyond the budget"""
     out: Path = Path("runs/diagnose")
-    """folder for diagnosis.json"""
+    """folder for diagnosis.json, diagnosis.html and stacks.speedscope.json"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class TrialRunner:
     """
 
     def __init__(self, job: tuple[str, ...], options: Options, folder: Path) -> None:
-        self._job, self._options, self._folder = job, options, folder
+        self.job, self._options, self._folder = job, options, folder
         self._deadline = time.monotonic() + options.budget
         self.is_trainer_job = is_trainer_job(job)
         self.collected = Collected()
@@ -170,7 +172,7 @@ class TrialRunner:
         is_normal = trial.name == NORMAL
         further = ("--sample-stacks",) if is_normal and self.is_trainer_job else ()
         start = measured_start(
-            self._job,
+            self.job,
             engine=engine,
             ranks=trial.ranks,
             log=log_dir(self._folder),
@@ -179,7 +181,7 @@ class TrialRunner:
             options=(*NOTHING_SAVED, *trial.options, *further) if self.is_trainer_job else (),
             sample_stacks=is_normal,
         )
-        read = partial(read_measured, job=self._job, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
+        read = partial(read_measured, job=self.job, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
         watch = MachineWatch() if is_normal else None
         try:
             run = self._run_once(trial, start, read, limit_s)
@@ -333,9 +335,15 @@ def conclude(runner: TrialRunner, options: Options, folder: Path) -> None:
     show(report)
     tried = try_actions(runner, options, advice, evidence.step_s) if options.attempt else []
     show_tried(tried)
-    file = folder / "diagnosis.json"
-    file.write_text(json.dumps(as_json(report, tried), indent=1) + "\n")
-    print(f"written: {file}")
+    heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(runner.job)}"
+    files = {
+        "diagnosis.json": json.dumps(as_json(report, tried), indent=1) + "\n",
+        "diagnosis.html": render(evidence.profiles, heading, sentences(report)),
+        "stacks.speedscope.json": json.dumps(speedscope(evidence.profiles, heading)),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    print(f"written: {', '.join(str(folder / name) for name in files)}")
 
 
 def try_actions(

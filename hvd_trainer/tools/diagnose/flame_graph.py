@@ -1,0 +1,126 @@
+"""The sampled stacks as a flame graph: for https://www.speedscope.app, and as nested boxes of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_trainer.tools.diagnose.profile import Frame, RankProfile
+
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+MIN_WIDTH = 0.002
+"""Fraction of a rank's time below which a box is left out."""
+NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "decorate_context", "wrapper")
+"""Functions of libraries that are in every stack, and tell nothing."""
+
+
+def speedscope(profiles: Sequence[RankProfile], name: str) -> dict[str, Any]:
+    """Return the stacks in speedscope's format, with one profile for each rank.
+
+    Args:
+        profiles: of all ranks.
+        name: of the job.
+    """
+    numbers: dict[Frame, int] = {}
+    made = []
+    for rank, profile in enumerate(profiles):
+        stacks = list(profile.main())
+        weights = [stack.raw.wall_s for stack in stacks]
+        samples = [
+            [numbers.setdefault(frame, len(numbers)) for frame in (_title(stack.role), *stack.frames)]
+            for stack in stacks
+        ]
+        made.append(
+            {
+                "type": "sampled",
+                "name": f"rank {rank}",
+                "unit": "seconds",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": samples,
+                "weights": weights,
+            }
+        )
+    frames = [
+        {"name": frame.function, **({"file": frame.file, "line": frame.line} if frame.file else {})}
+        for frame in numbers
+    ]
+    return {
+        "$schema": SCHEMA,
+        "exporter": "hvd_trainer diagnose",
+        "name": name,
+        "activeProfileIndex": 0,
+        "profiles": made,
+        "shared": {"frames": frames},
+    }
+
+
+def _title(role: str) -> Frame:
+    return Frame("", 0, role, "", "role")
+
+
+@dataclass
+class Box:
+    """A frame with what it calls."""
+
+    label: str
+    owner: str
+    seconds: float = 0.0
+    children: dict[str, Box] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A box as it is drawn."""
+
+    label: str
+    title: str
+    owner: str
+    left: float
+    """of the width of the graph, in percent"""
+    width: float
+    depth: int
+
+
+def rectangles(profile: RankProfile) -> list[Rectangle]:
+    """Return the flame graph of a rank, the outermost frames first."""
+    root = Box("all", "role")
+    for stack in profile.main():
+        boxes = [(stack.role, "role")] + [
+            (f"{frame.name} {frame.place}", frame.owner) for frame in stack.frames if frame.name not in NOISE
+        ]
+        if stack.frames and stack.frames[-1].call:
+            boxes.append((stack.frames[-1].call, "library"))
+        box = root
+        root.seconds += stack.raw.wall_s
+        for label, owner in boxes:
+            box = box.children.setdefault(label, Box(label, owner))
+            box.seconds += stack.raw.wall_s
+    found: list[Rectangle] = []
+    _place(root, 0.0, 0, root.seconds, profile.steps, found)
+    return found
+
+
+def _place(box: Box, left: float, depth: int, total: float, steps: int, found: list[Rectangle]) -> None:
+    for child in sorted(box.children.values(), key=lambda each: -each.seconds):
+        width = child.seconds / total
+        if width < MIN_WIDTH:
+            continue
+        title = f"{child.label}: {1000 * child.seconds / steps:.2f} ms a step, {width:.1%}"
+        found.append(Rectangle(child.label, title, child.owner, 100 * left, 100 * width, depth))
+        _place(child, left, depth + 1, total, steps, found)
+        left += width
+
+
+def render(profiles: Sequence[RankProfile], heading: str, said: Sequence[str]) -> str:
+    """Return a page with the conclusions and a flame graph of each rank; it needs no network and no script."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    graphs = [rectangles(profile) for profile in profiles]
+    return environment.get_template("page.html.j2").render(heading=heading, said=said, graphs=graphs)
