@@ -353,6 +353,9 @@ def test_role_of_a_stack() -> None:
     assert role_of("forward", (user,), in_trainer=False) == "script"
     assert role_of("step", (FINISH, CALLBACK, MODULE), in_trainer=True) == "callback"
     assert role_of("reduce", (LOOP,), in_trainer=True) == "exchange"
+    # The Trainer counts metrics before it leaves the phase in which the exchange has ended.
+    metric = Frame("/x/hvd_trainer/optim/step.py", 149, "TrainStep.count", "meter.add", "hvd_trainer")
+    assert role_of("reduce", (LOOP, metric), in_trainer=True) == "metric"
 
 
 # The page and the file for speedscope.
@@ -420,7 +423,7 @@ PLANTED = (
     Planted("worker decode", "data computes", "cheaper", ("--batch-size", "32", "--workers", "1")),
     Planted("page faults", "data waits", "--workers"),
     Planted("forward", "model", "the model waits there in each forward pass"),
-    Planted("loss", "loss", "by operations on whole tensors"),
+    Planted("loss", "loss", "by operations on whole tensors", ("--batch-size", "512")),
     Planted("backward", "backward", "it runs in each backward pass"),
     Planted("metric", "metric", "compute this metric less often"),
     Planted("computing callback", "callback", "do this every few steps only"),

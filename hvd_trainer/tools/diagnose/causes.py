@@ -32,6 +32,7 @@ from hvd_trainer.tools.diagnose.profile import (
     blame,
     hottest_line,
     library_line,
+    user_frames,
 )
 from hvd_trainer.utils.text import plural
 
@@ -242,8 +243,8 @@ def _library_text(profile: RankProfile, role: str) -> str:
 def _kind_of_data(profile: RankProfile, its: Seconds) -> str:
     """Tell data that computes from data that waits, in the loader's processes if it has some."""
     if profile.workers:
-        cpu = sum(record.cpu_s for record in profile.workers)
-        computes = cpu > 0.5 * sum(record.seconds for record in profile.workers)
+        fetching = _worker_seconds(profile)
+        computes = fetching.cpu > 0.5 * fetching.own
     else:
         computes = its.cpu > 0.5 * its.own
     return "data computes" if computes else "data waits"
@@ -252,8 +253,19 @@ def _kind_of_data(profile: RankProfile, its: Seconds) -> str:
 def _about_workers(profile: RankProfile) -> str:
     if not profile.workers:
         return ""
-    busy = sum(record.cpu_s for record in profile.workers) / sum(record.seconds for record in profile.workers)
-    return f"; {plural(len(profile.workers), 'loader process')} compute {busy:.0%} of the time"
+    fetching = _worker_seconds(profile)
+    share = fetching.cpu / max(fetching.own, 1e-9)
+    count = plural(len(profile.workers), "loader process", "loader processes")
+    return f"; {count}: {share:.0%} of a fetch is CPU time"
+
+
+def _worker_seconds(profile: RankProfile) -> Seconds:
+    """Return the seconds that the loader's processes spend in the user's code."""
+    worker, total = RankProfile(profile.workers), Seconds()
+    for stack in worker.main():
+        if user_frames(stack):
+            total += worker.seconds_of(stack)
+    return total
 
 
 def _worker_line(profile: RankProfile) -> Blame | None:

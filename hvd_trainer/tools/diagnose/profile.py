@@ -26,6 +26,8 @@ IN_TRAINER = {
     "prefetch": "data",
 }
 """Roles of the Trainer's calls."""
+OUT_OF_PHASE = ("metric", "callback")
+"""Roles of calls that the Trainer makes before it begins another phase."""
 LOOP, STEP = "/hvd_trainer/training/loop.py", "/hvd_trainer/optim/step.py"
 CONTEXTS = (
     ("/torch/optim/lr_scheduler.py", "update"),
@@ -251,13 +253,13 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
         phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
-    if phase in ("reduce", "data", WORKER):
+    calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
+    in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)
+    if phase in ("reduce", "data", WORKER) and in_call not in OUT_OF_PHASE:
         return BY_PHASE.get(phase, phase)
-    if in_trainer:
-        for frame in frames:
-            if (LOOP in frame.file or STEP in frame.file) and frame.call in IN_TRAINER:
-                return IN_TRAINER[frame.call]
-    else:
+    if in_call is not None:
+        return in_call
+    if not in_trainer:
         for frame in reversed(frames):
             for folder, role in INNER:
                 if folder in frame.file:
@@ -311,13 +313,18 @@ def blame(profile: RankProfile, role: str, *, slow: bool = False) -> Blame | Non
     return hottest_line([stack for stack in profile.main() if stack.role == role], profile, slow=slow)
 
 
+def user_frames(stack: Stack) -> list[Frame]:
+    """Return the frames of the user's code that count for a stack's role, the outermost first."""
+    first = BELOW.get(stack.role, "")
+    begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
+    return [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+
+
 def hottest_line(stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False) -> Blame | None:
     """Return the deepest user's line that has most of the time that these stacks spend in user's lines."""
     own: list[tuple[float, list[Frame]]] = []
     for stack in stacks:
-        raw, first = stack.raw, BELOW.get(stack.role, "")
-        begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
-        frames = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+        raw, frames = stack.raw, user_frames(stack)
         seconds = raw.slow_s if slow else max(raw.wall_s - raw.slow_s - raw.queued_s - raw.gil_s, 0.0)
         if frames and seconds > 0:
             own.append((seconds / profile.steps, frames))
