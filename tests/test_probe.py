@@ -6,15 +6,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from accelerator_stand_in import StandIn
+from requirements import requires
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_trainer.observe.phases import PARTS
+from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes
+from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.step_stats import read_steps
 
 SCRIPT = """
 import time
@@ -73,3 +80,34 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
         parts = dict(zip(PARTS, found["seconds"][1:].mean(axis=0), strict=True))
         assert parts["forward"] > 0.01 > parts["backward"] > 0
         assert min(parts["data"], parts["step"]) > 0
+
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@pytest.mark.parametrize("engine", [pytest.param("horovod", marks=requires("horovodrun")), "ddp"])
+@pytest.mark.parametrize("name", ["horovod_mnist.py", "torch_ddp.py"])
+def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str) -> None:
+    """Without it, ranks that have other samples come to other weights, in as many steps as before."""
+    cases: list[tuple[Literal["exchange"], ...]] = [(), ("exchange",)]
+    for left_out in cases:
+        log = tmp_path / "-".join(("log", *left_out))
+        job = (str(SCRIPTS / name), "--epochs", "1")
+        start = measured_start(job, engine=engine, ranks=2, log=log, leave_out=left_out)
+        subprocess.run(start.command, env={**os.environ, **start.variables}, check=True, timeout=120)
+        weights = [str(rank["weights"]) for rank in read_steps(log)]
+        assert len(set(weights)) == (2 if left_out else 1)
+        figures = read_measured(log, job=job, ranks=2, warmup_steps=2)
+        assert figures is not None
+        assert figures["work"]["steps"] == 16
+        assert figures["work"]["samples"] == 512
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_is_left_out_of_a_script(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch has as many batches as before, all of them like its first."""
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
+    leave_out(("data",))
+    loader = DataLoader(torch.arange(10), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]] * 3

@@ -16,7 +16,7 @@ from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
 
 from hvd_trainer.tools.run import horovod_package
-from hvd_trainer.tools.run.import_hooks import ImportHooks
+from hvd_trainer.utils.import_hooks import ImportHooks
 
 TORCH_SCRIPT = """
 import os, sys, time

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hvd_trainer.launch.world import detect
+from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.stacks import ScriptStacks
@@ -24,4 +25,5 @@ def install_probe(options: ProbeOptions) -> None:
         listeners.append(ScriptStacks(log, world.rank))
     if options.max_steps is not None:
         listeners.append(StepLimit(options.max_steps))
+    leave_out(options.leave_out)  # first, so that what is left of it is seen
     ScriptEvents(*listeners).install()

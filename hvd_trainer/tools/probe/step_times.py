@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from hvd_trainer.observe.checksums import checksum
 from hvd_trainer.observe.memory import MB, peak_bytes
 from hvd_trainer.observe.phases import PARTS, Clock, Phases
 from hvd_trainer.observe.step_timer import FOLDER
@@ -23,7 +25,8 @@ class ScriptStepTimes(ScriptListener):
     """Records the parts and the samples of each optimizer step, and writes them when the script ends.
 
     The file has `seconds`, `step`, `samples` (of this rank), `lr` and `cpu_s` of each step as that of `StepTimes`
-    has; and `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`.
+    has; and `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`; and `weights`, the digest of the final
+    parameters of the first optimizer.
 
     Args:
         log: the log folder.
@@ -39,13 +42,12 @@ class ScriptStepTimes(ScriptListener):
         self._rows: list[tuple[float, float, int]] = []
         self._seconds: list[Any] = []
         self._cpu = time.process_time()
-        self._parameters = 0
+        self._parameters: list[Tensor] = []
         self._fetched, self._samples = 0, 0
 
     def on_start(self, optimizer: Optimizer) -> None:
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self._parameters = sum(tensor.numel() for tensor in tensors)
-        self._device = tensors[0].device
+        self._parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._device = self._parameters[0].device
         self._clock = Clock(self._device)
         self._clock.settle()
         self._phases = Phases(self._clock)
@@ -86,7 +88,8 @@ class ScriptStepTimes(ScriptListener):
             lr=lr,
             cpu_s=cpu,
             samples=samples.astype(int),
-            parameters=self._parameters,
+            parameters=sum(tensor.numel() for tensor in self._parameters),
+            weights=hashlib.sha256("".join(map(checksum, self._parameters)).encode()).hexdigest(),
             peak_memory_mb=peak_bytes(self._device) / MB,
             began_at=self._began_at,
             first_step_at=self._first_step_at,

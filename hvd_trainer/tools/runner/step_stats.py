@@ -134,8 +134,14 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
         # A step's parts are not known.
         for name in ("parts", "computing_s", "typical"):
             figures.pop(name, None)
-        return {"work": work} | _started(everyone) | figures
+        return {"work": work, "weights": _common_weights(everyone)} | _started(everyone) | figures
     return None
+
+
+def _common_weights(ranks: Sequence[Steps]) -> str | None:
+    """Return the digest of the final parameters that the probe has written; None where ranks differ."""
+    digests = {str(rank["weights"]) for rank in ranks}
+    return digests.pop() if len(digests) == 1 else None
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:

@@ -1,0 +1,134 @@
+"""Leave the exchange of gradients or the data out of a script that runs on an engine of this package.
+
+DistributedDataParallel          as under its no_sync()
+horovod.torch, hvd_trainer.hvd   the optimizer's hooks and `synchronize` do nothing; so do allreduce and
+                                 allreduce_ of a gradient
+torch.distributed.all_reduce     of a gradient does nothing
+DataLoader                       its first batch comes again and again, as often as it has batches
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.utils.import_hooks import ImportHooks
+
+
+def leave_out(parts: Collection[str]) -> None:
+    """Leave parts out of whatever this process runs from now on: `data`, `exchange`, or both."""
+    if "data" in parts:
+        _repeat_first_batch()
+    if "exchange" in parts:
+        _leave_out_exchange()
+
+
+def _repeat_first_batch() -> None:
+    fetch: Any = _BaseDataLoaderIter.__next__
+    first: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @functools.wraps(fetch)
+    def repeat(iterator: Any) -> Any:
+        if iterator._num_yielded == 0:  # also in the next epoch, where workers and their iterator are persistent
+            first[iterator] = fetch(iterator)
+        elif iterator._num_yielded >= _length(iterator):
+            raise StopIteration
+        else:
+            iterator._num_yielded += 1
+        return first[iterator]
+
+    _BaseDataLoaderIter.__next__ = repeat  # type: ignore[assignment, method-assign]
+
+
+def _length(iterator: Any) -> float:
+    try:
+        return len(iterator)
+    except TypeError:  # of a stream
+        return float("inf")
+
+
+def _leave_out_exchange() -> None:
+    ignored = property(lambda model: False, lambda model, value: None)
+    DistributedDataParallel.require_backward_grad_sync = ignored  # type: ignore[assignment]
+    gradients = _Gradients()
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        module.all_reduce = gradients.skipping(module.all_reduce, lambda _: _Done())  # type: ignore[attr-defined]
+    after: dict[str, Callable[[ModuleType], None]] = {
+        "horovod.torch.optimizer": _stop_horovod,
+        "hvd_trainer.hvd.optimizer": _stop_hvd,
+        "horovod.torch": gradients.skip_in_horovod,
+        "hvd_trainer.hvd": gradients.skip_in_horovod,
+    }
+    ImportHooks(aliases={}, absent={}, after=after).install()
+
+
+class _Done:
+    """The handle of an exchange that was left out."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Gradients:
+    """Knows the gradients of all parameters that an optimizer has updated once."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[Tensor, None] = {}
+        self._places: set[int] | None = None
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._parameters.update(dict.fromkeys(its for group in optimizer.param_groups for its in group["params"]))
+        self._places = None  # before the next step, gradients may be elsewhere
+
+    def _has(self, tensor: Tensor) -> bool:
+        if self._places is None:
+            self._places = {its.grad.data_ptr() for its in self._parameters if its.grad is not None}
+        return tensor.data_ptr() in self._places
+
+    def skipping(self, function: Any, result: Callable[[Tensor], Any]) -> Any:
+        """Return a function that does nothing for a gradient, its first argument, and returns `result` of it."""
+
+        @functools.wraps(function)
+        def skip(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return result(tensor) if self._has(tensor) else function(tensor, *args, **kwargs)
+
+        return skip
+
+    def skip_in_horovod(self, module: ModuleType) -> None:
+        """Replace the functions that exchange one tensor and return it."""
+        for name in ("allreduce", "allreduce_"):
+            setattr(module, name, self.skipping(getattr(module, name), lambda tensor: tensor))
+
+
+def _stop_horovod(module: ModuleType) -> None:
+    def synchronize(optimizer: Any) -> None:
+        optimizer._synchronized = True
+
+    module._DistributedOptimizer._register_hooks = lambda optimizer: None
+    module._DistributedOptimizer.synchronize = synchronize
+    module._DistributedAdasumOptimizer._register_hooks = _refuse
+
+
+def _stop_hvd(module: ModuleType) -> None:
+    module._GradientReducer.complete = lambda reducer, parameter: None
+    module._GradientReducer.finish = lambda reducer, optimizer: reducer.reset()
+    module._AdasumOptimizer.__init__ = _refuse
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OptionError("op=hvd.Adasum: its exchange is a part of the update, and cannot be left out")
