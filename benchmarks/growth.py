@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.run import REPOSITORY, finish
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
+from hvd_trainer.tools.runner.measured import measured_start
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 SIZES = {
@@ -78,14 +78,14 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
     steps = 30 if case.tensors > 1_000 else 200
     with tempfile.TemporaryDirectory(dir=folder) as log:
         job = [
-            *("-m", "hvd_trainer.tools.probe", log, "-m", "benchmarks.ours.growing"),
+            *("-m", "benchmarks.ours.growing"),
             *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
             *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
         ]
-        command = command_for(LAUNCHER_OF[case.backend], case.ranks, job)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        start = measured_start(job, engine=case.backend, ranks=case.ranks, log=Path(log), native=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **start.variables}
         began = time.time()
-        finish(command, environment, Path(log) / "output", limit_s)
+        finish(start.command, environment, Path(log) / "output", limit_s)
         ranks = read_steps(Path(log))
         if len(ranks) != case.ranks or any(len(rank["step"]) != steps for rank in ranks):
             print((Path(log) / "output").read_text(errors="replace")[-2000:], file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ import psutil
 
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
+from hvd_trainer.tools.runner.command import LAUNCHER_OF
+from hvd_trainer.tools.runner.measured import Start, measured_start
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,17 +34,11 @@ class Measurement:
     exit_code: int
 
 
-def command_line(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> list[str]:
+def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> Start:
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
-    probed = ["-m", "hvd_trainer.tools.probe", str(log_dir / "probed"), *words]
-    if contestant.launcher == "horovodrun":
-        launcher = str(Path(sys.executable).with_name("horovodrun"))
-        return [launcher, "-np", str(ranks), sys.executable, *probed]
-    if contestant.launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*torchrun, "--nproc-per-node", str(ranks), *probed]
-    raise ValueError(f"{contestant.name}: no launcher {contestant.launcher!r} in the benchmark")
+    engine = next(name for name, launcher in LAUNCHER_OF.items() if launcher == contestant.launcher)
+    return measured_start(words, engine=engine, ranks=ranks, log=log_dir / "probed", native=True)
 
 
 def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -> Measurement:
@@ -60,17 +55,17 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        command = command_line(contestant, ranks, data_dir, folder / "log")
+        start = start_of(contestant, ranks, data_dir, folder / "log")
         output = folder / "output"
         started = time.time()
-        exit_code = finish(command, environment, output, limit_s)
+        exit_code = finish(start.command, {**environment, **start.variables}, output, limit_s)
         probed = read_steps(folder / "log" / "probed")
         done = [len(rank["step"]) for rank in probed]
         if done != [steps] * ranks:
             raise RunError(
                 f"{contestant.name}: asked for {ranks} ranks of {steps} steps in "
                 f"{limit_s:g} s, found {done or 'none'}, exit code {exit_code}; command: "
-                f"{' '.join(command)}\n{output.read_text(errors='replace')[-4000:]}"
+                f"{' '.join(start.command)}\n{output.read_text(errors='replace')[-4000:]}"
             )
     return Measurement(
         images_per_s=sum(job.timed_samples(ranks) / rank["seconds"][job.warmup :].sum() for rank in probed),

@@ -19,12 +19,12 @@ from launchers import REPOSITORY, launch, requires, start
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import cli
-from hvd_trainer.tools.compare.entries import Entry, read_entries
+from hvd_trainer.tools.compare.entries import read_entries
 from hvd_trainer.tools.compare.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import Trial, make_trials
-from hvd_trainer.tools.compare.variants import make_variants
+from hvd_trainer.tools.compare.variants import make_variants, read_axes
 from hvd_trainer.tools.runner import formats
 from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
@@ -97,12 +97,13 @@ def test_make_trials_puts_engines_side_by_side() -> None:
 
 
 def test_measured_job_saves_nothing_unless_asked() -> None:
-    ddp, log = Entry("ddp", "ddp"), Path("log")
-    assert ddp.arguments(JOB, log)[2:] == [
+    (trial,) = trials_of(["ddp"], [2])
+    assert trial.start(Path("log")).command[-11:] == [
         *("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None"),
         *("--backend", "ddp", "--log-dir", "log", "--record-steps"),
     ]
-    assert ddp.arguments([*JOB, "--save-every-steps", "5"], log).count("--save-every-steps") == 1
+    (trial,) = trials_of(["ddp"], [2], job=(*JOB, "--save-every-steps", "5"))
+    assert trial.start(Path("log")).command.count("--save-every-steps") == 1
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,66 @@ dist.destroy_process_group()
 """
 
 
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@requires("horovodrun")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "horovod_mnist.py",
+        "with_accelerate.py",
+        *(
+            pytest.param(f"{it}.py", marks=pytest.mark.nightly)
+            for it in ("torch_ddp", "with_fabric", "with_lightning")
+        ),
+    ],
+)
+def test_compare_takes_any_script(tmp_path: Path, name: str) -> None:
+    """As it is, on both engines, which train the same weights."""
+    options = ("--np", "2", "--rounds", "1", "--warmup-steps", "2", "--steps", "10")
+    said = launch("python", 1, command(tmp_path / "out", *options, job=[str(SCRIPTS / name)])).stdout
+    assert "On 2 ranks horovod has " in said
+    assert "Both have trained the same weights, to the last bit." in said
+    assert "(global batch: 32 on 2 ranks)" in said
+    assert ("The exchange is not seen apart" in said) == (name != "horovod_mnist.py")
+    for run in read_runs(tmp_path / "out"):
+        assert run.figures["work"]["steps"] == 12
+        assert run.figures["work"]["samples"] == 12 * 32
+        assert np.isfinite(run.figures["last_loss"])
+
+
+def test_values_of_a_script_are_varied_at_their_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    job = (str(script), "--batch_size=8", "data", "--lr", "0.5", "folder", "--fp16")
+    axes = read_axes(["batch-size=16,32", "lr=0.1", "fp16=true,false", "momentum=0.9"])
+    found = [" ".join(its.words[1:]) for its in make_variants(job, axes)]
+    assert found == [
+        f"--batch_size {size} data --lr 0.1 folder{fp16} --momentum 0.9"
+        for size in (16, 32)
+        for fp16 in (" --fp16", "")
+    ]
+
+
+def test_script_whose_ranks_train_alone_is_refused() -> None:
+    """Nothing would be exchanged, which no exchange is as fast as."""
+    (trial,) = trials_of(["ddp"], [2])
+    run = RunRecord({}, 1, "done", 1.0, figures={"work": {"steps": 20, "world_size": 1}, "step_s": 0.1})
+    with pytest.raises(
+        OptionError, match=r"each of its processes has trained alone. Add to the script: hvd.init\(\)"
+    ):
+        cli.check_steps(trial, run, 10)
+
+
+def test_unequal_scripts_are_told_what_to_type() -> None:
+    one = Side("horovod", 2, {"steps": 20, "samples": 640, "rates": [[0.1, 20]]})
+    other = Side("ddp", 2, {"steps": 22, "samples": 1280, "rates": [[0.1, 22]]})
+    steps, samples = differences(one, other, strong=False)
+    assert steps == "optimizer steps: 20 and 22. Type: compare --steps N, which ends each run"
+    assert samples == "samples: 640 and 1,280. Type: DataLoader(..., sampler=DistributedSampler(dataset))"
+
+
 @pytest.mark.nightly
 def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     job, plain = tmp_path / "job.py", tmp_path / "plain.py"
@@ -479,7 +540,7 @@ def test_compare_runs_a_baseline_beside_the_job(tmp_path: Path) -> None:
     assert "On 2 ranks ddp has " in said
     assert "times the speed of plain.py" in said
     (_, run) = read_runs(tmp_path / "out")
-    assert run.figures["work"] == {"steps": 9, "parameters": 18, "rates": [[0.1, 9]]}
+    assert run.figures["work"] == {"steps": 9, "parameters": 18, "world_size": 2, "rates": [[0.1, 9]]}
     # Another number of steps is other work.
     plain.write_text(PLAIN.replace("range(9)", "range(8)"))
     once_more = command(tmp_path / "other", *options, job=[str(job), "--epochs", "3"])
@@ -506,7 +567,7 @@ def test_compare_without_training_shows_nothing(tmp_path: Path) -> None:
         "python", 1, ["-m", "hvd_trainer", "compare", *out, "--", str(tmp_path / "job.py")], check=False
     )
     assert result.returncode == 1
-    assert "single x 1: failed: it ended without having trained: is it built on" in result.stdout
+    assert "single x 1: failed: it ended without having trained: it took no optimizer step" in result.stdout
     assert result.stderr.splitlines()[-1] == "No run came to its end: there is nothing to show."
     assert not (tmp_path / "out" / "comparison.html").exists()
 

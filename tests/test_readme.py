@@ -124,6 +124,10 @@ TYPED_ELSEWHERE = {
     # As these, and smaller.
     "hvd-trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
     "--epochs 1": ("tests/test_compare.py", '"compare"'),
+    "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
+    "--data-dir ../shared/data/mnist": (
+        *("tests/test_compare.py", "test_compare_takes_any_script"),
+    ),
     "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
         "tests/test_diagnose.py",
         '"diagnose"',

@@ -41,6 +41,20 @@ def labels(group: Any, backend: str = "ddp", settings: Mapping[str, Any] | None 
     return [its.label for its in find_changes(group, backend, FACTS | facts, settings or {}, ())]
 
 
+def test_changes_of_a_script_are_options_of_run() -> None:
+    """Loaders and compression are its own; what lies underneath it is tuned."""
+    facts = {"device": "cpu", "threads": 1, "cores": 2, "parameters": 30_000_000, "parameter_tensors": 8}
+    hvd, ddp = {**facts, "uses_hvd": True}, {**facts, "uses_hvd": False}
+    assert [its.label for its in find_changes("threads", "ddp", ddp, {}, ())] == ["--threads 2"]
+    labels = {its.label for its in find_changes("exchange", "horovod", hvd, {}, ())}
+    assert {"--fusion-threshold-mb 25", "--cycle-time-ms 5"} <= labels
+    labels = {its.label for its in find_changes("exchange", "ddp", ddp, {}, ())}
+    assert "--bucket-mb 64" in labels
+    assert not any("cycle" in its for its in labels)
+    line = cli.script_line(("train.py", "--lr", "0.1"), "ddp", 2, {"threads": 2, "bucket_mb": 64})
+    assert line.endswith("run --np 2 --backend ddp --threads=2 --bucket-mb=64 -- train.py --lr 0.1")
+
+
 def test_find_changes_leaves_out_equal_settings() -> None:
     assert labels("threads") == ["--threads 1", "--threads 4"]
     assert labels("threads", device="NVIDIA H200") == []

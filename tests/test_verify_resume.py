@@ -13,12 +13,19 @@ import pytest
 import torch
 from launchers import launch, requires
 
-from hvd_trainer import LaunchError
+from hvd_trainer import LaunchError, OptionError
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.tools.verify_resume import injector
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
-from hvd_trainer.tools.verify_resume.cli import BATCH, PLACES, count_different_bits, count_lost_samples, plan_kills
+from hvd_trainer.tools.verify_resume.cli import (
+    BATCH,
+    PLACES,
+    count_different_bits,
+    count_lost_samples,
+    main,
+    plan_kills,
+)
 from hvd_trainer.tools.verify_resume.injector import FaultInjector, PlannedKill
 
 
@@ -36,6 +43,30 @@ def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> Non
     assert re.search(r"^recovery, s, p95 +\d+\.\d$", result.stdout, re.MULTILINE)
 
 
+SCRIPT = Path(__file__).with_name("scripts") / "torch_ddp.py"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "code", "text"),
+    [
+        ("{folder}/snapshot.pt", 0, "final weights: the same, to the last bit"),
+        pytest.param("", 1, "The script does not resume: started again after 1 kill", marks=pytest.mark.long),
+    ],
+)
+def test_verify_resume_takes_a_script(snapshot: str, code: int, text: str) -> None:
+    job = [str(SCRIPT), "--epochs", "60", "--snapshot", snapshot, *([] if snapshot else ["--label", "{folder}"])]
+    options = ["--kills", "1", "--backend", "ddp"]
+    result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *job], check=False)
+    assert text in result.stdout + result.stderr
+    assert (result.returncode > 0) == (code > 0)
+
+
+def test_script_without_a_folder_of_its_own_is_told_how() -> None:
+    """Its second run would go on with what the first one has saved."""
+    with pytest.raises(OptionError, match=r"Write \{folder\} where the script is told its checkpoint"):
+        main(["--kills", "1", "--", str(SCRIPT), "--snapshot", "snapshot.pt"])
+
+
 def test_planned_kills_cover_every_place() -> None:
     plans = plan_kills(20, 4, random.Random(0))
     assert {plan.place for plan in plans} == set(PLACES)
@@ -50,7 +81,7 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
         monkeypatch.setattr(injector, name, 0.2)
     page = SharedStatus.create()
     with (
-        FaultInjector(["sleep", "60"], tmp_path, size=1) as job,
+        FaultInjector(["sleep", "60"], tmp_path, size=1, program="sleep") as job,
         subprocess.Popen(["sleep", "60"]) as rank,
     ):
         job._ranks, job._statuses = {0: psutil.Process(rank.pid)}, {0: page}

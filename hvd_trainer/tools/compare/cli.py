@@ -9,11 +9,9 @@ ended is written down at once, so that the same command goes on where a stopped 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,8 +26,9 @@ from hvd_trainer.tools.compare.report import show
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.command import command_for, read_command, with_steps
+from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.formats import check_installed, number
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
@@ -40,7 +39,7 @@ from hvd_trainer.tools.runner.runs import (
     read_runs,
     run_once,
 )
-from hvd_trainer.tools.runner.step_stats import are_figures, read_figures, read_probed
+from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.utils.text import plural
 
 MAX_NAMED = 6
@@ -115,11 +114,12 @@ def main(argv: Sequence[str]) -> int:
     if options.vary and options.baseline:
         raise OptionError("--vary changes options of the job, which a --baseline has not: leave one out")
     check_installed()
-    if options.steps is not None:
-        job = tuple(with_steps(job, options.warmup_steps + options.steps))
+    is_script = not is_trainer_job(job)
+    if is_script and "data-parallel" in options.engines:
+        raise OptionError("--engines data-parallel takes a job that is built on the Trainer")
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan_trials(job, axes, options, machine)
-    strong = any(word.startswith("--global-batch-size") for word in job)
+    strong = not is_script and any(word.startswith("--global-batch-size") for word in job)
     folder = options.out.expanduser().resolve()
     interrupted = False
     with locked_folder(folder):
@@ -157,6 +157,7 @@ def plan_trials(
         make_variants(job, axes),
         threads=options.threads or threads_per_rank(max(numbers)),
         conditions={"warmup_steps": options.warmup_steps, **versions(machine)},
+        steps=None if options.steps is None else options.warmup_steps + options.steps,
     )
 
 
@@ -226,37 +227,36 @@ def time_left(ended: Iterable[RunRecord], to_come: Sequence[Trial]) -> str:
 
 def start(trial: Trial, round_: int, folder: Path, options: Options) -> RunRecord:
     """Run a trial once, from its start to its end."""
-    words = trial.entry.arguments(trial.variant.words, log_dir(folder))
-    read = read_figures if trial.entry.is_job else read_probed
+    command, variables = trial.start(log_dir(folder))
     return run_once(
-        [*only_gpus(trial), *command_for(trial.entry.launcher, trial.ranks, words)],
+        command,
         folder,
         trial.identity,
         round_,
         threads=trial.threads,
         limit_s=options.timeout_s,
-        read=partial(read, ranks=trial.processes, warmup_steps=options.warmup_steps),
+        read=trial.read,
+        variables=variables,
     )
 
 
-def only_gpus(trial: Trial) -> list[str]:
-    """Return a command prefix that hides GPUs from DataParallel, which takes all that it sees."""
-    if trial.entry.engine != "data-parallel":
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(trial.ranks)))).split(",")
-    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(visible[: trial.ranks])}"]
-
-
 def check_steps(trial: Trial, run: RunRecord, warmup_steps: int) -> None:
-    """Check that a run that has ended has steps that count.
+    """Check that a run that has ended has steps that count, of ranks that work together.
 
     Raises:
-        OptionError: all of them belong to the warm-up.
+        OptionError: all of them belong to the warm-up, or each rank has trained alone.
     """
+    found = run.figures.get("work", {}).get("world_size", trial.ranks)
+    if found != trial.ranks:
+        raise OptionError(
+            f"{trial.label}: the script has started no engine with {plural(trial.ranks, 'rank')}, so that each of "
+            f"its processes has trained alone. Add to the script: hvd.init() of horovod.torch, or "
+            f"torch.distributed.init_process_group()"
+        )
     if run.state == "done" and "step_s" not in run.figures:
         raise OptionError(
             f"{trial.label} makes {plural(run.figures['work']['steps'], 'step')}, and the first {warmup_steps} do "
-            f"not count: give the job more --epochs, or type a lower --warmup-steps"
+            f"not count: let the job train longer (--epochs), or type a lower --warmup-steps"
         )
 
 

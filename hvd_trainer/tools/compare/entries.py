@@ -7,31 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, measured_job
+from hvd_trainer.tools.runner.command import LAUNCHER_OF
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine under the job, or a script that is compared with it."""
+    """An engine under the job, or a script beside it that brings its own."""
 
     name: str
     engine: str
     script: tuple[str, ...] | None = None
-    """the words that follow `python`, of a script that need not be built on the Trainer; None: the job's"""
+    """the words that follow `python`, of a `--baseline`, whose engine is not replaced; None: the job's"""
 
     @property
     def is_job(self) -> bool:
         return self.script is None
-
-    @property
-    def launcher(self) -> str:
-        return LAUNCHER_OF[self.engine]
-
-    def arguments(self, job: Sequence[str], log: Path) -> list[str]:
-        """Return the words that follow `python` in a measured run of this entry."""
-        if self.script is not None:
-            return ["-m", "hvd_trainer.tools.probe", str(log), *self.script]
-        return measured_job(job, self.engine, log)
 
 
 def read_entries(

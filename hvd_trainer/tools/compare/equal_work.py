@@ -10,6 +10,9 @@ from hvd_trainer.errors import OptionError
 TOLERANCE = 1e-9
 """Relative difference of learning rates, which two programs may compute in another order."""
 
+PADDING = 0.02
+"""Relative difference of samples: samplers may pad, or drop, the last batch of an epoch."""
+
 
 class Aspect(NamedTuple):
     """A property of the work that must be equal."""
@@ -18,6 +21,8 @@ class Aspect(NamedTuple):
     text: str
     across: bool = True
     """also between different numbers of ranks"""
+    advice: str = ""
+    """a line of a script, or an option, that makes it equal"""
 
 
 ASPECTS = (
@@ -25,7 +30,8 @@ ASPECTS = (
     Aspect("train_samples", "samples per epoch"),
     Aspect("test_data", "test set"),
     Aspect("test_samples", "test samples"),
-    Aspect("steps", "optimizer steps", across=False),
+    Aspect("steps", "optimizer steps", across=False, advice="compare --steps N, which ends each run"),
+    Aspect("samples", "samples", across=False, advice="DataLoader(..., sampler=DistributedSampler(dataset))"),
     Aspect("global_batch_size", "global batch", across=False),
     Aspect("passes", "passes per step", across=False),
     Aspect("rates", "learning rate", across=False),
@@ -85,8 +91,9 @@ def differences(one: Side, other: Side, strong: bool) -> list[str]:
         left, right = one.work[aspect.name], other.work[aspect.name]
         if aspect.name == "rates":
             lines += _rates(left, right)
-        elif left != right:
-            lines.append(f"{aspect.text}: {_shown(left)} and {_shown(right)}")
+        elif left != right and not (aspect.name == "samples" and abs(left - right) <= PADDING * left):
+            advice = f". Type: {aspect.advice}" if aspect.advice else ""
+            lines.append(f"{aspect.text}: {_shown(left)} and {_shown(right)}{advice}")
     return lines
 
 

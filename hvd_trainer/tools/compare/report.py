@@ -65,6 +65,12 @@ def _per_rank(_: Comparison, its: TrialResult) -> float | None:
     return None if rate is None else rate / its.trial.ranks
 
 
+def _steps_per_s(_: Comparison, its: TrialResult) -> float | None:
+    """Return the speed of a script whose samples are not seen."""
+    step_s = its.median("step_s")
+    return None if step_s is None or its.median("samples_per_s") is not None else 1 / step_s
+
+
 def _state(comparison: Comparison, its: TrialResult) -> str | None:
     return None if all(other.state == "done" for other in comparison.results) else its.state
 
@@ -83,6 +89,7 @@ TABLES = (
         "Speed",
         (
             Column("samples/s", "samples_per_s", _median("samples_per_s"), number),
+            Column("steps/s", "steps_per_s", _steps_per_s, number),
             Column("lowest", "lowest", _extreme(min), number),
             Column("highest", "highest", _extreme(max), number),
             Column("tokens/s", "tokens_per_s", _median("tokens_per_s"), number),
@@ -124,6 +131,7 @@ TABLES = (
             Column("peak, MB", "peak_memory_mb", _median("peak_memory_mb"), number),
             Column("before, MB", "base_memory_mb", _median("base_memory_mb"), number),
             Column("train loss", "train_loss", _first("train_loss"), "{:.6f}".format),
+            Column("last loss", "last_loss", _first("last_loss"), "{:.6f}".format),
             Column("to the first", "loss_to_first", Comparison.loss_to_first, _to_first),
             Column("test loss", "test_loss", _first("test_loss"), "{:.6f}".format),
             Column("accuracy", "test_accuracy", _first("test_accuracy"), percent),
@@ -176,18 +184,17 @@ def heading(comparison: Comparison) -> str:
 def conditions(comparison: Comparison) -> list[str]:
     """Return the conditions under which the figures hold, a sentence each."""
     machine, trials = comparison.machine, [its.trial for its in comparison.results]
-    scaling = (
-        "Strong scaling: the global batch is the same" if comparison.strong else "Weak scaling: each rank's batch"
-    )
-    if not comparison.strong:
-        scaling += " is the same"
+    scaling = "Strong scaling: the global batch is" if comparison.strong else "Weak scaling: each rank's batch is"
     batches = {its.trial.ranks: size for its in comparison.results if (size := its.global_batch_size) is not None}
     sizes = ", ".join(f"{size:,} on {plural(ranks, 'rank')}" for ranks, size in sorted(batches.items()))
     warmup_steps = plural(trials[0].conditions["warmup_steps"], "step")
     return [
-        f"{scaling}." if comparison.varied else f"{scaling} (global batch: {sizes}).",
+        f"{scaling} the same."
+        if comparison.varied or not sizes
+        else f"{scaling} the same (global batch: {sizes}).",
         f"{plural(trials[0].threads, 'CPU thread')} per rank; the first {warmup_steps} of each run do "
         f"not count; medians over the rounds.",
+        *comparison.unseen,
         "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
     ]
 

@@ -17,7 +17,7 @@ from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.runs import RunRecord
-from hvd_trainer.tools.runner.step_stats import STEP_PARTS
+from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER, STEP_PARTS
 from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {
@@ -80,7 +80,8 @@ class TrialResult:
 
     def part(self, name: str) -> float | None:
         """Return the median seconds of one part of a step."""
-        values = [run.figures["parts"][name] for run in self.runs.values() if "parts" in run.figures]
+        parts = [run.figures.get("parts", {}) for run in self.runs.values()]
+        values = [its[name] for its in parts if name in its]
         return median(values) if values else None
 
     @property
@@ -145,12 +146,13 @@ class Pair:
         left, right = self.one.weights, self.other.weights
         if left is None or right is None:
             return None
-        if left == right != "differ":
+        if left == right and left not in ("differ", RANKS_DIFFER):
             return "Both have trained the same weights, to the last bit."
-        losses = [one.first("train_loss") for one in (self.one, self.other)]
-        if None in losses:
-            return "Their weights differ."
-        return f"Their weights differ; the final training losses are {losses[0]:.6f} and {losses[1]:.6f}."
+        for name in ("train_loss", "last_loss"):
+            losses = [its for one in (self.one, self.other) if (its := one.first(name)) is not None]
+            if len(losses) == 2:
+                return f"Their weights differ; the final training losses are {losses[0]:.6f} and {losses[1]:.6f}."
+        return "Their weights differ."
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,21 @@ class Comparison:
                 found.append(Pair(one, other, ratio(*zip(*rounds, strict=True))))
         return found
 
+    @property
+    def unseen(self) -> list[str]:
+        """A sentence for each thing that cannot be seen of a script."""
+        runs = [run for its in self.results for run in its.runs.values() if "world_size" in run.figures["work"]]
+        found = []
+        if any("exchange" not in run.figures.get("parts", {}) for run in runs):
+            found.append(
+                "The exchange is not seen apart: DistributedDataParallel waits for it in the backward pass."
+            )
+        if any("samples" not in run.figures["work"] for run in runs):
+            found.append("A script fetches its batches without a DataLoader: its samples are not seen.")
+        if any(run.figures.get("weights") == RANKS_DIFFER for run in runs):
+            found.append("The final weights of a script differ between its ranks: it may not exchange gradients.")
+        return found
+
     def verdicts(self) -> list[str]:
         """Return a text for each pair."""
         return [" ".join(filter(None, (pair.verdict(), pair.why(), pair.same_model()))) for pair in self.pairs]
@@ -295,6 +312,8 @@ def _with_samples(its: TrialResult, results: Sequence[TrialResult]) -> TrialResu
 
 
 def _common_rounds(one: TrialResult, other: TrialResult) -> list[tuple[float, float]]:
-    """Return the two speeds of each round that both have."""
+    """Return the two speeds of each round that both have, in samples, or where these are not seen in steps."""
     ones, others = one.by_round("samples_per_s"), other.by_round("samples_per_s")
+    if not ones or not others:
+        ones, others = ({n: 1 / step_s for n, step_s in its.by_round("step_s").items()} for its in (one, other))
     return [(ones[number], others[number]) for number in ones if number in others]

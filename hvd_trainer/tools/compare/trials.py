@@ -6,9 +6,11 @@ Nothing is started here. A trial that cannot be is found by the checks that the 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from hvd_trainer import backends
@@ -22,6 +24,7 @@ from hvd_trainer.tools.compare.entries import Entry
 from hvd_trainer.tools.compare.job_options import with_values
 from hvd_trainer.tools.compare.variants import Axis, Variant
 from hvd_trainer.tools.runner.command import script_checksum
+from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
 from hvd_trainer.tools.runner.runs import key_of
 
 ENTRIES, RANKS = "engine", "ranks"
@@ -41,6 +44,8 @@ class Trial:
     """what else decides on its figures: versions, steps that do not count"""
     options: TrainerOptions | None = None
     """the job's options on its engine; None without `--vary`"""
+    steps: int | None = None
+    """that each run makes, warm-up included; None: as many as the job does by itself"""
     reason: str | None = None
     """why it cannot be; None if it can, as far as is known without starting it"""
 
@@ -60,6 +65,29 @@ class Trial:
         return 1 if self.entry.engine == "data-parallel" else self.ranks
 
     @property
+    def job(self) -> tuple[str, ...]:
+        """The words that follow `python`."""
+        return self.entry.script or self.variant.words
+
+    def start(self, log: Path) -> Start:
+        """Return how to start a run of it."""
+        native, engine = not self.entry.is_job, self.entry.engine
+        start = measured_start(self.job, engine=engine, ranks=self.ranks, log=log, steps=self.steps, native=native)
+        return start._replace(variables={**start.variables, **self._visible_gpus()})
+
+    def _visible_gpus(self) -> dict[str, str]:
+        """Hide GPUs from DataParallel, which takes all that it sees."""
+        if self.entry.engine != "data-parallel":
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
+
+    def read(self, log: Path) -> dict[str, Any] | None:
+        """Return the figures of a run of it; None if it did not come to its end."""
+        warmup_steps, native = self.conditions["warmup_steps"], not self.entry.is_job
+        return read_measured(log, job=self.job, ranks=self.processes, warmup_steps=warmup_steps, native=native)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """All that decides on its figures, in plain JSON."""
         script = self.entry.script
@@ -69,6 +97,7 @@ class Trial:
             "engine": self.entry.engine,
             "ranks": self.ranks,
             "threads": self.threads,
+            "steps": self.steps,
             **job,
             **self.conditions,
         }
@@ -85,6 +114,7 @@ def make_trials(
     *,
     threads: int,
     conditions: Mapping[str, Any],
+    steps: int | None = None,
 ) -> list[Trial]:
     """Return all trials; those that differ only in their entry stand side by side.
 
@@ -102,6 +132,7 @@ def make_trials(
                 threads=threads,
                 variant=variant,
                 conditions=conditions,
+                steps=steps,
                 options=options,
                 reason=None if options is None else why_impossible(options, ranks),
             )

@@ -14,6 +14,7 @@ from hvd_trainer.config.parser import flatten
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare.job_options import JobOptions, choices, with_values
 from hvd_trainer.tools.runner.command import option_of, script_checksum
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 
 NOT_APPLICABLE = "-"
 """The value of an option that changes nothing in a combination, such as the schedule of one stage."""
@@ -34,6 +35,8 @@ class Axis:
 
     name: str
     values: tuple[str, ...]
+    typed: str = ""
+    """the option, as its user spells it: `--batch_size`"""
 
     @property
     def label(self) -> str:
@@ -80,7 +83,8 @@ def read_axes(texts: Sequence[str]) -> list[Axis]:
     for text in texts:
         typed, _, values = text.partition("=")
         name = typed.strip().lstrip("-").replace("-", "_")
-        axis = Axis(name, tuple(dict.fromkeys(value.strip() for value in values.split(","))))
+        listed = tuple(dict.fromkeys(value.strip() for value in values.split(",")))
+        axis = Axis(name, listed, "--" + typed.strip().lstrip("-"))
         if not name or not all(axis.values):
             raise OptionError(
                 f"--vary {text}: type an option of the job and its values with commas between them, such as "
@@ -103,6 +107,8 @@ def make_variants(job: Sequence[str], axes: Sequence[Axis]) -> list[Variant]:
     Raises:
         OptionError: the job has no such option, or does not take such a value.
     """
+    if axes and not is_trainer_job(job):
+        return [_make_script_variant(job, axes, values) for values in itertools.product(*(a.values for a in axes))]
     if not axes:
         identity = {"words": list(job), "script": script_checksum(job)}
         return [Variant(words=tuple(job), identity=identity, values={})]
@@ -114,6 +120,31 @@ def make_variants(job: Sequence[str], axes: Sequence[Axis]) -> list[Variant]:
         variant = _make_variant(job_options, base, axes, combination)
         found.setdefault(str(variant.identity), variant)
     return list(found.values())
+
+
+def _make_script_variant(job: Sequence[str], axes: Sequence[Axis], values: Sequence[str]) -> Variant:
+    """Return a script with an option of each axis: with its value, or as a switch that is there or not."""
+    words = tuple(job)
+    for axis, value in zip(axes, values, strict=True):
+        words = _replaced(words, axis, value)
+    pairs = [(axis, value) for axis, value in zip(axes, values, strict=True) if axis.varies]
+    return Variant(
+        words=words,
+        identity={"words": list(words), "script": script_checksum(words)},
+        values={axis.name: value for axis, value in zip(axes, values, strict=True)},
+        label=", ".join(f"{axis.label} {value}" for axis, value in pairs),
+    )
+
+
+def _replaced(words: Sequence[str], axis: Axis, value: str) -> tuple[str, ...]:
+    """Return the words of a script with another value of an option, at its place, or at the end."""
+    is_switch = value in ("true", "false")
+    place = next((n for n, word in enumerate(words) if option_of(word) == flag(axis.name)), len(words))
+    found = "".join(words[place : place + 1])
+    typed = found.partition("=")[0] or axis.typed
+    new = ([typed] if value == "true" else []) if is_switch else [typed, value]
+    end = place + 1 if is_switch or "=" in found else place + 2
+    return (*words[:place], *new, *words[end:])
 
 
 def _make_variant(

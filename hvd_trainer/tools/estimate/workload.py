@@ -103,9 +103,7 @@ def job_from_comparison(file: Path) -> Job:
             raise OptionError(
                 f"--from {file} has several values of options: measure the job that is meant alone, without --vary"
             )
-        runs = [
-            run for run in content["runs"] if run["state"] == "done" and "batch_size" in run["figures"]["work"]
-        ]
+        runs = [run for run in content["runs"] if run["state"] == "done" and "device" in run["figures"]["work"]]
         alone = [run for run in runs if run["identity"]["ranks"] == 1]
         if not alone:
             raise OptionError(
@@ -120,7 +118,9 @@ def job_from_comparison(file: Path) -> Job:
 
 
 def _job_from_runs(name: str, runs: Sequence[Mapping[str, Any]]) -> Job:
-    work = runs[0]["figures"]["work"]
+    # A script does not tell how many passes it makes for one exchange; on one rank its batch is the global one.
+    seen = runs[0]["figures"]["work"]
+    work = {"passes": 1, "batch_size": seen.get("global_batch_size"), **seen}
     quickest = min(run["figures"]["step_p50_s"] for run in runs)
     check_positive(passes=work["passes"], parameters=work["parameters"], step_p50_s=quickest)
     seconds, spreads = {}, []

@@ -2,20 +2,24 @@
 
 next(loader)    data
 backward()      backward
+synchronize()   reduce, of Horovod's optimizer, by itself or in its step()
 step()          step
-else            forward, from a batch or a step on
+else            forward
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hvd_trainer.utils.import_hooks import ImportHooks
 
 FORWARD = "forward"
 
@@ -54,6 +58,7 @@ class ScriptEvents:
         self._depth = 0
         self._phases = [FORWARD]
         self._has_gradients, self._has_started = False, False
+        self._is_fetching = False
 
     def install(self) -> None:
         """Add hooks to every optimizer and loader that this process will make, and to `backward`."""
@@ -73,14 +78,55 @@ class ScriptEvents:
 
         @functools.wraps(fetch)
         def observed_fetch(iterator: Any) -> Any:
-            with self._phase("data"):
-                batch = fetch(iterator)
-            for listener in self._listeners:
-                listener.on_batch(batch, iterator)
-            return batch
+            return self._fetch(fetch, iterator)
 
         torch.autograd.backward = observed_backward
         _BaseDataLoaderIter.__next__ = observed_fetch  # type: ignore[assignment, method-assign]
+        after = {
+            "accelerate.data_loader": self._observe_accelerate,
+            "horovod.torch.optimizer": lambda module: self._observe_synchronize(module._DistributedOptimizer),
+            "hvd_trainer.hvd.optimizer": lambda module: self._observe_synchronize(module._ReducingOptimizer),
+        }
+        ImportHooks(aliases={}, absent={}, after=after).install()
+
+    def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        if self._is_fetching:
+            return fetch(iterator)
+        self._is_fetching = True
+        try:
+            with self._phase("data"):
+                batch = fetch(iterator)
+        finally:
+            self._is_fetching = False
+        for listener in self._listeners:
+            listener.on_batch(batch, iterator)
+        return batch
+
+    def _observe_accelerate(self, module: ModuleType) -> None:
+        """See the batches that Accelerate's loaders return: they fetch one ahead."""
+        for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+            kind.__iter__ = self._observing(kind.__iter__)
+
+    def _observe_synchronize(self, kind: Any) -> None:
+        """See how long an optimizer of Horovod's API waits for the exchange of gradients."""
+        synchronize = kind.synchronize
+
+        @functools.wraps(synchronize)
+        def observed(optimizer: Any) -> None:
+            with self._phase("reduce"):
+                synchronize(optimizer)
+
+        kind.synchronize = observed
+
+    def _observing(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        @functools.wraps(iterate)
+        def observed(loader: Any) -> Iterator[Any]:
+            iterator = iterate(loader)
+            with suppress(StopIteration):
+                while True:
+                    yield self._fetch(next, iterator)
+
+        return observed
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -100,7 +146,7 @@ class ScriptEvents:
         for listener in self._listeners:
             listener.on_phase(self._phases[-1])
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         # Horovod's optimizer, as those of Accelerate and Lightning, is a subclass whose step() calls the one below
         # it, and both are hooked: only the outer one's begin and end are the step's.
         self._depth += 1
@@ -108,6 +154,22 @@ class ScriptEvents:
             self._enter("step")
             for listener in self._listeners:
                 listener.before_step(optimizer)
+        # A closure, as Lightning's, computes the loss within the step.
+        first, *rest = args
+        named = {name: self._in_forward(value) for name, value in kwargs.items()}
+        return (first, *map(self._in_forward, rest)), named
+
+    def _in_forward(self, value: Any) -> Any:
+        """Return a function that enters the phase of forward; a value of another kind as it is."""
+        if not callable(value) or self._depth > 1:
+            return value
+
+        @functools.wraps(value)
+        def call() -> Any:
+            with self._phase(FORWARD):
+                return value()
+
+        return call
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1

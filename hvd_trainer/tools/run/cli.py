@@ -42,6 +42,10 @@ class Options:
     """how long a rank may stay at one place of the script, in seconds; then the job ends with all ranks' stacks"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """how long the ranks may take to meet"""
+    threads: Annotated[int | None, Ge(1)] = None
+    """CPU threads of each rank (OMP_NUM_THREADS); None: as that and the launcher say"""
+    bucket_mb: Annotated[float | None, Gt(0)] = None
+    """size of the buckets of DistributedDataParallel, whatever the script says; None: as it says"""
     timeline_filename: str | None = None
     """as in horovodrun (HOROVOD_TIMELINE): write what is exchanged, and when, to this file"""
     fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
@@ -58,9 +62,10 @@ class Options:
     """as in horovodrun (HOROVOD_LOG_LEVEL)"""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that horovodrun sets for these options."""
+        """Return the environment variables that stand for these options, as horovodrun sets them."""
         fusion = None if self.fusion_threshold_mb is None else int(self.fusion_threshold_mb * MEGABYTE)
         values = {
+            "OMP_NUM_THREADS": self.threads,
             "HOROVOD_TIMELINE": self.timeline_filename,
             "HOROVOD_FUSION_THRESHOLD": fusion,
             "HOROVOD_CYCLE_TIME": self.cycle_time_ms,
@@ -100,5 +105,9 @@ def main(argv: Sequence[str]) -> int:
 
     os.environ.update(options.variables())
     return run_script(
-        job, options.backend, timeout_s=options.timeout_s, startup_timeout_s=options.startup_timeout_s
+        job,
+        options.backend,
+        timeout_s=options.timeout_s,
+        startup_timeout_s=options.startup_timeout_s,
+        bucket_mb=options.bucket_mb,
     )

@@ -42,13 +42,14 @@ ABSENT = {
 """Parts of Horovod that have no counterpart, and what to type."""
 
 
-def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
+def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | None = None) -> ImportHooks:
     """Return the hooks that put a script on an engine.
 
     Args:
         engine: `horovod` or `ddp`.
         session: to be started when the script starts its engine; None in a process that is not the rank itself,
             but was started by it.
+        bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
         "torch.distributed.distributed_c10d": functools.partial(_wrap_torch, engine=engine, session=session)
@@ -56,6 +57,8 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
     if session is not None:
         after["torch.optim.optimizer"] = functools.partial(_count_steps, session=session)
         after["hvd_trainer.hvd.common.basics"] = session.attach
+    if bucket_mb is not None:
+        after["torch.nn.parallel.distributed"] = functools.partial(_set_buckets, bucket_mb=bucket_mb)
     if session is not None and engine == "horovod" and not is_elastic(os.environ):
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
         after["horovod.torch.optimizer"] = _hook_inner_step
@@ -66,6 +69,20 @@ def import_hooks(engine: str, session: ScriptSession | None) -> ImportHooks:
 
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:
     module.register_optimizer_step_post_hook(lambda *_: session.count_step())
+
+
+def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
+    kind = module.DistributedDataParallel
+    original = kind.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["bucket_cap_mb"] = bucket_mb
+        original(*given.args, **given.kwargs)
+
+    kind.__init__ = init
 
 
 def _hook_inner_step(module: ModuleType) -> None:

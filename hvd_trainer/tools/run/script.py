@@ -25,7 +25,9 @@ ENGINE = "HVD_TRAINER_ENGINE"
 logger = logging.getLogger(__name__)
 
 
-def run_script(job: Sequence[str], engine: str, *, timeout_s: float, startup_timeout_s: float) -> NoReturn:
+def run_script(
+    job: Sequence[str], engine: str, *, timeout_s: float, startup_timeout_s: float, bucket_mb: float | None
+) -> NoReturn:
     """Run a script or a module as this process's program, and end the process.
 
     Args:
@@ -33,17 +35,18 @@ def run_script(job: Sequence[str], engine: str, *, timeout_s: float, startup_tim
         engine: `horovod` or `ddp`.
         timeout_s: as in `ScriptSession`.
         startup_timeout_s: how long the ranks may take to meet.
+        bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
     options = EngineOptions(backend=engine, startup_timeout_s=startup_timeout_s)  # type: ignore[arg-type]
     session = ScriptSession(options, timeout_s=timeout_s)
-    run_and_end(functools.partial(_run, job, engine, session))
+    run_and_end(functools.partial(_run, job, engine, session, bucket_mb))
 
 
-def _run(job: Sequence[str], engine: str, session: ScriptSession) -> None:
+def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: float | None) -> None:
     _set_variables(engine)
-    engines.import_hooks(engine, session).install()
+    engines.import_hooks(engine, session, bucket_mb).install()
     if (probe := ProbeOptions.read(os.environ)) is not None:
         from hvd_trainer.tools.probe.install import install_probe  # with torch
 

@@ -33,6 +33,7 @@ def measured_start(
     steps: int | None = None,
     leave_out: tuple[Literal["exchange", "data"], ...] = (),
     options: Sequence[str] = (),
+    native: bool = False,
     **probe: Any,
 ) -> Start:
     """Return how to start a run of a job whose steps are recorded.
@@ -43,21 +44,26 @@ def measured_start(
         log: the run's log folder.
         steps: how many it makes, however much data it has; None: as many as the job does by itself.
         leave_out: as in `MeasureOptions`.
-        options: further options of a Trainer job.
+        options: further options of a Trainer job; for a script, of `run`.
+        native: take the job for a script, whose own engine is not replaced.
         probe: further fields of `ProbeOptions`, for a script.
     """
     launcher = LAUNCHER_OF[engine]
-    if is_trainer_job(job):
+    if not native and is_trainer_job(job):
         further = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
         words = with_options(job, further) if steps is None else with_steps(job, steps, further)
         return Start(command_for(launcher, ranks, measured_job(words, engine, log)), {})
     backend = "ddp" if engine == "single" else engine
-    words = ["-m", "hvd_trainer", "run", "--backend", backend, "--", *job]
+    words = ["-m", "hvd_trainer", "run", "--backend", backend, *options, "--"]
+    if native:
+        words = ["-m", "hvd_trainer.tools.probe"]
     asked = ProbeOptions(log_dir=str(log), max_steps=steps, leave_out=leave_out, **probe)
-    return Start(command_for(launcher, ranks, words), asked.variables())
+    return Start(command_for(launcher, ranks, [*words, *job]), asked.variables())
 
 
-def read_measured(log: Path, *, job: Sequence[str], ranks: int, warmup_steps: int) -> dict[str, Any] | None:
+def read_measured(
+    log: Path, *, job: Sequence[str], ranks: int, warmup_steps: int, native: bool = False
+) -> dict[str, Any] | None:
     """Return the figures of a run that `measured_start` describes; None if it did not come to its end."""
-    read = read_figures if is_trainer_job(job) else read_probed
+    read = read_figures if not native and is_trainer_job(job) else read_probed
     return read(log, ranks, warmup_steps)

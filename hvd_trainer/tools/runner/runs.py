@@ -304,7 +304,7 @@ def find_processes(folder: Path) -> list[psutil.Process]:
 def why_it_failed(place: Path, code: int) -> str:
     """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
-        return "it ended without having trained: is it built on hvd_trainer's Trainer?"
+        return "it ended without having trained: it took no optimizer step"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.

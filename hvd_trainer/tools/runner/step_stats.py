@@ -31,13 +31,25 @@ from hvd_trainer.observe.step_timer import FOLDER
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """The parts of a step's time, over all ranks."""
+EXCHANGE_PARTS = ("exchange", "straggler")
+"""Parts that are not seen of a script with DistributedDataParallel: they fall into its backward pass."""
+RANKS_DIFFER = "ranks differ"
+"""Stands for the checksum of final weights that are not the same on all ranks."""
 SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
 LISTS = ("computing_s", "cpu_s", "percentiles_s")
 MAX_CURVE_POINTS = 200
 """Points of a curve."""
 MAX_STEPS = 10_000_000
 """Steps of a run whose figures are read from a file."""
-RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "peak_memory_mb", "base_memory_mb")
+RESULTS = (
+    "train_loss",
+    "last_loss",
+    "test_loss",
+    "train_accuracy",
+    "test_accuracy",
+    "peak_memory_mb",
+    "base_memory_mb",
+)
 
 Positive = Annotated[float, Meta(gt=0)]
 Steps = Mapping[str, Any]
@@ -56,7 +68,11 @@ class Work(Struct):
             raise ValueError("as many rates as steps are needed")
 
 
-Parts = msgspec.defstruct("Parts", [(name, float) for name in STEP_PARTS])
+SCRIPT_PARTS = tuple(name for name in STEP_PARTS if name not in EXCHANGE_PARTS)
+Parts = msgspec.defstruct(
+    "Parts",
+    [*((name, float) for name in SCRIPT_PARTS), *((name, float | UnsetType, UNSET) for name in EXCHANGE_PARTS)],
+)
 Figures = msgspec.defstruct(
     "Figures",
     [
@@ -125,23 +141,29 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
         everyone = [{name: rank[name] for name in rank if name != "samples"} | known for rank in everyone]
         work = {
             "steps": len(first["step"]),
-            **({"samples": int(samples.sum())} if samples.all() else {}),
+            **({"samples": int(samples.sum()), "global_batch_size": int(samples.max())} if known else {}),
             "parameters": int(first["parameters"]),
+            "world_size": int(first["world_size"]),
+            **json.loads(str(first["facts"])),
             "rates": _run_lengths(first["lr"].tolist()),
         }
         figures = speed(everyone, warmup_steps)
+        for its in (figures, figures.get("typical", {})):
+            if its.get("parts", {}).get("exchange") == 0:  # DistributedDataParallel waits within the backward pass
+                del its["computing_s"]
+                for part in EXCHANGE_PARTS:
+                    del its["parts"][part]
         figures["peak_memory_mb"] = max(float(rank["peak_memory_mb"]) for rank in everyone)
-        # A step's parts are not known.
-        for name in ("parts", "computing_s", "typical"):
-            figures.pop(name, None)
-        return {"work": work, "weights": _common_weights(everyone)} | _started(everyone) | figures
+        losses, digests = curve(everyone), {str(rank["weights"]) for rank in everyone}
+        return {
+            "work": work,
+            "curve": losses,
+            "weights": digests.pop() if len(digests) == 1 else RANKS_DIFFER,
+            **({"last_loss": losses[-1][1]} if losses else {}),
+            **_started(everyone),
+            **figures,
+        }
     return None
-
-
-def _common_weights(ranks: Sequence[Steps]) -> str | None:
-    """Return the digest of the final parameters that the probe has written; None where ranks differ."""
-    digests = {str(rank["weights"]) for rank in ranks}
-    return digests.pop() if len(digests) == 1 else None
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:

@@ -25,18 +25,16 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
-    LAUNCHER_OF,
     NOT_SAVED,
-    command_for,
-    measured_job,
     option_of,
     option_values,
     read_command,
     script_checksum,
-    with_steps,
 )
 from hvd_trainer.tools.runner.formats import check_installed, number
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
+from hvd_trainer.tools.runner.measured import measured_start, read_measured
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
@@ -46,7 +44,7 @@ from hvd_trainer.tools.runner.runs import (
     read_runs,
     run_once,
 )
-from hvd_trainer.tools.runner.step_stats import are_figures, read_figures
+from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
@@ -65,11 +63,18 @@ FACTS: Mapping[str, Any] = {
 }
 """The facts in the job's run.json that the search needs, and their types."""
 
+SCRIPT_FACTS: Mapping[str, Any] = {
+    **dict.fromkeys(("world_size", "threads", "parameters", "parameter_tensors"), int),
+    **{"device": str, "uses_hvd": bool},
+}
+"""The same of a script, from its probe."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Search the fastest settings of each engine for a job, and write them as YAML for its --config.
 
+    For a script that is not built on the Trainer, these are options of `run`.
     The job stands behind --, as it would stand behind `python`. What it is typed with stays as it is.
     """
 
@@ -111,6 +116,8 @@ class Job:
     """what follows `python`"""
     own: Mapping[str, Any]
     """the options of its `--config`"""
+    is_script: bool = False
+    """whether it is not built on the Trainer: what is tuned are options of `run`"""
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Job:
@@ -120,13 +127,16 @@ class Job:
             OptionError: it cannot be read.
         """
         own: dict[str, Any] = {}
-        for file in option_values(words, "--config"):
+        is_script = not is_trainer_job(words)
+        for file in () if is_script else option_values(words, "--config"):
             own |= read_yaml(Path(file))
-        return cls(tuple(words), own)
+        return cls(tuple(words), own, is_script)
 
     @property
     def fixed(self) -> set[str]:
         """The options that the job is given, by their names in YAML."""
+        if self.is_script:
+            return set()
         given = {option_of(word).removeprefix("--") for word in self.words if word.startswith("--")}
         return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
 
@@ -176,28 +186,45 @@ class SettingsRunner:
         run = self._run(settings)
         speed = run.figures.get("samples_per_s")
         said = self._failure(run) if speed is None else f"{number(speed)} samples/s ({run.seconds:.0f} s)"
+        if speed is None and "step_s" in run.figures:  # of a script without a DataLoader
+            speed = 1 / run.figures["step_s"]
+            said = f"{number(speed)} steps/s ({run.seconds:.0f} s)"
         print(f"{self._backend}, run {self.count}  {label}: {said}", flush=True)
         return None if speed is None else float(speed)
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
         warm_up, options = WARMUP_STEPS + settling_steps(settings), self._options
-        job = with_steps(self._job.words, warm_up + self.steps, [*NOT_SAVED, *as_words(settings)])
         self.count += 1
-        identity = {"backend": self._backend, "words": job, "ranks": options.np, **self._conditions}
+        words, steps = self._job.words, warm_up + self.steps
+        identity = {
+            **{"backend": self._backend, "words": words, "settings": dict(settings), "steps": steps},
+            **{"ranks": options.np, **self._conditions},
+        }
         key = key_of(identity)
         self._used[key] += 1
         number_, done = self._used[key], self._known.get(key, [])
         if len(done) >= number_:
             return done[number_ - 1]
-        words = measured_job(job, self._backend, log_dir(self._folder))
+        left_out = settings.get("leave_out")
+        changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
+        command, variables = measured_start(
+            words,
+            engine=self._backend,
+            ranks=options.np,
+            log=log_dir(self._folder),
+            steps=steps,
+            leave_out=() if left_out is None else (left_out,),
+            options=changed if self._job.is_script else [*NOT_SAVED, *changed],
+        )
         run = run_once(
-            command_for(LAUNCHER_OF[self._backend], options.np, words),
+            command,
             self._folder,
             identity,
             number_,
             threads=None,
             limit_s=options.timeout_s,
-            read=partial(read_figures, ranks=options.np, warmup_steps=warm_up),
+            read=partial(read_measured, job=words, ranks=options.np, warmup_steps=warm_up),
+            variables=variables,
         )
         append_run(self._folder, run)
         return run
@@ -205,7 +232,8 @@ class SettingsRunner:
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:
     work = figures.get("work", {})
-    return are_figures(figures) and all(isinstance(work.get(name), kind) for name, kind in FACTS.items())
+    facts = SCRIPT_FACTS if "uses_hvd" in work else FACTS
+    return are_figures(figures) and all(isinstance(work.get(name), kind) for name, kind in facts.items())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -225,6 +253,12 @@ def main(argv: Sequence[str]) -> int:
             print("interrupted: the same command goes on from here", file=sys.stderr)
             return 130
     return 0
+
+
+def script_line(job: Sequence[str], backend: str, ranks: int, settings: Mapping[str, Any]) -> str:
+    """Return the command line that starts a script with settings."""
+    run = [*COMMAND.split(), "run", "--np", str(ranks), "--backend", backend, *as_words(settings)]
+    return shlex.join([*run, "--", *job])
 
 
 def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
@@ -249,6 +283,9 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
             lossy=options.lossy,
         ).run()
         report.show(backend, found)
+        if job.is_script:
+            print(f"Type: {script_line(job.words, backend, options.np, found.settings)}")
+            continue
         files.append(folder / f"{backend}.yaml")
         command = f"{COMMAND} tune {arguments}"
         files[-1].write_text(report.as_yaml(backend, found, job.own, command, machine))

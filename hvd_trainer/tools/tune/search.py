@@ -19,7 +19,7 @@ from hvd_trainer.tools.runner.formats import percent
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.runs import in_rounds
 from hvd_trainer.tools.tune.race import MIN_ROUNDS, Noise, Race, Standing
-from hvd_trainer.tools.tune.settings import GROUPS, Change, Group, find_changes
+from hvd_trainer.tools.tune.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None if the job does not run with them."""
@@ -105,7 +105,9 @@ class Search:
         """
         if self._facts["world_size"] == 1:
             self.found.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
-        if self._facts["in_memory"]:
+        if "uses_hvd" in self._facts:
+            self.found.untried |= SCRIPT_UNTRIED
+        elif self._facts["in_memory"]:
             self.found.untried["data"] = "all of it is in memory"
         left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
         race = self._race(list(left_out))

@@ -75,7 +75,8 @@ def find_changes(
         settings: adopted so far.
         fixed: options that the job is typed with, which are not changed.
     """
-    made = _MAKERS[group](backend, facts, settings)
+    makers = _SCRIPT_MAKERS if "uses_hvd" in facts else _MAKERS
+    made = makers[group](backend, facts, settings)
     return [change for change in made if change.option not in fixed]
 
 
@@ -134,4 +135,25 @@ def _compression(backend: str, facts: Mapping[str, Any], settings: Mapping[str, 
             yield Change("compression", "compression", kind)
 
 
+def _script_exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield changes of what lies underneath a script, by options of `run`."""
+    all_mb = 4 * facts["parameters"] / 2**20
+    option = "fusion_threshold_mb" if facts["uses_hvd"] else "bucket_mb"
+    seen = {min(64 if facts["uses_hvd"] else 25, all_mb)}
+    for size in BUCKETS_MB:
+        if min(size, all_mb) not in seen:
+            seen.add(min(size, all_mb))
+            yield Change("exchange", option, size)
+    if backend == "horovod" or facts["uses_hvd"]:
+        for milliseconds in CYCLES_MS:
+            if milliseconds != settings.get("cycle_time_ms"):
+                yield Change("exchange", "cycle_time_ms", milliseconds)
+
+
+_SCRIPT_MAKERS = {"threads": _threads, "exchange": _script_exchange}
+SCRIPT_UNTRIED: Mapping[Group, str] = {
+    "data": "the script's own: give its DataLoader another num_workers, and tune again",
+    "compression": "the script's own: compression=hvd.Compression.fp16, or DDP's communication hooks",
+}
+"""Groups that lie in the script itself."""
 _MAKERS = {"threads": _threads, "data": _data, "exchange": _exchange, "compression": _compression}

@@ -19,12 +19,15 @@ import torch
 
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.errors import LaunchError, OptionError
-from hvd_trainer.tools.runner.command import command_for
+from hvd_trainer.tools.runner.command import command_for, read_job
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume.injector import FaultInjector, Kill, PlannedKill
+from hvd_trainer.tools.verify_resume.script import check_script, verify_script
 from hvd_trainer.utils.serialization import flatten
 from hvd_trainer.utils.text import COMMAND
 
+JOB = "hvd_trainer.tools.verify_resume.audit_job"
 STEPS_PER_KILL = 2 * STEPS_PER_EPOCH
 PLACES = ("start", "data", "forward", "backward", "reduce", "step", "evaluate", "save", "write", "launcher")
 """The phases of training, the background write of a checkpoint, and the launcher."""
@@ -49,11 +52,34 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--launcher", choices=["horovodrun", "torchrun"], help="default: the backend's own")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
     parser.add_argument("--keep", action="store_true", help="keep the folder of both runs")
-    options = parser.parse_args(argv)
+    parser.epilog = (
+        "With -- SCRIPT ..., your script is killed and started again. Write {folder} where it is told its "
+        "checkpoint: each run gets its own."
+    )
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:place])
+    job = read_job(words[place + 1 :]) if place < len(words) else None
+    if job is not None:
+        if is_trainer_job(job):
+            raise OptionError(
+                "A job that is built on the Trainer resumes as the job of this command does: leave out -- and all "
+                "behind it"
+            )
+        check_script(job)
     if options.kills < 1 or options.num_processes < 1:
         raise OptionError("--kills and -np must be 1 or more")
     folder = Path(tempfile.mkdtemp(prefix="hvd_trainer-verify-"))
     try:
+        if job is not None:
+            return verify_script(
+                job,
+                engine=options.backend,
+                ranks=options.num_processes,
+                kills=options.kills,
+                draw=random.Random(options.seed),
+                folder=folder,
+            )
         return verify(options, folder)
     finally:
         if options.keep:
@@ -68,7 +94,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
     launcher = options.launcher or {"horovod": "horovodrun", "ddp": "torchrun"}[options.backend]
     job = [
         "-m",
-        "hvd_trainer.tools.verify_resume.audit_job",
+        JOB,
         "--backend",
         options.backend,
         "--batch-size",
@@ -78,7 +104,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
 
     def start(name: str, *more: str) -> FaultInjector:
         command = command_for(launcher, options.num_processes, [*job, "--log-dir", str(folder / name), *more])
-        return FaultInjector(command, folder / name, options.num_processes)
+        return FaultInjector(command, folder / name, options.num_processes, program=JOB)
 
     print(f"{epochs * STEPS_PER_EPOCH} steps of {options.num_processes} ranks on {options.backend}, by {launcher}")
     with start("undisturbed") as whole:
