@@ -125,9 +125,7 @@ TYPED_ELSEWHERE = {
     "hvd-trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
     "--epochs 1": ("tests/test_compare.py", '"compare"'),
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
-    "--data-dir ../shared/data/mnist": (
-        *("tests/test_compare.py", "test_compare_takes_any_script"),
-    ),
+    "--data-dir ../shared/data/mnist": (*("tests/test_compare.py", "test_compare_takes_any_script"),),
     "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
         "tests/test_diagnose.py",
         '"diagnose"',
