@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet -c constraints.txt
+INSTALL := $(PIP) install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup mnist test image-test gpu-test lint audit docs clean

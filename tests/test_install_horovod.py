@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -108,7 +109,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TorchFacts:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", tool_folder(tmp_path / "bin"))
     monkeypatch.setattr(toolchain, "USUAL_CUDA_HOME", str(tmp_path / "no_cuda"))
-    return TorchFacts(version="2.15.0+cu132", cuda="13.2", nccl_home=str(tmp_path / "nccl"), nccl_version="2.28.9")
+    nccl = {"nccl_home": str(tmp_path / "nccl"), "nccl_version": "2.28.9"}
+    return TorchFacts(version="2.15.0+cu132", cuda="13.2", gpu_count=1, **nccl)
 
 
 def fake_toolkit(home: Path, version: str) -> str:
@@ -139,6 +141,16 @@ def test_toolkit_behind_a_script_on_path_is_found(
     script(tmp_path / "bin/nvcc", f"echo '#$ TOP={home}/bin/..'")
     found = tool.choose_cuda("auto", no_cuda)
     assert found == toolchain.CudaToolkit(Path(home), "13.0")
+
+
+def test_nccl_is_built_without_a_gpu_only_where_it_is_asked_for(
+    no_cuda: TorchFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A toolkit alone took five minutes of a newcomer's first ten, for a machine that had no GPU."""
+    monkeypatch.setenv("CUDA_HOME", fake_toolkit(tmp_path / "cuda", "13.0"))
+    without = dataclasses.replace(no_cuda, gpu_count=0)
+    assert tool.choose_cuda("auto", without) == "no GPU is visible here"
+    assert isinstance(tool.choose_cuda("nccl", without), toolchain.CudaToolkit)
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------

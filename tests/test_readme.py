@@ -85,7 +85,7 @@ TYPED_ELSEWHERE = {
         ("tests/test_gpu_runner.py", "test_documented_gpu_commands_exist"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
-    "pip install -c constraints.txt .": ("Makefile", "install --quiet -c constraints.txt"),
+    "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("tests/test_install_horovod.py", '"install-horovod"'),
     "hvd-trainer verify-resume --kills 12 --backend horovod -np 2": (
         *("tests/test_verify_resume.py", '"verify-resume"'),

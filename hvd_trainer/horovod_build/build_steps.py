@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan
 from hvd_trainer.horovod_build.errors import InstallError, explain
 from hvd_trainer.horovod_build.nccl import Nccl
+from hvd_trainer.horovod_build.progress import wait_with_progress
 from hvd_trainer.horovod_build.toolchain import cpu_flags
 
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -67,11 +69,14 @@ class BuildSteps:
         out = self.folder / "wheel"
         variables = {"HOROVOD_CMAKE": str(self.tools / "cmake/data/bin/cmake"), **options}
         words = ("--verbose", "--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source))
-        self._pip("Horovod must be compiled.", "wheel", *SOURCE_ONLY, *words, variables=variables)
+        self._pip("Horovod must be compiled.", "wheel", *SOURCE_ONLY, *words, variables=variables, is_build=True)
         return next(out.glob("horovod-*.whl"))
 
-    def _pip(self, asked: str, *words: str, variables: Mapping[str, str] | None = None) -> None:
-        run_logged(asked, pip(*words), self.log, {**self.environment(), **(variables or {})})
+    def _pip(
+        self, asked: str, *words: str, variables: Mapping[str, str] | None = None, is_build: bool = False
+    ) -> None:
+        environment = {**self.environment(), **(variables or {})}
+        run_logged(asked, pip(*words), self.log, environment, is_build=is_build)
 
 
 def pip(*words: str) -> list[str]:
@@ -99,6 +104,10 @@ def build_environment(plan: BuildPlan, cxx: str, folder: Path) -> dict[str, str]
         "CMAKE_GENERATOR": "Unix Makefiles",
         "MAKEFLAGS": f"-j{plan.jobs}",
     }
+    if shutil.which("ccache") is not None:
+        # The build's folder has another name each time, which must not count.
+        options |= {"CMAKE_C_COMPILER_LAUNCHER": "ccache", "CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}
+        options |= {"CCACHE_BASEDIR": str(folder), "CCACHE_NOHASHDIR": "1"}
     if plan.cuda and plan.nccl:
         if plan.torch.nccl_home is None:  # so that it is not beside PyTorch, either, when Horovod is loaded
             options["HVD_TRAINER_NCCL_FOLDER"] = str(plan.nccl.library.parent)
@@ -132,8 +141,13 @@ def run_logged(
     log: Path,
     environment: Mapping[str, str],
     timeout_s: float | None = None,
+    *,
+    is_build: bool = False,
 ) -> None:
     """Run one step with its output appended to `log`, and end its processes with it.
+
+    Args:
+        is_build: whether it compiles, so that its progress can be shown; there is no time limit then.
 
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.
@@ -153,7 +167,7 @@ def run_logged(
             )
             cleanup.callback(_terminate, process)
         try:
-            status = process.wait(timeout_s)
+            status = wait_with_progress(process, log, since) if is_build else process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise InstallError(
                 asked, f"no end after {error.timeout:.0f} s", f"look at the log: {log}", log

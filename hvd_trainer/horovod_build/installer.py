@@ -35,7 +35,7 @@ class Options:
     """Build, install and prove a Horovod that fits this PyTorch."""
 
     gpu: Literal["auto", "nccl", "none"] = "auto"
-    """nccl: GPU collectives through PyTorch's NCCL; none: CPU only; auto: nccl where it can be."""
+    """nccl: GPU collectives by PyTorch's NCCL; none: CPU only; auto: nccl where there is a GPU for it."""
 
     mpi: bool = False
     """Add MPI: mpirun as Horovod's own controller, and Adasum."""
@@ -93,7 +93,7 @@ def install(options: Options) -> None:
 
 def _build(plan: BuildPlan, wheel_dir: Path) -> Path:
     print(
-        f"building {plan.name}\n  with {plan.jobs} compilers at once; this takes minutes; "
+        f"building {plan.name}\n  with {plan.jobs} compilers at once; this takes a minute or more; "
         f"log: {wheel_dir / plan.name}.log",
         flush=True,
     )
@@ -137,11 +137,13 @@ def choose_cuda(gpu: str, torch: TorchFacts) -> CudaToolkit | str:
     if gpu == "none":
         return "as asked (--gpu none)"
     try:
-        return find_cuda(torch)
+        toolkit = find_cuda(torch)
     except InstallError as error:
         if gpu == "nccl":
             raise
         return error.found
+    # CUDA's part takes most of a build, and the whole of it would be for nothing.
+    return "no GPU is visible here" if gpu == "auto" and torch.gpu_count == 0 else toolkit
 
 
 def _suggest_gpu_build(options: Options, torch: TorchFacts) -> None:
@@ -150,7 +152,8 @@ def _suggest_gpu_build(options: Options, torch: TorchFacts) -> None:
     if options.gpu == "auto" and isinstance(reason, str) and (torch.cuda or torch.hip):
         print(
             f"This Horovod is for CPUs only: {reason}\n"
-            f"For GPUs type: {INSTALL_HOROVOD} --gpu nccl    (it says what to do about that)",
+            f"For GPUs, also on a login node without any, type: {INSTALL_HOROVOD} --gpu nccl    (it says what is "
+            f"missing)",
             flush=True,
         )
 

@@ -27,7 +27,7 @@ from hvd_trainer.horovod_build.patch_set import apply_patches
 from hvd_trainer.horovod_build.toolchain import find_cxx
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
-# Sources 60 MB, tools 120 MB, objects with debug information 250 MB (CPU) to 600 MB (NCCL).
+# Sources 60 MB, tools 120 MB, objects up to 100 MB.
 MIN_FREE_MB = 800
 OWNER_WRITES = 0o755
 """The mode of the folders, whatever the umask is."""
