@@ -82,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: long.get(item.path.stem, len(long)))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let what launchers start come from the warm server where a test is marked so."""
+    warm.is_used = item.get_closest_marker("warm") is not None
+
+
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     """Return what was logged since the last call."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import process_tree
 import psutil
+import warm_client
 
 SETTLE_S = 5.0
 """Seconds that ranks may take to vanish after their launcher, before they count as left behind."""
@@ -121,9 +122,13 @@ class Job:
     def _is_rank(self, process: psutil.Process) -> bool:
         """Return whether this is Python with exactly the ranks' arguments; torchrun adds -u to them."""
         try:
+            if process.name() == warm_client.NAME:
+                return False  # its stand-in
             program, *arguments = process.cmdline()
         except (psutil.NoSuchProcess, ValueError):
             return False
+        while arguments[-1:] == [""]:  # room to spare, see warm_server.py
+            arguments.pop()
         if arguments[:1] == ["-u"]:
             arguments = arguments[1:]
         return Path(program).name.startswith("python") and arguments == self._argv

@@ -114,7 +114,7 @@ def start(
     name = f"job-{secrets.token_hex(8)}"
     mark = f"{os.environ.get(process_tree.MARK, 'session')}/{name}"
     argv = [str(argument) for argument in argv]
-    changes = dict(env or {})
+    changes = {**({} if launcher == QUICKEST else warm.variables()), **(env or {})}
     if launcher == "srun":
         changes.update(slurm_cluster.shared().environ)
         options = [f"--job-name={name}", *options]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from launchers import each_launcher, requires, run_ranks
 from torch import Tensor, nn
 
-pytestmark = requires("horovod")
+pytestmark = [requires("horovod"), pytest.mark.warm]
 
 
 @contextlib.contextmanager

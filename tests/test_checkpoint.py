@@ -35,6 +35,8 @@ from hvd_trainer.checkpoint.storage import Manifest
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.observe.run_log import _drop_later
 
+pytestmark = pytest.mark.warm
+
 STATE = {"model": {"w": torch.arange(3.0)}, "progress": {"step": 7}}
 
 

@@ -24,6 +24,8 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.runner.command import ENDLESS
 
+pytestmark = pytest.mark.warm
+
 COMMON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
     *("--dataset", "--data-dir", "--log-dir", "--seed", "--accumulate", "--max-norm", "--precision"),

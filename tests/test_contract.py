@@ -8,6 +8,8 @@ import contract_checks
 import pytest
 from launchers import requires, run_ranks
 
+pytestmark = pytest.mark.warm
+
 # Those on which the checks run where there is no time for long tests, and further ones.
 QUICK = (("single", "python", 1), ("ddp", "torchrun", 2), ("horovod", "horovodrun", 2))
 SLOW = (

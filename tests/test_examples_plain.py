@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 EXAMPLES = REPOSITORY / "examples" / "mnist"
 MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
 
-pytestmark = pytest.mark.skipif(
-    not (MNIST / "MNIST" / "raw").is_dir(), reason="needs MNIST in ../shared/data/mnist"
-)
+pytestmark = [
+    pytest.mark.warm,
+    pytest.mark.skipif(not (MNIST / "MNIST" / "raw").is_dir(), reason="needs MNIST in ../shared/data/mnist"),
+]
 
 SCRIPTS = {"horovodrun": "plain_horovod.py", "torchrun": "plain_ddp.py"}
 

@@ -12,6 +12,8 @@ from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
 from hvd_trainer.hvd.common.settings import engine_options, ignored_variables, read_settings, set_log_level
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hvd_trainer import hvd
 from hvd_trainer.hvd.common import basics
 
+pytestmark = pytest.mark.warm
+
 OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
 STEPS = 4
 TRAININGS: dict[str, dict[str, Any]] = {

@@ -37,6 +37,8 @@ from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
 from hvd_trainer.jobs.reviews.dataset import Texts, load_texts
 from hvd_trainer.jobs.transformer import PADDING, transformer
 
+pytestmark = pytest.mark.warm
+
 VOCABULARY, LENGTH = 300, 16
 TINY = TextSizes(
     layers=2, d_model=8, heads=2, d_hid=12, dropout=0.0, sequence_length=LENGTH, vocabulary=VOCABULARY

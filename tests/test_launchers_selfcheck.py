@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -323,3 +324,35 @@ def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
         finally:
             starter.kill()
         assert not process_tree.wait_for_end([server], limit_s=10)
+
+
+SERVED = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("torch" in sys.modules, os.getpid(), os.environ["SEEN"], sys.argv[1:], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.warm
+@pytest.mark.parametrize(
+    ("ended_by", "code"), [(signal.SIGTERM, 7), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_served_process_is_what_its_stand_in_would_be(ended_by: signal.Signals, code: int, tmp_path: Path) -> None:
+    """It has PyTorch imported, is found as the launch's rank, gets its signals and gives it its exit code."""
+    (tmp_path / "served.py").write_text(SERVED)
+    with start("python", 1, [str(tmp_path / "served.py"), "--option"], env={"SEEN": "yes"}) as job:
+        job.wait_for_output("yes")
+        (rank,) = job.ranks(1)
+        assert job.stdout == f"True {rank.pid} yes ['--option']\n"
+        assert rank.pid != job.popen.pid
+        job.popen.send_signal(ended_by)
+        assert job.wait(30).returncode == code
+    assert not process_tree.wait_for_end([rank], limit_s=5)
+
+
+def test_tests_that_are_not_marked_warm_start_their_own_processes(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(SERVED)
+    with start("python", 1, [str(tmp_path / "served.py")], env={"SEEN": "yes"}) as job:
+        job.wait_for_output("yes")
+        assert job.stdout == f"False {job.popen.pid} yes []\n"

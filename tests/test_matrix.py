@@ -15,6 +15,8 @@ import slurm_batch
 import slurm_cluster
 from launchers import LAUNCHERS, REPOSITORY, launch, requires, run_ranks, start
 
+pytestmark = pytest.mark.warm
+
 BACKENDS = [pytest.param("horovod", marks=requires("horovod")), pytest.param("ddp", marks=pytest.mark.long)]
 # What each launcher is tried with where there is no time for long tests.
 QUICK = {("horovodrun", "horovod"), ("torchrun", "ddp"), ("mpirun", "horovod"), ("srun", "ddp"), ("python", "ddp")}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launchers import QUICKEST, launch, requires, start
 
+pytestmark = pytest.mark.warm
+
 TEXTS = (
     *("--dataset", "synthetic", "--synthetic-reviews", "96", "--sequence-length", "16", "--vocabulary", "300"),
     *("--global-batch-size", "16", "--device", "cpu"),

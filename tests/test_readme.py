@@ -16,12 +16,15 @@ import documents
 import process_tree
 import pytest
 import slurm_cluster
+import warm
 from child_environment import child_environment
 from job import Job, Result
 from launchers import QUICKEST, REPOSITORY, launch
 from requirements import HOROVODRUN, LAUNCHERS, requires
 
 from hvd_trainer import cli
+
+pytestmark = pytest.mark.warm
 
 MAIN = "horovodrun -np 4 python -m hvd_trainer.mnist --data-dir ../shared/data/mnist --epochs 3"
 BY_HAND = next(command for command in documents.commands() if command.startswith("export WORLD_SIZE"))
@@ -219,6 +222,7 @@ def typed(command: str, root: Path, timeout_s: float = 150.0) -> Result:
     mark = f"{os.environ.get(process_tree.MARK, 'session')}/readme-{secrets.token_hex(8)}"
     name = mark.rpartition("/")[2]
     changes: dict[str, str | None] = {
+        **warm.variables(),
         "PATH": os.pathsep.join([str(HOROVODRUN.parent), os.environ["PATH"]]),
         "PYTHONPATH": str(REPOSITORY),
         # Open MPI refuses root, and more ranks than cores, unless told.

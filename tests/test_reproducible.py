@@ -16,7 +16,7 @@ from launchers import QUICKEST, launch, requires, run_ranks, start
 from hvd_trainer.optim.reproducible import TreeSum, deterministic_algorithms
 from hvd_trainer.utils.tensors import pairwise_sum
 
-pytestmark = requires("horovod")
+pytestmark = [requires("horovod"), pytest.mark.warm]
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]
 
 

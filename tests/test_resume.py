@@ -15,6 +15,8 @@ import pytest
 import resume_checks
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
+pytestmark = pytest.mark.warm
+
 BACKENDS = [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
 
 

@@ -19,6 +19,8 @@ from hvd_trainer import LaunchError
 from hvd_trainer.launch.world import UNKNOWN, World
 from hvd_trainer.rendezvous import connect
 
+pytestmark = pytest.mark.warm
+
 MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
 MAX_ERROR_S = 60
 """Far above what an error takes, far below the 300 s that ranks wait for each other."""

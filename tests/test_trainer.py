@@ -31,7 +31,7 @@ from hvd_trainer.jobs.models import conv_net
 from hvd_trainer.optim.learning_rate import StepRate, check_decay, count_warmup_steps
 
 ENGINES = ("ddp", "horovod")
-pytestmark = requires("horovod")
+pytestmark = [requires("horovod"), pytest.mark.warm]
 
 
 @pytest.fixture(scope="module")

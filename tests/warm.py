@@ -1,4 +1,4 @@
-"""The session's server of ranks that are forked with everything imported (see warm_server.py)."""
+"""The session's server of processes that are forked with everything imported (see warm_server.py)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from benchmarks import NO_GPUS
 
 HERE = Path(__file__).parent
 START_S = 60.0
+PADDING = 4000
+"""Bytes of the server's command line and mark to spare: processes that it forks write their own there."""
+is_used = False
+"""Whether launchers' processes are served, too: for tests marked `warm`."""
 _servers: list[Server] = []
 
 
@@ -24,13 +28,13 @@ class Server:
     """One server, which takes a few seconds to start."""
 
     def __init__(self) -> None:
-        # Directly under the system's temporary folder: a socket's path must be short.
-        self._folder = Path(tempfile.mkdtemp(prefix="hvd-warm-"))
+        # A socket's path must be short; and each host of benchmarks/hosts.py has a /tmp of its own.
+        self._folder = Path(tempfile.mkdtemp(prefix="hvd-warm-", dir="/var/tmp"))
         self.address = str(self._folder / "socket")
-        mark = f"{os.environ.get(process_tree.MARK, 'session')}/warm"
+        mark = f"{os.environ.get(process_tree.MARK, 'session')}/warm".ljust(PADDING, "/")
         environ = child_environment(os.environ, NO_GPUS, mark=mark, folder=self._folder)
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "warm_server.py"), self.address],
+            [sys.executable, str(HERE / "warm_server.py"), self.address, " " * PADDING],
             env=environ,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -48,12 +52,22 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def command_line(num_processes: int, argv: list[str]) -> list[str]:
-    """Return the command that starts so many ranks of `python ARGV`."""
+def address() -> str:
+    """Return the server's address; start it if there is none."""
     if not _servers:
         _servers.append(Server())
+    return _servers[0].address
+
+
+def command_line(num_processes: int, argv: list[str]) -> list[str]:
+    """Return the command that starts so many ranks of `python ARGV`."""
     # Without site-packages it starts at once.
-    return [sys.executable, "-S", str(HERE / "warm_client.py"), _servers[0].address, str(num_processes), *argv]
+    return [sys.executable, "-S", str(HERE / "warm_client.py"), address(), str(num_processes), *argv]
+
+
+def variables() -> dict[str, str]:
+    """Return those by which the Python processes of a launch are served."""
+    return {"HVD_TRAINER_TEST_WARM": address()} if is_used else {}
 
 
 def stop_shared() -> None:

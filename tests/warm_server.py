@@ -1,30 +1,41 @@
-"""Start ranks that need not import PyTorch, for tests to which it does not matter how ranks are started.
+"""Start Python processes that need not import PyTorch, for tests to which it does not matter how they are started.
 
 `python warm_server.py SOCKET` imports once what trainings need, and forks for each client (warm_client.py):
 
     server ---- launch ---- rank 0        their variables are those of ranks that were started by hand
-                      \\---- rank 1        the launch ends them all when one fails, or when its client is gone
+             |          \\---- rank 1        the launch ends them all when one fails, or when its client is gone
+             |
+             \\---- keeper ---- process     what a launcher started, and stands in for it; killed with its client
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
+import gc
 import importlib
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import signal
 import socket
+import struct
 import sys
+import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
+
+from child_environment import STARTUP
+from process_tree import MARK
 
 NEEDED = (
     *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro"),
@@ -39,8 +50,16 @@ NEEDED = (
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
 PARENT_S = 1.0
 """How often to see whether pytest is still there: one that was killed does not end its server."""
+INTERRUPTED = -signal.SIGINT
+OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>")
+"""Files whose frames stand above a program's own in a traceback."""
 LEFT_BEHIND = 98
 """The exit code where ranks have left something running."""
+AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "MKL_", "KMP_", "TORCH_LOGS")
+"""Variables that are read when a process starts, or when PyTorch is imported: those with these names are equal."""
+STARTED_WITH = dict(os.environ)
+HERE, REPOSITORY = (str(folder) for folder in list(Path(__file__).absolute().parents)[:2])
+NAMESPACES = ("net", "uts", "ipc", "pid", "mnt")
 PORTS = range(12000, 19000)
 """Below those that the system and tests/slurm_cluster.py give out."""
 
@@ -53,6 +72,8 @@ def main(address: str) -> None:
     with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):
         importlib.import_module("hvd_trainer.backends.horovod")
         importlib.import_module("horovod.torch")
+    gc.collect()
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what was imported cannot be forked"
     listener = socket.socket(socket.AF_UNIX)
@@ -68,7 +89,7 @@ def main(address: str) -> None:
         port = next(ports)
         if os.fork() == 0:
             listener.close()
-            launch(connection, port)
+            serve(connection, port)
         connection.close()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -87,16 +108,23 @@ def ports_of(server: int) -> Iterator[int]:
             yield port
 
 
-def launch(connection: socket.socket, port: int) -> NoReturn:
-    """Start the ranks and wait for their end."""
+def serve(connection: socket.socket, port: int) -> NoReturn:
+    """Start what the client wants."""
     os.setsid()
-    text, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
+    text, files, *_ = socket.recv_fds(connection, 1 << 20, 253)
     while not text.endswith(b"\n"):
         more = connection.recv(1 << 20)
         if not more:
             os._exit(1)  # the client was killed meanwhile
         text += more
     wanted = json.loads(text)
+    if "size" in wanted:
+        launch(wanted, files, connection, port)
+    keep(wanted, files, connection)
+
+
+def launch(wanted: dict[str, Any], files: list[int], connection: socket.socket, port: int) -> NoReturn:
+    """Start the ranks and wait for their end."""
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
         os.close(file)
@@ -113,6 +141,105 @@ def launch(connection: socket.socket, port: int) -> NoReturn:
             run(wanted["argv"])
     connection.send(json.dumps(end_of(ranks, connection)).encode())
     os._exit(0)
+
+
+def keep(wanted: dict[str, Any], files: list[int], connection: socket.socket) -> NoReturn:
+    """Start a process in the place of the client, kill it if the client is killed, and tell the client its end."""
+    if not can_run(wanted):
+        connection.send(b"0\n")
+        os._exit(0)
+    enter_namespaces_of(connection)
+    process = os.fork()
+    if process == 0:
+        connection.send(f"{os.getpid()}\n".encode())
+        connection.close()
+        if wanted["leads_group"]:
+            os.setsid()
+        become(wanted, files)
+        run(wanted["argv"])
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    for file in (0, 1, 2, *files):
+        os.close(file)
+    ended = os.pidfd_open(process)
+    if ended not in select.select([ended, connection], [], [])[0]:
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError):
+        connection.send(f"{os.waitpid(process, 0)[1]}\n".encode())
+    os._exit(0)
+
+
+def can_run(wanted: dict[str, Any]) -> bool:
+    """Return whether a process forked from here is what the client would become."""
+    return (
+        wanted["executable"] == sys.executable
+        and at_start(wanted["env"]) == at_start(STARTED_WITH)
+        # The hooks of `hvd_trainer run` see imports.
+        and "HVD_TRAINER_ENGINE" not in wanted["env"]
+    )
+
+
+def enter_namespaces_of(client: socket.socket) -> None:
+    """Enter the client's host (benchmarks/hosts.py); the next fork is a process of it."""
+    process, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    for name in NAMESPACES:
+        path = f"/proc/{process}/ns/{name}"
+        if os.readlink(path) != os.readlink(f"/proc/self/ns/{name}"):
+            with open(path) as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns of {path}")
+
+
+def at_start(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return those of the variables that a process reads when it starts."""
+    found: dict[str, object] = {name: value for name, value in environ.items() if name.startswith(AT_START)}
+    found.pop("PYTHONUNBUFFERED", None)
+    # Where the packages are that are already imported.
+    folders = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return found | {"PYTHONPATH": [folder for folder in folders if folder not in (REPOSITORY, HERE, STARTUP)]}
+
+
+def become(wanted: dict[str, Any], files: list[int]) -> None:
+    """Take over the client's files, variables, limits and folder, and what /proc shows of it."""
+    # First out of the way of the numbers that they shall have.
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+    os.closerange(0, 1000)
+    for file, number in zip(apart, wanted["files"], strict=True):
+        os.dup2(file, number, inheritable=True)
+        os.close(file)
+    os.chdir(wanted["cwd"])
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    tempfile.tempdir = None
+    os.sched_setaffinity(0, wanted["affinity"])
+    for name, limits in wanted["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
+    for number in wanted["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    sys.orig_argv = wanted["orig_argv"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(
+            line_buffering=stream is sys.stderr or stream.isatty(), write_through=wanted["unbuffered"]
+        )
+    show(wanted)
+
+
+def show(wanted: dict[str, Any]) -> None:
+    """Write this process's command line and its test's mark where /proc/PID/cmdline and environ are read from."""
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, arguments_end, variables, variables_end = map(int, numbers[45:49])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        command = b"\0".join(map(os.fsencode, wanted["orig_argv"])) + b"\0"
+        size = arguments_end - arguments
+        memory.seek(arguments)
+        memory.write(command[: size - 1].ljust(size, b"\0"))
+        memory.seek(variables)
+        mark = f"{MARK}=".encode()
+        block = memory.read(variables_end - variables)
+        start = block.find(mark) + len(mark)
+        size = block.index(b"\0", start) - start
+        memory.seek(variables + start)
+        memory.write(os.fsencode(wanted["env"].get(MARK, ""))[:size].ljust(size, b"/"))
 
 
 def end_of(ranks: set[int], connection: socket.socket) -> int:
@@ -159,28 +286,38 @@ def run(argv: list[str]) -> NoReturn:
     try:
         run_code(argv)
     except SystemExit as leaving:
-        if isinstance(leaving.code, str):
+        if leaving.code is not None and not isinstance(leaving.code, int):
             print(leaving.code, file=sys.stderr)
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in OUTSIDE:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
 
 
 def run_code(argv: list[str]) -> None:
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    module = argv[0] == "-m"
-    sys.argv = argv[1:] if module else argv
-    sys.path[:1] = [os.getcwd() if module else str(Path(argv[0]).resolve().parent), *paths]
-    if module:
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    kind, *rest = argv
+    sys.argv = rest if kind == "-m" else ["-c", *rest[1:]] if kind == "-c" else argv
+    folder = {"-m": os.getcwd(), "-c": ""}.get(kind, str(Path(kind).resolve().parent))
+    sys.path[:1] = [folder, *paths]
+    if kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(module))
     else:
-        runpy.run_path(argv[0], run_name="__main__")
+        runpy.run_path(kind, run_name="__main__")
 
 
 if __name__ == "__main__":
