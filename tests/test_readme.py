@@ -119,6 +119,9 @@ TYPED_ELSEWHERE = {
     "hvd-trainer parity -- -m hvd_trainer.mnist --dataset digits": (
         *("tests/test_parity_tool.py", '"hvd_trainer.mnist"'),
     ),
+    "hvd-trainer parity -np 2 -- train.py --epochs 1": (
+        *("tests/test_parity_scripts.py", "test_parity_of_a_script_from_the_command_to_the_exit_code"),
+    ),
     "hvd-trainer doctor": ("tests/test_doctor.py", '"doctor"'),
     "hvd-trainer doctor --run": ("tests/test_doctor.py", '"--run"'),
     "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (

@@ -254,6 +254,7 @@ def _drawing_layers(case: Case, kind: str) -> Fit:
 def _other_forward(case: Case) -> Fit:
     found, dropout = case.get("loss"), _first_few(case.one.start["dropout"])
     explained = _summed_loss(case) or any(_drawing_layers(case, kind) for kind in ("dropout", "batch_norm"))
+    explained = explained or case.get("parameters", among_ranks=True) is not None
     before = ("samples", "order", "skipped", "learning rate")
     if found is None or explained or found.relative <= MAX_ROUNDING or case.first.quantity in before:
         return False

@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import re
+import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class ScriptTrace(ScriptListener):
         self._writer: TraceWriter | None = None
         self._models: list[tuple[str, nn.Module]] = []
         self._at_start: dict[str, dict[str, Tensor]] = {}
-        self._loader = 0
+        self._loader: weakref.ref[object] | None = None
         self._fetched: deque[list[str]] = deque()
         self._used: list[list[str]] = []
         self._losses: list[float] = []
@@ -50,9 +51,9 @@ class ScriptTrace(ScriptListener):
     def on_batch(self, batch: Any, loader: object) -> None:
         if self._step == self._steps:
             return
-        if self._loader != id(loader):
+        if self._loader is None or self._loader() is not loader:
             # What another loader has left was not trained on: it was that of an evaluation.
-            self._loader = id(loader)
+            self._loader = weakref.ref(loader)
             self._fetched.clear()
         pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
         self._fetched.append(sample_checksums((pair[0], pair[1])))
