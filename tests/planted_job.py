@@ -84,10 +84,13 @@ class Faults:
         os.fsync(self._file.fileno())
         self._pages = mmap.mmap(self._file.fileno(), 0)
         self._pages.madvise(mmap.MADV_RANDOM)
+        self._count = 0
 
     def __call__(self, index: int) -> None:
-        self._pages.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._count += 1
+        if self._count % 32 == 0:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for page in range(20):
             self._pages[(index * 7919 + page * 104729) % PAGES * mmap.PAGESIZE]  # planted: page faults
 
@@ -155,6 +158,13 @@ def slow_metric(outputs: Tensor, targets: Tensor) -> Tensor:
 class Sleep(Callback):
     def on_step_end(self, run: Any, result: Any) -> None:
         time.sleep(0.05)  # planted: callback
+
+
+class Failing(Sleep):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        super().on_step_end(run, result)
+        if run.progress.step == 20:
+            raise ValueError("planted")
 
 
 class Compute(Callback):
@@ -236,6 +246,7 @@ def main(options: PlantedOptions) -> None:
                 threading.Thread(target=hold_gil, name="prefetch", daemon=True).start()
         callbacks = {
             "callback": [Sleep()],
+            "callback, then failure": [Failing()],
             "computing callback": [Compute()],
             "callback of one rank": [OneRank()],
             "callback hiccups": [Checks()],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -409,6 +410,14 @@ class Planted(NamedTuple):
     rank: int | None = None
     line: bool = True
     budget: int = 60
+    script: str = "planted_job.py"
+
+    @property
+    def job(self) -> list[str]:
+        """The words behind `--`."""
+        if self.script == JOB.name:
+            return [str(JOB), "--planted", self.planted, *self.options]
+        return [str(HERE / self.script), self.planted]
 
 
 PLANTED = (
@@ -435,6 +444,14 @@ PLANTED = (
     Planted("latency", "overhead", "--batch-size", ("--batch-size", "4"), line=False, budget=170),
     Planted("bandwidth", "exchange", "--accumulate 4", ("--batch-size", "8"), line=False, budget=170),
 )
+SCRIPT = "planted_script.py"
+SCRIPTS = (
+    Planted("logging", "script", "do this every few steps only", script=SCRIPT),
+    Planted("update", "update", "update all parameters at once", script=SCRIPT),
+    Planted("disk", "data waits", "num_workers=", script=SCRIPT),
+    Planted("decode", "data computes", "cheaper, or store its results", script=SCRIPT),
+    Planted("one rank", "slow line", "rank 1 spends its time there", rank=1, script=SCRIPT),
+)
 EACH_PUSH = 5
 
 
@@ -453,21 +470,23 @@ def other_programs(planted: str) -> Iterator[None]:
             program.wait()
 
 
-def line_of(planted: str, file: Path = JOB) -> int:
+def line_of(planted: str, file: Path) -> int:
     """Return the number of the line with a planted cause."""
     lines = file.read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# planted: {planted}"))
 
 
 def diagnose_job(
-    planted: Planted, backend: str, tmp_path: Path, *, options: Sequence[str] = ()
+    planted: Planted, backend: str, tmp_path: Path, *, options: Sequence[str] = (), inside: Sequence[str] = ()
 ) -> tuple[dict[str, Any], str]:
     """Diagnose a job with a planted cause; return the diagnosis and the output."""
     tool = ["-m", "hvd_trainer", "diagnose", "--backend", backend, "--out", str(tmp_path / "out")]
-    job = [str(JOB), "--planted", planted.planted, *planted.options]
-    words = [*tool, "--budget", str(planted.budget), *options, "--", *job]
+    words = [*tool, "--budget", str(planted.budget), *options, "--", *planted.job]
+    if inside:
+        code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+        words = ["-c", code, *inside, sys.executable, *words]
     with other_programs(planted.planted):
-        said = launch("python", 1, words, timeout_s=planted.budget + 60).stdout
+        said = launch("python", 1, words, timeout_s=planted.budget + 60, check=False).stdout
     result: dict[str, Any] = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     return result, said
 
@@ -481,9 +500,9 @@ def check(planted: Planted, result: Mapping[str, Any], said: str) -> None:
     if planted.rank is not None:
         assert cause["rank"] == planted.rank, said
     if planted.line:
-        number = line_of(planted.planted)
+        number = line_of(planted.planted, HERE / planted.script)
         assert number in (cause["line"]["frame"]["line"], cause["line"]["entry"]["line"]), said
-        assert f"{JOB.name}:{number} " in said
+        assert f"{planted.script}:{number} " in said
     assert any(planted.advice in action["text"] for action in result["advice"]), said
 
 
@@ -493,13 +512,80 @@ OF_THE_MACHINE = ("programs", "contention", "throttled")
 def cases() -> list[Any]:
     """Return each planted cause on both engines: on one of them on each push, if it is among the first."""
     found = []
-    for number, planted in enumerate(PLANTED):
+    for number, planted in enumerate((*PLANTED, *SCRIPTS)):
         for place, backend in enumerate(("ddp", "horovod")):
             marks = [requires("horovod")] if backend == "horovod" else []
             if number >= EACH_PUSH or number % 2 != place:
                 marks.append(pytest.mark.nightly)
-            found.append(pytest.param(planted, backend, id=f"{planted.planted}, {backend}", marks=marks))
+            found.append(
+                pytest.param(planted, backend, id=f"{planted.script}, {planted.planted}, {backend}", marks=marks)
+            )
     return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_advice_is_tried(tmp_path: Path) -> None:
+    """64 ms to wait for a batch, which loader processes do meanwhile."""
+    disk = next(planted for planted in PLANTED if planted.planted == "disk")
+    result, said = diagnose_job(disk._replace(budget=300), "ddp", tmp_path, options=("--try",))
+    (tried,) = [one for one in result["tried"] if one["action"]["cause"] == "data waits"]
+    assert tried["after"] > 1.3 * tried["before"], said
+    assert "tried --workers" in said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_too_many_threads_are_found(tmp_path: Path) -> None:
+    """Six on the one core that three ranks may use."""
+    batch = ("--batch-size", "4096")
+    threads = Planted("nothing", "contention", "OMP_NUM_THREADS=1", batch, line=False, budget=170)
+    core = str(min(os.sched_getaffinity(0)))
+    options = ("--np", "3", "--threads", "2")
+    result, said = diagnose_job(threads, "ddp", tmp_path, options=options, inside=["taskset", "-c", core])
+    texts = [action["text"] for action in result["advice"] if action["cause"] == "contention"]
+    assert texts == [
+        "OMP_NUM_THREADS=1: 3 ranks with 2 threads each are 6 on 1 core, and wait for each other's turn"
+    ], said
+
+
+@pytest.fixture
+def slow_network() -> Iterator[list[str]]:
+    """A network of its own with 200 Mbit/s: commands run inside if they are put behind this."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and {' and '.join(missing) or 'its rights'}: apt-get install iproute2")
+    name = f"hvd-diagnose-{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        limit = ["tbf", "rate", "200mbit", "burst", "256kb", "latency", "400ms"]
+        slow = subprocess.run([*inside, "tc", "qdisc", "add", "dev", "lo", "root", *limit], check=False)
+        if slow.returncode != 0:
+            pytest.skip("this kernel cannot limit a network's rate: modprobe sch_tbf")
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_slow_network_is_found(slow_network: list[str], tmp_path: Path) -> None:
+    network = Planted("nothing", "exchange", "--accumulate 4", line=False, budget=170)
+    result, said = diagnose_job(network, "ddp", tmp_path, inside=slow_network)
+    assert result["causes"][0]["kind"] == "exchange", said
+    assert result["exchange"]["bytes_per_s"] < 50e6
+    texts = [action["text"].partition(":")[0] for action in result["advice"]]
+    assert {"--accumulate 4", "--compression fp16"} <= set(texts)
+
+
+@pytest.mark.timeout(120)
+def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Path) -> None:
+    job = Planted("callback, then failure", "callback", "do this every few steps only")
+    result, said = diagnose_job(job, "ddp", tmp_path)
+    assert "The job ended early when it was run normal: ValueError: planted" in result["note"], said
+    assert result["causes"][0]["kind"] == "callback", said
 
 
 @pytest.mark.timeout(120)

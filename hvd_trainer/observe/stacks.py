@@ -79,16 +79,18 @@ class Count:
 
 
 class Clocks:
-    """The CPU time of a thread, and its time in the queue for a CPU.
+    """The CPU time of a thread, and its time in the queue for a CPU; zero where the kernel does not count them.
 
     Args:
         thread: which has started.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
-        assert thread.ident is not None
-        self._cpu = time.pthread_getcpuclockid(thread.ident)
+        # A thread's own clock is exact, but may be asked for only while it certainly lives.
+        is_main = thread is threading.main_thread() and thread.ident is not None
+        self._cpu = time.pthread_getcpuclockid(thread.ident) if is_main and thread.ident else None
         self._queue: int | None = None
+        self._last = 0.0, 0.0
         with suppress(OSError):
             self._queue = os.open(f"/proc/self/task/{thread.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._last = self._read()
@@ -100,8 +102,13 @@ class Clocks:
         return now[0] - last[0], now[1] - last[1]
 
     def _read(self) -> tuple[float, float]:
-        queued = 0 if self._queue is None else int(os.pread(self._queue, 100, 0).split()[1])
-        return time.clock_gettime(self._cpu), queued / 1e9
+        if self._queue is None:
+            return (0.0, 0.0) if self._cpu is None else (time.clock_gettime(self._cpu), 0.0)
+        try:
+            cpu, queued = (int(word) / 1e9 for word in os.pread(self._queue, 100, 0).split()[:2])
+        except OSError:  # the thread has ended
+            return self._last
+        return (cpu if self._cpu is None else time.clock_gettime(self._cpu)), queued
 
     def close(self) -> None:
         if self._queue is not None:
@@ -113,14 +120,15 @@ class StackSampler:
 
     Args:
         file: to write to.
+        write_every_s: how often.
 
     Attributes:
         phase: what the main thread is doing; set by its user.
         elements: of the inputs of all batches; added by its user.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, write_every_s: float = WRITE_EVERY_S) -> None:
+        self._file, self._write_every_s = file, write_every_s
         self.phase = "start"
         self.elements = 0
         self._ends: list[float] = []
@@ -129,7 +137,6 @@ class StackSampler:
         self._thread = threading.Thread(target=self._sample, name="stack sampler", daemon=True)
         self._skipped = 0
         self._clear()
-        self._write_every_s = WRITE_EVERY_S
 
     def _clear(self) -> None:
         """Forget what was counted."""
@@ -149,8 +156,9 @@ class StackSampler:
     def _sample_child(self) -> None:
         if self._is_stopped.is_set() or self.phase == WORKER:
             return
-        worker = StackSampler(self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json"))
-        worker.phase, worker._write_every_s = WORKER, WRITE_WORKER_EVERY_S
+        file = self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json")
+        worker = StackSampler(file, WRITE_WORKER_EVERY_S)
+        worker.phase = WORKER
         worker._start()
 
     def _start(self) -> None:
@@ -175,7 +183,7 @@ class StackSampler:
     def _sample(self) -> None:
         main, own = threading.main_thread(), threading.get_ident()
         assert main.ident is not None
-        clocks = {main.ident: Clocks(main)}
+        clocks = {main.native_id: Clocks(main)}
         last = written = time.perf_counter()
         switch_s = sys.getswitchinterval()
         while not self._is_stopped.is_set():
@@ -190,15 +198,15 @@ class StackSampler:
             for thread in threading.enumerate():
                 if thread.ident is None or thread.ident in (own, main.ident) or thread.ident not in frames:
                     continue
-                if thread.ident not in clocks:
-                    clocks[thread.ident] = Clocks(thread)
-                cpu, queued = clocks[thread.ident].since_last()
+                if thread.native_id not in clocks:
+                    clocks[thread.native_id] = Clocks(thread)
+                cpu, queued = clocks[thread.native_id].since_last()
                 if cpu > MIN_CPU_S:
                     others_s += cpu
                     self._add((thread.name, "", _places(frames[thread.ident])), wall, cpu, queued)
             # Other threads keep their turns, or what they cost could not be seen.
             sys.setswitchinterval(switch_s if others_s else SWITCH_S)
-            cpu, queued = clocks[main.ident].since_last()
+            cpu, queued = clocks[main.native_id].since_last()
             gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
             stack = "main", phase, _places(frames[main.ident])
             self._add(stack, wall, cpu, queued, gil)

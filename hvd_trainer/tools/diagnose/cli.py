@@ -233,7 +233,7 @@ NOTHING_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "-
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command, and return the exit code: 0, or 130 if it was interrupted.
+    """Run the command, and return the exit code: 0; 1 if the job failed or hung, and 130 if it was interrupted.
 
     Raises:
         OptionError: an option is out of its range, or the job failed before it had trained.
@@ -244,8 +244,7 @@ def main(argv: Sequence[str]) -> int:
     with locked_folder(folder):
         runner = TrialRunner(job, options, folder)
         try:
-            measure(runner, options)
-            code = 0
+            code = measure(runner, options)
         except KeyboardInterrupt:
             runner.collected.note = "Interrupted."
             code = 130
@@ -255,8 +254,8 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def measure(runner: TrialRunner, options: Options) -> None:
-    """Run the trials that are worth it within the budget."""
+def measure(runner: TrialRunner, options: Options) -> int:
+    """Run the trials that are worth it within the budget, and return the exit code."""
     warn_if_busy()
     print(
         f"this takes {options.budget:g} s at most (--budget): {plural(options.np, 'rank')} on {options.backend}, "
@@ -267,7 +266,7 @@ def measure(runner: TrialRunner, options: Options) -> None:
     first = runner.run(runner.normal(), FIRST_STEPS)
     if first.state != "done":
         collected.note = f"The job ended early when it was run {NORMAL}: {first.why(options.out)}."
-        return
+        return 1
     step_s = collected.figures[NORMAL][0]["step_s"]
     start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
     print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)
@@ -281,18 +280,19 @@ def measure(runner: TrialRunner, options: Options) -> None:
     # Another run measures the exchange itself.
     plan = [trial for _, trial in in_rounds(trials, MAX_ROUNDS)][: max(0, int(runner.left_s / cost_s) - 1)]
     if not plan:
-        return
+        return 0
     count = len(plan)
     print(f"{plural(count, 'more run')} of {plural(WARMUP_STEPS + steps, 'step')}: about {count * cost_s:.0f} s")
     for place, trial in enumerate(plan, 1):
         if runner.left_s < cost_s:
             collected.note = "The budget (--budget) is spent."
-            return
+            return 0
         run = runner.run(trial, steps)
         said = f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
         print(f"{place}/{count}  {trial.name}: {said}", flush=True)
     if runner.left_s > cost_s and NO_EXCHANGE in collected.figures:
         runner.measure_exchanges()
+    return 0
 
 
 def plan_trials(evidence: Evidence, options: Options, is_trainer: bool) -> list[Trial]:

@@ -317,7 +317,7 @@ def user_frames(stack: Stack) -> list[Frame]:
     """Return the frames of the user's code that count for a stack's role, the outermost first."""
     first = BELOW.get(stack.role, "")
     begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
-    return [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+    return [frame for frame in stack.frames[begin:] if frame.owner == "user" and frame.name != "<module>"]
 
 
 def hottest_line(stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False) -> Blame | None:
