@@ -26,9 +26,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch
 from hvd_trainer.observe.callback import Observer, RunView
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
 
 FOLDER = "stacks"
@@ -42,7 +45,7 @@ WORKER = "worker"
 """The phase of a loader's process."""
 WRITE_WORKER_EVERY_S = 0.5
 """A loader's process is always killed, or ends without a word."""
-SWITCH_S = 0.0005
+SWITCH_S = 0.00005
 """Time after which the main thread gives the GIL to the sampler. By the default, 5 ms, most looks would come when
 it gives the GIL away by itself, such as in an operation on tensors, and few in a loop of Python."""
 MIN_LATE_S = 0.002
@@ -124,12 +127,14 @@ class StackSampler:
 
     Attributes:
         phase: what the main thread is doing; set by its user.
+        device: where the rank computes; set by its user.
         elements: of the inputs of all batches; added by its user.
     """
 
     def __init__(self, file: Path, write_every_s: float = WRITE_EVERY_S) -> None:
         self._file, self._write_every_s = file, write_every_s
         self.phase = "start"
+        self.device = torch.device("cpu")
         self.elements = 0
         self._ends: list[float] = []
         """when steps ended; only the main thread appends to it, so that it never waits for the other one"""
@@ -263,7 +268,7 @@ class StackSampler:
         usage, durations = resource.getrusage(resource.RUSAGE_SELF), self._durations
         return {
             "pid": os.getpid(),
-            "cpus": sorted(os.sched_getaffinity(0)),
+            "uses_gpu": not accelerator.is_host(self.device),
             "blocks": self._blocks,
             "seconds": time.perf_counter() - self._began,
             "durations": durations,
@@ -356,6 +361,7 @@ class StackSamples(Observer):
         """Sample while the context is open, and write the counts on exit."""
         listeners = run.backend.activity.listeners
         listeners.append(self._enter)
+        self._sampler.device = run.device
         self._sampler.start()
         try:
             yield

@@ -45,7 +45,7 @@ INNER = (
 )
 """Roles by the folder of the code, from the innermost frame on; they come before the others in a script."""
 BY_PHASE = {"reduce": "exchange", "forward": "model", "step": "update", "callback": "callback"}
-MIN_HOT = 0.6
+MIN_HOT = 0.5
 """Fraction of a role's time that a line must have, with what it calls, to be named."""
 
 
@@ -87,7 +87,7 @@ class Record(Struct):
     """A file of `observe/stacks.py`."""
 
     pid: int
-    cpus: list[int]
+    uses_gpu: bool
     blocks: int
     seconds: float
     durations: list[float]
@@ -157,6 +157,7 @@ class RankProfile:
         self.steps = max(1, len(self.durations))
         self.seconds = sum(record.seconds for record in records)
         self.blocks = max(1, sum(record.blocks for record in records))
+        self.uses_gpu = any(record.uses_gpu for record in records)
         self.cpu_s = sum(record.cpu_s for record in records)
         self.queued_s = sum(record.queued_s for record in records)
         self.elements = sum(record.elements for record in records)
@@ -196,7 +197,12 @@ class RankProfile:
         """Return the seconds of a typical step by role."""
         found: dict[str, Seconds] = defaultdict(Seconds)
         for stack in self.main():
-            found[stack.role] += self.seconds_of(stack)
+            its = self.seconds_of(stack)
+            if stack.role == "backward" and not self.uses_gpu and not user_frames(stack):
+                # A CPU computes in this thread, but DDP waits there for other ranks.
+                found["exchange"] += Seconds(its.blocked, variance=its.variance)
+                its = Seconds(its.wall - its.blocked, its.cpu, its.queued, its.gil, its.variance)
+            found[stack.role] += its
         return found
 
     def seconds_of(self, stack: Stack) -> Seconds:

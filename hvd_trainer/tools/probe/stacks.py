@@ -24,6 +24,7 @@ class ScriptStacks(ScriptListener):
         self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")
 
     def on_start(self, optimizer: Optimizer) -> None:
+        self._sampler.device = optimizer.param_groups[0]["params"][0].device
         self._sampler.start()
         atexit.register(self._sampler.stop)
 
