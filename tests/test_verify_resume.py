@@ -54,7 +54,7 @@ SCRIPT = Path(__file__).with_name("scripts") / "torch_ddp.py"
     ],
 )
 def test_verify_resume_takes_a_script(snapshot: str, code: int, text: str) -> None:
-    job = [str(SCRIPT), "--epochs", "60", "--snapshot", snapshot, *([] if snapshot else ["--label", "{folder}"])]
+    job = [str(SCRIPT), "--epochs", "8", "--snapshot", snapshot, *([] if snapshot else ["--label", "{folder}"])]
     options = ["--kills", "1", "--backend", "ddp"]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *job], check=False)
     assert text in result.stdout + result.stderr
@@ -81,7 +81,7 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
         monkeypatch.setattr(injector, name, 0.2)
     page = SharedStatus.create()
     with (
-        FaultInjector(["sleep", "60"], tmp_path, size=1, program="sleep") as job,
+        FaultInjector(["sleep", "60"], tmp_path, size=1) as job,
         subprocess.Popen(["sleep", "60"]) as rank,
     ):
         job._ranks, job._statuses = {0: psutil.Process(rank.pid)}, {0: page}

@@ -104,7 +104,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
 
     def start(name: str, *more: str) -> FaultInjector:
         command = command_for(launcher, options.num_processes, [*job, "--log-dir", str(folder / name), *more])
-        return FaultInjector(command, folder / name, options.num_processes, program=JOB)
+        return FaultInjector(command, folder / name, options.num_processes)
 
     print(f"{epochs * STEPS_PER_EPOCH} steps of {options.num_processes} ranks on {options.backend}, by {launcher}")
     with start("undisturbed") as whole:

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import NamedTuple
 
 import psutil
@@ -33,7 +33,7 @@ class PlannedKill(NamedTuple):
     """The process to kill, and the moment."""
 
     place: str
-    """a phase, `any` of them, `write` for the background write of a checkpoint, or `launcher`"""
+    """a phase, `write` for the background write of a checkpoint, or `launcher`"""
     rank: int
     step: int
     """steps that must be done before"""
@@ -57,29 +57,13 @@ class Kill:
 
 
 class FaultInjector:
-    """Starts a job and kills its processes as planned; all of them are ended when the context is closed.
+    """Starts a job and kills its processes as planned; all of them are ended when the context is closed."""
 
-    Args:
-        command: of the job.
-        folder: of its output.
-        size: number of ranks.
-        program: a word by which the command lines of its ranks are known.
-        variables: further environment variables of the job.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        size: int,
-        *,
-        program: str,
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._size, self._folder, self._program = size, folder, program
+    def __init__(self, command: Sequence[str], folder: Path, size: int) -> None:
+        self._size, self._folder = size, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._output = folder / "output"
-        self._launcher = start(command, folder, self._output, variables=variables)
+        self._launcher = start(command, folder, self._output)
         self._statuses: dict[int, SharedStatus] = {}
         self._ranks: dict[int, psutil.Process] = {}
 
@@ -162,7 +146,7 @@ class FaultInjector:
             with suppress(OSError):
                 return any(name.startswith(".step") for name in os.listdir(self._folder / "checkpoints"))
             return False
-        return place in (phase, "launcher", "any")
+        return place in (phase, "launcher")
 
     def _kill(self, rank: int | None, place: str) -> Kill:
         victim = self._launcher if rank is None else self._ranks[rank]
@@ -189,7 +173,10 @@ class FaultInjector:
             for process in self._processes():
                 with suppress(psutil.Error, LaunchError):
                     world = detect(process.environ())
-                    if world.size == self._size and self._program in process.cmdline():
+                    if (
+                        world.size == self._size
+                        and "hvd_trainer.tools.verify_resume.audit_job" in process.cmdline()
+                    ):
                         self._ranks[world.rank] = process
             if need_statuses:
                 found = {rank: SharedStatus.find(process.pid) for rank, process in self._ranks.items()}
