@@ -499,11 +499,12 @@ def test_job_from_comparison(tmp_path: Path, run_estimate: Callable[..., tuple[i
     )
 
 
-def test_from_reads_the_format_of_compare(tmp_path: Path) -> None:
-    """Read a file that `compare`'s own code has written."""
+@pytest.mark.parametrize("work", [{"batch_size": 128, "passes": 1}, {"global_batch_size": 128, "world_size": 1}])
+def test_from_reads_the_format_of_compare(tmp_path: Path, work: dict[str, Any]) -> None:
+    """Read a file that `compare`'s own code has written, of a job and of a script."""
     variants = make_variants(("-m", "hvd_trainer.mnist"), [])
     (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={})
-    work = {"batch_size": 128, "passes": 1, "parameters": 21_840, "device": "cpu"}
+    work |= {"parameters": 21_840, "device": "cpu", "steps": 10}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
     run = RunRecord(trial.identity, 1, "done", 1.0, figures=figures)
     its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
@@ -511,6 +512,8 @@ def test_from_reads_the_format_of_compare(tmp_path: Path) -> None:
     file.write_text(json.dumps(compare_report.as_json(its)))
     report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))
     assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
+    with pytest.raises(OptionError, match="Type --from"):
+        read_points(file)
     varied = Comparison.of(
         [trial], [run], job=("-m", "x"), strong=False, machine={}, varied=[Axis("seed", ("1",))]
     )

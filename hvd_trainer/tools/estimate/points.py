@@ -79,6 +79,11 @@ def read_points(file: Path) -> Measured:
     wanted = "type one that `python -m benchmarks.slow_link --output DIR` has written"
     try:
         content = json.loads(file.read_text())
+        if "runs" in content:
+            raise OptionError(
+                f"--fit {file} is a comparison, measured on one host, where nothing shows what a link costs. Type "
+                f"--from {file}: it takes the step times of the job, or script, from there"
+            )
         if content["format"] != FORMAT:
             raise OptionError(f"--fit {file} has format {content['format']}, and {FORMAT} is known here: {wanted}")
         entries = [entry for entry in content["points"] if entry["hosts"] * entry["ranks_per_host"] > 1]

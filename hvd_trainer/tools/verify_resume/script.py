@@ -1,7 +1,7 @@
 """Kill a script again and again, start it again with the same words, and compare its weights in the end.
 
-The script saves and resumes by its own means, in the folder that stands as {folder} among its words; the run that is
-killed has another one than the undisturbed run.
+The script saves and resumes by its own means, in the folder that stands as {folder} among its words; the run that
+is killed has another one than the undisturbed run.
 """
 
 from __future__ import annotations
