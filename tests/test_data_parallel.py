@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,6 @@ from hvd_trainer import (
     backends,
 )
 from hvd_trainer.backends.data_parallel import DataParallelBackend
-from hvd_trainer.tools.compare.cli import only_gpus
 from hvd_trainer.tools.compare.entries import read_entries
 from hvd_trainer.tools.compare.trials import make_trials
 from hvd_trainer.tools.compare.variants import make_variants
@@ -98,10 +99,11 @@ def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPa
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
     assert [trial.processes for trial in plan] == [1, 2, 1, 4, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert only_gpus(plan[2]) == ["env", "CUDA_VISIBLE_DEVICES=0,1"]
+    log = Path("log")
+    assert plan[2].start(log).variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    assert only_gpus(plan[2]) == ["env", "CUDA_VISIBLE_DEVICES=3,5"]
-    assert only_gpus(plan[1]) == []
+    assert plan[2].start(log).variables == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert not plan[1].start(log).variables
 
 
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])

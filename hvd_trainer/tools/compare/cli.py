@@ -10,10 +10,10 @@ ended is written down at once, so that the same command goes on where a stopped 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import tyro
@@ -30,16 +30,9 @@ from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
-from hvd_trainer.tools.runner.runs import (
-    RunRecord,
-    append_run,
-    in_rounds,
-    locked_folder,
-    log_dir,
-    read_runs,
-    run_once,
-)
+from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
 
 MAX_NAMED = 6
@@ -167,13 +160,13 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
     Raises:
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
-    last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
-    done = {place: run for place, run in last.items() if run.state == "done"}
+    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
+    before = list(runner.last.values())
     # What failed will fail again, and take as long to do so.
-    failed = set() if options.retry_failed else {key for (key, _), run in last.items() if run.state == "failed"}
+    failed = set() if options.retry_failed else {run.key for run in before if run.state == "failed"}
     possible = [trial for trial in trials if trial.reason is None]
     order = list(in_rounds(possible, options.rounds))
-    to_do = [(n, trial) for n, trial in order if (trial.key, n) not in done and trial.key not in failed]
+    to_do = [(n, trial) for n, trial in order if not (runner.is_done(trial.key, n) or trial.key in failed)]
     planned = f"{plural(len(order), 'run')} in {plural(options.rounds, 'round')}"
     print(
         f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}",
@@ -183,17 +176,21 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do:
         warn_if_busy()
-    ended = list(done.values())
-    sides = [side_of(trial, run) for run in done.values() for trial in trials if trial.key == run.key]
+    done = [run for run in before if run.state == "done"]
+    sides = [side_of(trial, run) for run in done for trial in trials if trial.key == run.key]
     given_up: set[str] = set()
     for count, (round_, trial) in enumerate(to_do, 1):
         if trial.key in given_up:
             continue
-        run = start(trial, round_, folder, options)
-        check_steps(trial, run, options.warmup_steps)
-        append_run(folder, run)
-        ended.append(run)
-        left = time_left(ended, [its for _, its in to_do[count:] if its.key not in given_up])
+        run = runner.run(
+            trial.start,
+            trial.identity,
+            round_,
+            threads=trial.threads,
+            read=trial.read,
+            check=partial(check_steps, trial, warmup_steps=options.warmup_steps),
+        )
+        left = runner.time_left([its.key for _, its in to_do[count:] if its.key not in given_up])
         print(f"{count}/{len(to_do)}  round {round_}, {trial.label}: {result_of(run)}{left}", flush=True)
         if run.state != "done":
             given_up.add(trial.key)
@@ -211,33 +208,6 @@ def _listed(trials: Sequence[Trial]) -> str:
         text += f" ({'; '.join(trial.label for trial in trials)})"
     impossible = sum(trial.reason is not None for trial in trials)
     return f"{text}, {impossible} of them impossible" if impossible else text
-
-
-def time_left(ended: Iterable[RunRecord], to_come: Sequence[Trial]) -> str:
-    """Return `, about 3 min left`, from how long the runs have taken so far."""
-    if not to_come:
-        return ""
-    seconds: dict[str, list[float]] = {}
-    for run in ended:
-        seconds.setdefault(run.key, []).append(run.seconds)
-    usual = [value for values in seconds.values() for value in values]
-    left = sum(median(seconds.get(trial.key, usual)) for trial in to_come)
-    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-
-
-def start(trial: Trial, round_: int, folder: Path, options: Options) -> RunRecord:
-    """Run a trial once, from its start to its end."""
-    command, variables = trial.start(log_dir(folder))
-    return run_once(
-        command,
-        folder,
-        trial.identity,
-        round_,
-        threads=trial.threads,
-        limit_s=options.timeout_s,
-        read=trial.read,
-        variables=variables,
-    )
 
 
 def check_steps(trial: Trial, run: RunRecord, warmup_steps: int) -> None:

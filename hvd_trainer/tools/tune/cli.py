@@ -34,17 +34,10 @@ from hvd_trainer.tools.runner.command import (
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.runs import (
-    RunRecord,
-    append_run,
-    key_of,
-    locked_folder,
-    log_dir,
-    read_runs,
-    run_once,
-)
+from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
+from hvd_trainer.tools.runner.runs import RunRecord, key_of, locked_folder
 from hvd_trainer.tools.runner.step_stats import are_figures
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
@@ -155,10 +148,7 @@ class SettingsRunner:
     ) -> None:
         self._backend, self._job, self._options, self._folder = backend, job, options, folder
         self._conditions = conditions
-        self._known: dict[str, list[RunRecord]] = {}
-        for run in read_runs(folder, _are_figures):
-            if run.state == "done":  # what failed may have been mended
-                self._known.setdefault(run.key, []).append(run)
+        self._runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
         self._used: Counter[str] = Counter()
         self.steps = MIN_STEPS
         self.count = 0
@@ -200,34 +190,23 @@ class SettingsRunner:
             **{"backend": self._backend, "words": words, "settings": dict(settings), "steps": steps},
             **{"ranks": options.np, **self._conditions},
         }
-        key = key_of(identity)
-        self._used[key] += 1
-        number_, done = self._used[key], self._known.get(key, [])
-        if len(done) >= number_:
-            return done[number_ - 1]
+        self._used[key_of(identity)] += 1
         left_out = settings.get("leave_out")
         changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
-        command, variables = measured_start(
-            words,
-            engine=self._backend,
-            ranks=options.np,
-            log=log_dir(self._folder),
-            steps=steps,
-            leave_out=() if left_out is None else (left_out,),
-            options=changed if self._job.is_script else [*NOT_SAVED, *changed],
-        )
-        run = run_once(
-            command,
-            self._folder,
-            identity,
-            number_,
-            threads=None,
-            limit_s=options.timeout_s,
-            read=partial(read_measured, job=words, ranks=options.np, warmup_steps=warm_up),
-            variables=variables,
-        )
-        append_run(self._folder, run)
-        return run
+
+        def start(log: Path) -> Start:
+            return measured_start(
+                words,
+                engine=self._backend,
+                ranks=options.np,
+                log=log,
+                steps=steps,
+                leave_out=() if left_out is None else (left_out,),
+                options=changed if self._job.is_script else [*NOT_SAVED, *changed],
+            )
+
+        read = partial(read_measured, job=words, ranks=options.np, warmup_steps=warm_up)
+        return self._runner.run(start, identity, self._used[key_of(identity)], threads=None, read=read)
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:
