@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,18 @@ from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.measured import Start, measured_start
 from hvd_trainer.tools.runner.runs import (
     RunRecord,
     append_run,
     in_rounds,
+    key_of,
     locked_folder,
     read_runs,
     run_once,
     why_it_failed,
 )
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
 TRAINER = "from hvd_trainer import Trainer\n"
 JOB = ("-m", "hvd_trainer.mnist")
@@ -169,3 +172,28 @@ def test_measured_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> Non
     assert "--leave-out data exchange" in words
     assert f"--log-dir {tmp_path}" in words
     assert not start.variables
+
+
+def test_trial_runner_repeats_no_run_that_came_to_its_end(tmp_path: Path) -> None:
+    """A run that fails is tried again by the same command, and one that a check refuses is not recorded."""
+
+    def run(runner: TrialRunner, code: int, round_: int, **more: Any) -> RunRecord:
+        command = [sys.executable, "-c", f"import sys; sys.exit({code})"]
+        figures = {"step_s": 0.1}
+        return runner.run(
+            lambda log: Start(command, {}), {"job": 1}, round_, threads=1, read=lambda log: figures, **more
+        )
+
+    def refuse(run: RunRecord) -> None:
+        raise OptionError("refused")
+
+    first = TrialRunner(tmp_path, limit_s=60.0)
+    assert run(first, 0, 1).state == "done"
+    assert run(first, 3, 2).state == "failed"
+    with pytest.raises(OptionError, match="refused"):
+        run(first, 0, 3, check=refuse)
+    second = TrialRunner(tmp_path, limit_s=60.0)
+    assert run(second, 3, 1).state == "done"
+    assert run(second, 0, 2).state == "done"
+    assert not second.is_done(key_of({"job": 1}), 3)
+    assert second.time_left([key_of({"job": 1})]).startswith(", about ")
