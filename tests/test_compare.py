@@ -25,7 +25,7 @@ from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import Trial, make_trials
 from hvd_trainer.tools.compare.variants import make_variants, read_axes
-from hvd_trainer.tools.runner import formats
+from hvd_trainer.tools.runner import formats, trial_runner
 from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, read_runs
@@ -136,10 +136,12 @@ def measured_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     trials = trials_of(["ddp"], [1, 2, 4, 8])
     started: list[tuple[int, int]] = []
 
-    def start_nothing(trial: Trial, number: int, folder: Path, options: cli.Options) -> RunRecord:
-        started.append((number, trial.ranks))
-        ended: Any = again.ends[trial.ranks]
-        return RunRecord(trial.identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
+    def start_nothing(
+        command: Sequence[str], folder: Path, identity: Mapping[str, Any], number: int, **_: Any
+    ) -> RunRecord:
+        started.append((number, identity["ranks"]))
+        ended: Any = again.ends[identity["ranks"]]
+        return RunRecord(identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
 
     def again(**options: Any) -> list[tuple[int, int]]:
         started.clear()
@@ -147,7 +149,7 @@ def measured_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return started
 
     again.ends = {1: "done", 2: "failed", 4: "killed", 8: "done"}  # type: ignore[attr-defined]
-    monkeypatch.setattr(cli, "start", start_nothing)
+    monkeypatch.setattr(trial_runner, "run_once", start_nothing)
     return again
 
 

@@ -226,7 +226,7 @@ def check_steps(trial: Trial, run: RunRecord, warmup_steps: int) -> None:
     if run.state == "done" and "step_s" not in run.figures:
         raise OptionError(
             f"{trial.label} makes {plural(run.figures['work']['steps'], 'step')}, and the first {warmup_steps} do "
-            f"not count: let the job train longer (--epochs), or type a lower --warmup-steps"
+            f"not count: give the job more --epochs, or type a lower --warmup-steps"
         )
 
 
