@@ -304,7 +304,7 @@ def test_the_printed_output_is_the_documented_one(
 
 TESTED = (
     "python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "
-    '-m "not long and not nightly and not image and not gpu"'
+    '--durations 25 -m "not long and not nightly and not image and not gpu"'
 )
 
 
