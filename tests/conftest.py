@@ -83,8 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let what launchers start come from the warm server where a test is marked so."""
-    warm.is_used = item.get_closest_marker("warm") is not None
+    """Let what launchers start come from the warm server where a test or its file is marked so."""
+    marker = item.get_closest_marker("warm")
+    warm.is_used = marker is not None and marker.args != (False,)
 
 
 @pytest.fixture

@@ -363,6 +363,7 @@ def running(tmp_path: Path) -> Iterator[Any]:
         yield job
 
 
+@pytest.mark.warm(False)
 def test_second_job_on_one_folder_is_refused(running: Any, tmp_path: Path) -> None:
     second = launch("python", 1, digits_job.argv("single", tmp_path / "log"), check=False)
     assert second.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import process_tree
 import pytest
+import warm
+from child_environment import child_environment
 from launchers import HOROVODRUN, QUICKEST, launch, requires
 
 from benchmarks.hosts import Cluster, Host, hosts
@@ -22,7 +26,7 @@ JOB = str(Path(__file__).with_name("hosts_job.py"))
 OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
 PORTS = itertools.count(29611)
 """Ports for the rendezvous of torchrun and mpirun, one for each job."""
-pytestmark = requires("hosts")
+pytestmark = [requires("hosts"), pytest.mark.warm]
 LAUNCHERS = [pytest.param(name, marks=requires(name)) for name in ("horovodrun", "torchrun", "mpirun")]
 
 
@@ -51,6 +55,7 @@ def commands(
         return [(first, [*words, *argv])]
     if launcher == "mpirun":
         where = ["-x", f"MASTER_ADDR={first.name}", "-x", f"MASTER_PORT={port}", "-x", "HOME"]
+        where += [word for name in ("PYTHONPATH", *warm.variables()) for word in ("-x", name)]
         words = ["mpirun", "--allow-run-as-root", "-np", number, "-H", slots, *where, sys.executable]
         return [(first, [*words, *argv])]
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(each)]
@@ -74,8 +79,11 @@ def typed(
         running = []
         for host, words in commands:
             output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
+            environ = child_environment(
+                host.environ, warm.variables(), mark=os.environ[process_tree.MARK], folder=Path("/tmp")
+            )
             popen = subprocess.Popen(
-                host.command(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=host.environ
+                host.command(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ
             )
             running.append(popen)
             stack.callback(popen.wait)
@@ -335,6 +343,7 @@ def test_network_interface_missing(cluster: Cluster, shared: Path) -> None:
     assert text in output(shared)
 
 
+@pytest.mark.warm(False)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fate", "backend"), [("cut", "horovod"), pytest.param("dead", "ddp", marks=pytest.mark.nightly)]
@@ -360,6 +369,7 @@ def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
         assert "hostb" in output(shared)
 
 
+@pytest.mark.warm(False)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "backend"),
@@ -397,6 +407,7 @@ def test_survivors_continue_without_lost_host(launcher: str, backend: str, share
         assert re.search(r"failure: rank \d of 3 on hostc .*: has not answered for \d+ s", output(shared))
 
 
+@pytest.mark.warm(False)
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", [pytest.param("horovod", marks=requires("horovod")), "ddp"])
 def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> None:
@@ -416,6 +427,7 @@ def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> Non
     assert weights[0] == weights[1]
 
 
+@pytest.mark.warm(False)
 @pytest.mark.long
 @requires("horovodrun")
 @pytest.mark.parametrize("where", ["elsewhere", pytest.param("here, and bash is sh", marks=pytest.mark.nightly)])

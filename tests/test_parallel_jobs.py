@@ -74,6 +74,7 @@ def test_invalid_parallel_options_are_refused(options: list[str], said: str, tmp
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.warm(False)
 @pytest.mark.parametrize(
     "backend", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
 )

@@ -50,6 +50,7 @@ def hand_over(address: str) -> None:
     files = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
     wanted = {
         "argv": argv,
+        "pid": os.getpid(),
         "orig_argv": sys.orig_argv,
         "executable": sys.executable,
         "cwd": os.getcwd(),
@@ -77,6 +78,8 @@ def hand_over(address: str) -> None:
 
 def _is_served(argv: list[str]) -> bool:
     """Return whether these arguments are a script or module that imports PyTorch, with no options of Python's."""
+    if argv[:3] == ["-m", "hvd_trainer", "run"]:
+        return False  # its hooks see imports
     if argv[:1] == ["-m"]:
         return any(f"{argv[1]}.".startswith(f"{name}.") for name in MODULES)
     if argv[:1] == ["-c"]:

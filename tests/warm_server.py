@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -217,11 +218,17 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
     for number in wanted["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     sys.orig_argv = wanted["orig_argv"]
+    os.getppid = partial(parent_of, wanted["pid"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(
             line_buffering=stream is sys.stderr or stream.isatty(), write_through=wanted["unbuffered"]
         )
     show(wanted)
+
+
+def parent_of(client: int) -> int:
+    """Return the process that started the client: a launcher, or what took its place when it ended."""
+    return int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def show(wanted: dict[str, Any]) -> None:
