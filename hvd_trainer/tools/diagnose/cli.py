@@ -190,7 +190,7 @@ class TrialRunner:
                 self._keep(watch)
         if run.state == "done":
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
-            if "parts" in figures:
+            if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
             self.collected.figures.setdefault(trial.name, []).append(figures)
         return run
