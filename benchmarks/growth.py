@@ -8,7 +8,6 @@ The Trainer beside the same training by hand, on both engines, interleaved. The 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -19,8 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.run import REPOSITORY, finish
+from benchmarks import NO_GPUS
+from benchmarks.run import python_path
 from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.runs import run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 SIZES = {
@@ -83,12 +84,13 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
             *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
         ]
         start = measured_start(job, engine=case.backend, ranks=case.ranks, log=Path(log), native=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **start.variables}
         began = time.time()
-        finish(start.command, environment, Path(log) / "output", limit_s)
+        variables = {**NO_GPUS, **python_path(), **start.variables}
+        output = Path(log) / "output"
+        run_to_end(start.command, Path(log), output, threads=1, limit_s=limit_s, variables=variables)
         ranks = read_steps(Path(log))
         if len(ranks) != case.ranks or any(len(rank["step"]) != steps for rank in ranks):
-            print((Path(log) / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
+            print(output.read_text(errors="replace")[-2000:], file=sys.stderr)
             return None
         seconds = np.stack([rank["seconds"] for rank in ranks]).sum(axis=2).mean(axis=0)
         return Figures(

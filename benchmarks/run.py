@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
 from hvd_trainer.tools.runner.command import LAUNCHER_OF
 from hvd_trainer.tools.runner.measured import Start, measured_start
+from hvd_trainer.tools.runner.runs import run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -31,7 +28,13 @@ class Measurement:
 
     images_per_s: float
     startup_s: float
-    exit_code: int
+    exit_code: int | None
+    """None: it was ended at the time limit"""
+
+
+def python_path() -> dict[str, str]:
+    """The variable by which ranks find the modules of this repository."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
 
 
 def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> Start:
@@ -50,15 +53,11 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
     job = contestant.job
     with tempfile.TemporaryDirectory(prefix="hvd-benchmark-") as name:
         folder, steps = Path(name), job.steps(ranks)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
         start = start_of(contestant, ranks, data_dir, folder / "log")
         output = folder / "output"
         started = time.time()
-        exit_code = finish(start.command, {**environment, **start.variables}, output, limit_s)
+        variables = {**NO_GPUS, **python_path(), **start.variables}
+        exit_code = run_to_end(start.command, folder, output, threads=1, limit_s=limit_s, variables=variables)
         probed = read_steps(folder / "log" / "probed")
         done = [len(rank["step"]) for rank in probed]
         if done != [steps] * ranks:
@@ -72,34 +71,3 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
         startup_s=max(float(rank["first_step_at"]) for rank in probed) - started,
         exit_code=exit_code,
     )
-
-
-def finish(
-    command: Sequence[str], environment: dict[str, str], output: Path, limit_s: float, *, gpus: bool = False
-) -> int:
-    """Run the command to its end or to the limit, leave no process of it; return its exit code.
-
-    Args:
-        gpus: let it see the machine's GPUs. The scripts that ours are compared with know CPUs only.
-    """
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=environment if gpus else environment | NO_GPUS,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        # The launchers put their ranks into sessions of their own: a group's signal misses them.
-        if process.poll() is None:
-            tree = psutil.Process(process.pid)
-            for member in [*tree.children(recursive=True), tree]:
-                member.kill()
-            process.wait()
-    return process.returncode

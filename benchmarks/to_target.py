@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
-from benchmarks.run import finish
+from benchmarks import NO_GPUS
+from hvd_trainer.tools.runner.runs import run_to_end
 
 RECIPE = (
     # Batches of which an epoch has a whole number: another size would be compiled inside the time.
@@ -107,7 +107,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="hvd-to-target-") as folder:
             log, output = Path(folder) / "log", Path(folder) / "output"
             command = command_for(args.until, seed, args.data_dir.resolve(), log, args.options)
-            exit_code = finish(command, dict(os.environ), output, args.limit_s, gpus=args.gpus)
+            hidden = {} if args.gpus else NO_GPUS
+            exit_code = run_to_end(
+                command, Path(folder), output, threads=None, limit_s=args.limit_s, variables=hidden
+            )
             try:
                 its = outcome_of(log, args.until)
             except (OSError, ValueError, KeyError, StopIteration):

@@ -192,8 +192,9 @@ def run_once(
     place = running(folder)
     place.mkdir(parents=True)
     began_at, began = time.time(), time.monotonic()
+    output = place / "output"
     try:
-        code = _exit_code(command, folder, threads, limit_s, variables)
+        code = run_to_end(command, folder, output, threads=threads, limit_s=limit_s, variables=variables)
     finally:
         if keep is not None and log_dir(folder).exists():
             shutil.rmtree(keep, ignore_errors=True)
@@ -212,12 +213,24 @@ def run_once(
     return run
 
 
-def _exit_code(
-    command: Sequence[str], folder: Path, threads: int | None, limit_s: float, variables: Mapping[str, str]
+def run_to_end(
+    command: Sequence[str],
+    folder: Path,
+    output: Path,
+    *,
+    threads: int | None,
+    limit_s: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> int | None:
-    """Return the exit code of a program; None if it ran past the limit. All its processes are ended."""
+    """Return the exit code of a program; None if it ran past the limit. All its processes are ended.
+
+    Args:
+        folder: by which they are found.
+        output: the file to which what they print is appended.
+        threads, limit_s, variables: as in `run_once`.
+    """
     try:
-        process = start(command, folder, running(folder) / "output", threads, variables)
+        process = start(command, folder, output, threads, variables)
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
