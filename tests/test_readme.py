@@ -191,6 +191,7 @@ OF_OTHERS = {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },
     "py-spy": {"--pid"},
+    "a script of the reader": {"--snapshot"},
     "docker": {
         *("--build-arg", "--detach", "--device", "--ipc", "--no-healthcheck", "--profile"),
         *("--shm-size", "--time", "--user"),
@@ -416,6 +417,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer tune",
         "hvd_trainer diagnose",
         "hvd_trainer parity",
+        "hvd_trainer run",
         "hvd_trainer doctor",
         "hvd_trainer estimate",
         "benchmarks",
