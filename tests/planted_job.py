@@ -225,9 +225,9 @@ def main(options: PlantedOptions) -> None:
     with Trainer(options) as trainer:
         rank = trainer.world.rank
         data = data_of(planted, rank)
-        width = 3072 if planted == "bandwidth" else 256
+        width = 256
         layers: list[nn.Module] = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-        if planted in ("latency", "overhead"):
+        if planted == "overhead":
             layers = [nn.Linear(64, 64)] + [nn.LayerNorm(64) for _ in range(200)]
             width = 64
         if planted == "forward":

@@ -450,8 +450,7 @@ PLANTED = (
     Planted("data hiccups", "hiccups", "do it less often"),
     Planted("one rank has more", "more work", "give all ranks the same", rank=1, line=False),
     Planted("slow rank", "slow rank", "look at rank 1's machine", ("--batch-size", "512"), rank=1, line=False),
-    Planted("latency", "overhead", "--batch-size", ("--batch-size", "4"), line=False, budget=170),
-    Planted("bandwidth", "exchange", "--accumulate 4", ("--batch-size", "8"), line=False, budget=170),
+    Planted("overhead", "overhead", "--batch-size", ("--batch-size", "4"), line=False, budget=170),
 )
 SCRIPT = "planted_script.py"
 SCRIPTS = (

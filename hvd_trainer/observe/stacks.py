@@ -94,8 +94,10 @@ class Clocks:
         self._cpu = time.pthread_getcpuclockid(thread.ident) if is_main and thread.ident else None
         self._queue: int | None = None
         self._last = 0.0, 0.0
+        # In a forked process `native_id` of the main thread is the old one for a while.
+        number = os.getpid() if is_main else thread.native_id
         with suppress(OSError):
-            self._queue = os.open(f"/proc/self/task/{thread.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._queue = os.open(f"/proc/self/task/{number}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._last = self._read()
 
     def since_last(self) -> tuple[float, float]:
@@ -188,7 +190,8 @@ class StackSampler:
     def _sample(self) -> None:
         main, own = threading.main_thread(), threading.get_ident()
         assert main.ident is not None
-        clocks = {main.native_id: Clocks(main)}
+        main_clocks = Clocks(main)
+        clocks: dict[int | None, Clocks] = {}
         last = written = time.perf_counter()
         switch_s = sys.getswitchinterval()
         while not self._is_stopped.is_set():
@@ -211,7 +214,7 @@ class StackSampler:
                     self._add((thread.name, "", _places(frames[thread.ident])), wall, cpu, queued)
             # Other threads keep their turns, or what they cost could not be seen.
             sys.setswitchinterval(switch_s if others_s else SWITCH_S)
-            cpu, queued = clocks[main.native_id].since_last()
+            cpu, queued = main_clocks.since_last()
             gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
             stack = "main", phase, _places(frames[main.ident])
             self._add(stack, wall, cpu, queued, gil)
@@ -227,7 +230,7 @@ class StackSampler:
                 written = time.perf_counter()
         sys.setswitchinterval(switch_s)
         self._write()
-        for each in clocks.values():
+        for each in (main_clocks, *clocks.values()):
             each.close()
 
     def _add(self, stack: Stack, wall: float, cpu: float, queued: float, gil: float = 0.0) -> None:

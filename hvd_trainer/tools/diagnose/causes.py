@@ -293,7 +293,7 @@ def _of_stragglers(evidence: Evidence) -> list[Cause]:
     role = max(excess, key=lambda name: excess[name])
     profile, its = evidence.profiles[slowest], tables[slowest][role]
     error = math.sqrt(sum(t.variance for rank in tables for name, t in rank.items() if name != "exchange"))
-    line = blame(profile, role)
+    line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
     per_step = [p.elements / p.steps for p in evidence.profiles]
     usual = mean(per_step[rank] for rank in others)
     given = {"role": role, "blocked": its.blocked / max(its.own, 1e-9)}
