@@ -508,7 +508,7 @@ def check(planted: Planted, result: Mapping[str, Any], said: str) -> None:
     if planted.rank is not None:
         assert cause["rank"] == planted.rank, said
     if planted.line:
-        number = line_of(planted.planted, HERE / planted.script)
+        number = line_of(planted.planted.removeprefix("worker "), HERE / planted.script)
         assert number in (cause["line"]["frame"]["line"], cause["line"]["entry"]["line"]), said
         assert f"{planted.script}:{number} " in said
     assert any(planted.advice in action["text"] for action in result["advice"]), said
