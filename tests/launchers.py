@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+OWN_FRAME = f'File "{REPOSITORY}/hvd_trainer/'
+"""Begins a line of a traceback in this package. A clone, with its .venv, may lie in a folder of the same name."""
 
 
 class RankError(LaunchError):
