@@ -152,7 +152,7 @@ def _suggest_gpu_build(options: Options, torch: TorchFacts) -> None:
     if options.gpu == "auto" and isinstance(reason, str) and (torch.cuda or torch.hip):
         print(
             f"This Horovod is for CPUs only: {reason}\n"
-            f"For GPUs, also on a login node without any, type: {INSTALL_HOROVOD} --gpu nccl    (it says what is "
+            f"For GPUs type: {INSTALL_HOROVOD} --gpu nccl    (also on a login node without any; it says what is "
             f"missing)",
             flush=True,
         )
