@@ -51,6 +51,11 @@ LONGEST = (
     "test_compare",
     "test_doctor",
     "test_parity_tool",
+    "test_parity_scripts",
+    "test_horovod_own_tests",
+    "test_run",
+    "test_probe",
+    "test_hvd_elastic",
     "test_tune",
 )
 _LEFT_BEHIND = pytest.StashKey[str]()

@@ -17,7 +17,7 @@ from gpu.bench import Bench, Check, FailedError
 from launchers import QUICKEST, REPOSITORY, launch
 
 from benchmarks import NO_GPUS
-from benchmarks.run import finish
+from hvd_trainer.tools.runner.runs import run_to_end
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -165,8 +165,11 @@ def test_marked_tests_see_gpus() -> None:
     assert "1 passed" in launch("python", 1, ["-m", "pytest", "-q", "-m", "gpu", only], env=environ).stdout
 
 
-def test_benchmarks_see_gpus_only_if_asked(tmp_path: Path) -> None:
-    for gpus, wanted in ((False, NO_GPUS), (True, {"CUDA_VISIBLE_DEVICES": "5"})):
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "5"}
-        assert finish([sys.executable, "-c", SHOW], environment, tmp_path / "output", 60, gpus=gpus) == 0
-        assert wanted.items() <= json.loads((tmp_path / "output").read_text()).items()
+@pytest.mark.parametrize(("variables", "wanted"), [(NO_GPUS, NO_GPUS), ({}, {"CUDA_VISIBLE_DEVICES": "5"})])
+def test_benchmarks_see_gpus_only_if_asked(
+    variables: dict[str, str], wanted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    command, output = [sys.executable, "-c", SHOW], tmp_path / "output"
+    assert run_to_end(command, tmp_path, output, threads=None, limit_s=60, variables=variables) == 0
+    assert wanted.items() <= json.loads(output.read_text()).items()
