@@ -488,7 +488,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
     ],
 )
 def test_compare_takes_any_script(tmp_path: Path, name: str) -> None:
-    """As it is, on both engines, which train the same weights."""
+    """A script trains the same weights on both engines, without a change."""
     options = ("--np", "2", "--rounds", "1", "--warmup-steps", "2", "--steps", "10")
     said = launch("python", 1, command(tmp_path / "out", *options, job=[str(SCRIPTS / name)])).stdout
     assert "On 2 ranks horovod has " in said

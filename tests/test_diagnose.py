@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -162,6 +163,13 @@ def test_data_of_a_script_is_advised_in_the_words_of_the_loader() -> None:
     assert not action.can_be_tried
 
 
+def test_data_of_a_trainer_job_that_failed_is_advised_in_its_options() -> None:
+    """The facts of a job's work come with its end; without them, the advice was that for a script."""
+    rank = make_rank(COMPUTE, LOAD)
+    evidence = Evidence(profiles=[rank, rank], cores=8, is_trainer_job=True)
+    assert find_actions(find_causes(evidence), evidence)[0].text.startswith("--workers ")
+
+
 def test_one_rank_that_waits_at_a_line_is_to_blame_for_the_others() -> None:
     ranks = make_rank(COMPUTE, reduce_for(50)), make_rank(COMPUTE, CALL)
     cause = causes_of(*ranks)[0]
@@ -185,6 +193,14 @@ def test_more_work_is_told_from_a_slower_rank() -> None:
         cause = causes_of(waits, make_rank(COMPUTE._replace(ms=30), elements=elements))[0]
         assert (cause.kind, cause.rank, cause.seconds) == (kind, 1, pytest.approx(0.02))
     assert "for batches of the same size; its CPU time is 30.0 ms" in cause.evidence
+
+
+def test_a_rank_that_computes_more_at_a_line_is_asked_what_it_does_there() -> None:
+    """A layer that did more on one rank was "slower at the same work"; only its machine was to be looked at."""
+    layer = Part(30, (LOOP, MODULE, Frame("/home/train.py", 8, "Net.forward", "", "user")), cpu=1.0)
+    kinds, advice = verdict(make_rank(COMPUTE, reduce_for(30)), make_rank(COMPUTE, layer))
+    assert kinds[0] == "slow rank"
+    assert "or at what it has to do more than the others at train.py:8 Net.forward" in advice[0]
 
 
 def test_time_in_the_queue_is_other_programs_or_the_ranks_themselves() -> None:
@@ -283,14 +299,14 @@ def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> 
     explained = make_rank(COMPUTE, CALL)
     options = Options(np=2)
     evidence = Evidence(profiles=[explained] * 2, cores=5, facts=FACTS | {"threads": 4})
-    assert plan_trials(evidence, options, True) == []
+    assert plan_trials(dataclasses.replace(evidence, is_trainer_job=True), options) == []
     rank = make_rank(COMPUTE, reduce_for(10))
     evidence = Evidence(profiles=[rank] * 2, cores=5, facts=FACTS | {"threads": 4})
-    trials = plan_trials(evidence, options, True)
+    trials = plan_trials(dataclasses.replace(evidence, is_trainer_job=True), options)
     assert [trial.name for trial in trials] == [NO_EXCHANGE, ALONE, TWICE, "one thread per rank", NORMAL]
     assert [trial.threads for trial in trials] == [None, 2, 2, 1, None]
     assert trials[2].options == ("--global-batch-size", "None", "--batch-size", "64")
-    assert [trial.name for trial in plan_trials(evidence, options, False)] == [NO_EXCHANGE, NORMAL]
+    assert [trial.name for trial in plan_trials(evidence, options)] == [NO_EXCHANGE, NORMAL]
 
 
 def test_with_options_replaces_options_of_the_job() -> None:
@@ -598,7 +614,7 @@ def test_a_job_that_fails_has_a_verdict_from_what_it_did_until_then(tmp_path: Pa
 
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
-    """What ten of twelve runs had shown was once lost."""
+    """An interrupted diagnosis lost what ten of its twelve runs had shown."""
     job = [str(JOB), "--planted", "callback", "--batch-size", "32"]
     words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", *job]
     with start("python", 1, words) as diagnosis:

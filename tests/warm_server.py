@@ -5,7 +5,7 @@
     server ---- launch ---- rank 0        their variables are those of ranks that were started by hand
              |          \\---- rank 1        the launch ends them all when one fails, or when its client is gone
              |
-             \\---- keeper ---- process     what a launcher started, and stands in for it; killed with its client
+             \\---- guard ---- process     what a launcher started, and stands in for it; killed with its client
 """
 
 from __future__ import annotations

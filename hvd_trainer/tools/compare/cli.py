@@ -109,7 +109,9 @@ def main(argv: Sequence[str]) -> int:
     check_installed()
     is_script = not is_trainer_job(job)
     if is_script and "data-parallel" in options.engines:
-        raise OptionError("--engines data-parallel takes a job that is built on the Trainer")
+        raise OptionError(
+            "--engines data-parallel takes a job that is built on the Trainer. Leave it out: --engines horovod,ddp"
+        )
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan_trials(job, axes, options, machine)
     strong = not is_script and any(word.startswith("--global-batch-size") for word in job)

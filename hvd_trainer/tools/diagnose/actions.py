@@ -78,9 +78,9 @@ def _at(cause: Cause) -> str:
 
 def _workers(cause: Cause, evidence: Evidence, count: int, saved: float, why: str) -> Action:
     now = evidence.facts.get("workers")
-    if now is None:
+    if now is None and not evidence.is_trainer_job:
         return _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
-    text = f"--workers {count}: {why} (now {now})"
+    text = f"--workers {count}: {why}{'' if now is None else f' (now {now})'}"
     return _action(cause, evidence, text, saved, words=("--workers", str(count)))
 
 
@@ -167,10 +167,12 @@ def _about_slow_line(cause: Cause, evidence: Evidence) -> list[Action]:
 
 
 def _about_slow_rank(cause: Cause, evidence: Evidence) -> list[Action]:
-    text = (
-        f"look at rank {cause.rank}'s machine: it has the same work as the others and is slower in all of it "
-        f"(clock rate, temperature, limits, programs beside it)"
-    )
+    look = f"look at rank {cause.rank}'s machine"
+    limits = "clock rate, temperature, limits, programs beside it"
+    if "line" in cause.details:
+        text = f"{look} ({limits}), or at what it has to do more than the others at {cause.details['line']}"
+    else:
+        text = f"{look}: it has the same work as the others and is slower in all of it ({limits})"
     return [_action(cause, evidence, text)]
 
 
@@ -186,13 +188,13 @@ def _about_hiccups(cause: Cause, evidence: Evidence) -> list[Action]:
 def _about_exchange(cause: Cause, evidence: Evidence) -> list[Action]:
     facts, made = evidence.facts, []
     latency, bandwidth = (cause.details.get(name, 0.0) for name in ("latency_s", "bandwidth_s"))
-    if "passes" not in facts:
+    if "passes" not in facts and not evidence.is_trainer_job:
         text = (
             "exchange less often (several backward passes per optimizer step: no_sync, or "
             "backward_passes_per_step), or compress the gradients"
         )
         return [_action(cause, evidence, text, cause.seconds * (1 - 1 / ADVISED_ACCUMULATE))]
-    if facts["passes"] == 1:
+    if facts.get("passes", 1) == 1:
         saved = cause.seconds * (1 - 1 / ADVISED_ACCUMULATE)
         text = (
             f"--accumulate {ADVISED_ACCUMULATE}: exchange once in {ADVISED_ACCUMULATE} passes; the global batch "
@@ -200,7 +202,7 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> list[Action]:
         )
         words = ("--accumulate", str(ADVISED_ACCUMULATE))
         made.append(_action(cause, evidence, text, saved, words=words, batch_factor=ADVISED_ACCUMULATE))
-    if facts["compression"] == "none" and bandwidth > latency:
+    if facts.get("compression", "none") == "none" and bandwidth > latency:
         text = "--compression fp16: half the bytes on the wire; the last bits of gradients are lost"
         made.append(_action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16")))
     return made

@@ -64,7 +64,7 @@ CAUSES = {
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
-"""The same for an update, a loss or a metric that is all the library's."""
+"""The same fraction for an update, a loss or a metric in which no line of the user's code runs."""
 MIN_OTHER_CORES = 0.15
 """Cores that other programs use, from which they can be a cause."""
 MIN_MORE = 1.1
@@ -112,6 +112,8 @@ class Evidence:
     machine: MachineUse = field(default_factory=MachineUse)
     cores: int = 1
     """of this machine"""
+    is_trainer_job: bool = False
+    """whether the job takes the Trainer's options, also where it ended before `facts` were known"""
     facts: Figures = field(default_factory=dict)
     """run.json of a Trainer job; of a script what is known of its work"""
     runs: Mapping[str, Sequence[Figures]] = field(default_factory=dict)
@@ -308,6 +310,9 @@ def _of_stragglers(evidence: Evidence) -> list[Cause]:
         text += f"; {_ms(excess[role])} ms more at {line}"
         return [_straggler("slow line", seconds, error, slowest, text, line, given)]
     cpu = [sum(t.cpu for name, t in table.items() if name != "exchange") for table in tables]
+    if line is not None and is_alone:
+        text += f"; {_ms(excess[role])} ms more at {line}"
+        given |= {"line": str(line)}
     text += (
         f", for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
         f"{_ms(mean(cpu[r] for r in others))}"

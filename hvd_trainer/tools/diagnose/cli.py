@@ -41,7 +41,7 @@ from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.diagnose.report import Report, as_json, sentences, show, show_tried
 from hvd_trainer.tools.doctor import all_reduce_job
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, read_command
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, read_command
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import warn_if_busy
@@ -103,8 +103,9 @@ class Trial:
 
 @dataclass
 class Collected:
-    """What the runs have shown until now."""
+    """The results of the runs so far."""
 
+    is_trainer_job: bool
     figures: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
     """by the trials' names"""
     profiles: list[list[RankProfile]] = field(default_factory=list)
@@ -117,7 +118,7 @@ class Collected:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of the job's work, from its normal run."""
+        """The facts of the job's work that its normal run recorded; empty if it has not ended."""
         runs = self.figures.get(NORMAL, ())
         if not runs:
             return {}
@@ -131,13 +132,14 @@ class Collected:
             profiles=merge(self.profiles),
             machine=self.machine,
             cores=len(cpu_ids()),
+            is_trainer_job=self.is_trainer_job,
             facts=self.facts,
             runs=self.figures,
             line=self.line,
         )
 
 
-class TrialRunner:
+class BudgetedRunner:
     """Runs the trials of a job, one after the other, and collects what they show.
 
     Args:
@@ -150,7 +152,7 @@ class TrialRunner:
         self.job, self._options, self._folder = job, options, folder
         self._deadline = time.monotonic() + options.budget
         self.is_trainer_job = is_trainer_job(job)
-        self.collected = Collected()
+        self.collected = Collected(self.is_trainer_job)
 
     @property
     def left_s(self) -> float:
@@ -178,7 +180,7 @@ class TrialRunner:
             log=log_dir(self._folder),
             steps=WARMUP_STEPS + steps,
             leave_out=trial.leave_out,
-            options=(*NOTHING_SAVED, *trial.options, *further) if self.is_trainer_job else (),
+            options=(*NOT_SAVED, *trial.options, *further) if self.is_trainer_job else (),
             sample_stacks=is_normal,
         )
         read = partial(read_measured, job=self.job, ranks=trial.ranks, warmup_steps=WARMUP_STEPS)
@@ -229,9 +231,6 @@ class TrialRunner:
         )
 
 
-NOTHING_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command, and return the exit code: 0; 1 if the job failed or hung, and 130 if it was interrupted.
 
@@ -242,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
     check_installed()
     folder = options.out.expanduser().resolve()
     with locked_folder(folder):
-        runner = TrialRunner(job, options, folder)
+        runner = BudgetedRunner(job, options, folder)
         try:
             code = measure(runner, options)
         except KeyboardInterrupt:
@@ -254,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def measure(runner: TrialRunner, options: Options) -> int:
+def measure(runner: BudgetedRunner, options: Options) -> int:
     """Run the trials that are worth it within the budget, and return the exit code."""
     warn_if_busy()
     print(
@@ -276,7 +275,7 @@ def measure(runner: TrialRunner, options: Options) -> int:
     sampled_s = min(profile.seconds for profile in collected.profiles[0])
     if sampled_s < MIN_SAMPLED_S and cost_s < runner.left_s:
         runner.run(runner.normal(), steps)
-    trials = plan_trials(collected.evidence(), options, runner.is_trainer_job)
+    trials = plan_trials(collected.evidence(), options)
     # Another run measures the exchange itself.
     plan = [trial for _, trial in in_rounds(trials, MAX_ROUNDS)][: max(0, int(runner.left_s / cost_s) - 1)]
     if not plan:
@@ -295,13 +294,12 @@ def measure(runner: TrialRunner, options: Options) -> int:
     return 0
 
 
-def plan_trials(evidence: Evidence, options: Options, is_trainer: bool) -> list[Trial]:
+def plan_trials(evidence: Evidence, options: Options) -> list[Trial]:
     """Return the trials of each round: those that may explain what the normal runs have left unexplained.
 
     Args:
         evidence: of the normal runs.
         options: of the tool.
-        is_trainer: whether the job takes the Trainer's options.
     """
     facts, step_s = evidence.facts, evidence.step_s
     rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
@@ -311,7 +309,7 @@ def plan_trials(evidence: Evidence, options: Options, is_trainer: bool) -> list[
     exchange = max(profile.roles()["exchange"].own for profile in evidence.profiles)
     if exchange >= MIN_SHARE * step_s:
         trials.append(Trial(name=NO_EXCHANGE, ranks=options.np, threads=options.threads, leave_out=("exchange",)))
-    if is_trainer:
+    if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
         share = max(1, evidence.cores // options.np)
         alone = min(facts["threads"], share) if facts["device"] == "cpu" else options.threads
@@ -325,7 +323,7 @@ def plan_trials(evidence: Evidence, options: Options, is_trainer: bool) -> list[
     return [*trials, Trial(name=NORMAL, ranks=options.np, threads=options.threads)] if trials else []
 
 
-def conclude(runner: TrialRunner, options: Options, folder: Path) -> None:
+def conclude(runner: BudgetedRunner, options: Options, folder: Path) -> None:
     """Print the report, try what it advises if asked to, and write the files."""
     collected = runner.collected
     evidence = collected.evidence()
@@ -347,7 +345,7 @@ def conclude(runner: TrialRunner, options: Options, folder: Path) -> None:
 
 
 def try_actions(
-    runner: TrialRunner, options: Options, advice: Sequence[Action], step_s: float
+    runner: BudgetedRunner, options: Options, advice: Sequence[Action], step_s: float
 ) -> list[tuple[Action, float, float]]:
     """Run each action beside the unchanged job, and return it with the samples per second before and after."""
     tried = []

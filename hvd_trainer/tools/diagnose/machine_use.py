@@ -18,7 +18,7 @@ PAGES = ("pswpin", "pswpout")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineUse:
-    """What was at work beside a run."""
+    """The use of this machine by other programs during a run."""
 
     other_cores: float = 0.0
     """cores that other programs kept busy, in the mean"""

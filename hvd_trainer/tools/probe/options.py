@@ -13,7 +13,7 @@ VARIABLE = "HVD_TRAINER_PROBE"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What a probe records of a script, and where."""
+    """The options of a probe: what to record of a script, and where to write it."""
 
     log_dir: str
     """the log folder, on this rank's node"""
@@ -25,7 +25,6 @@ class ProbeOptions:
     """run without the exchange of gradients, or without fetching data: the first batch comes again and again"""
     trace_steps: int | None = None
     """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
-
     sample_stacks: bool = False
     """keep in the log folder at which lines of code a rank's time goes"""
 

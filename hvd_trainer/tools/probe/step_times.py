@@ -47,7 +47,6 @@ class ScriptStepTimes(ScriptListener):
         self._phases: Phases | None = None
         self._began_at, self._first_step_at = time.time(), 0.0
         self._rows: list[tuple[float, float, int]] = []
-        self._seconds: list[Any] = []
         self._cpu = time.process_time()
         self._parameters: list[Tensor] = []
         self._world_size, self._uses_hvd = 1, False

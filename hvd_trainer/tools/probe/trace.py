@@ -25,7 +25,7 @@ from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
 
 WRAPPERS = re.compile(r"^((module|_forward_module|_original_module|_orig_mod)\.)+")
-"""What DDP, Fabric and torch.compile put before a parameter's name."""
+"""Prefixes that DDP, Fabric and torch.compile add to the names of parameters."""
 
 
 class ScriptTrace(ScriptListener):

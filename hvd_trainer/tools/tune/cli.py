@@ -60,7 +60,7 @@ SCRIPT_FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "parameters", "parameter_tensors"), int),
     **{"device": str, "uses_hvd": bool},
 }
-"""The same of a script, from its probe."""
+"""The facts that the probe of a script records and that the search needs, and their types."""
 
 
 @dataclass(frozen=True)
