@@ -349,11 +349,14 @@ def test_dataset_auto_falls_back_to_digits(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     images = load_images(ImageOptions(), alone)
-    assert (len(images.train), len(images.test)) == (1438, 359)
+    # Three epochs of 1,438 images would be a few steps only.
+    assert (len(images.train), len(images.test)) == (20 * 1438, 359)
+    assert torch.equal(images.train.inputs[1438:2876], images.train.inputs[:1438])
+    assert torch.equal(images.train.targets[1438:2876], images.train.targets[:1438])
     assert images.train.inputs.dtype == torch.uint8
     assert images.train.inputs.shape[1:] == (1, 28, 28)
     assert images.note is not None
-    for words in ("1,438 embedded digits", "cannot be downloaded", "--data-dir mnist"):
+    for words in ("1,438 embedded digits, 20 times each in an epoch", "cannot be downloaded", "--data-dir mnist"):
         assert words in images.note
     assert "\n" not in images.note
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.config.options import ParallelOptions, TrainerOptions
 from hvd_trainer.observe.callback import RunView
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
 KERNELS = {
@@ -43,6 +46,8 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
         "log": options.log.log_dir or "nothing is kept; to keep metrics and weights add --log-dir DIR",
         **layout,
     }
+    if command := _launch_command(run):
+        lines["launch"] = f"one rank; with one for each {command}"
     if options.measure.leave_out:
         lines["measure"] = (
             f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
@@ -63,6 +68,17 @@ def _world(run: RunView) -> str:
     threads = f", {plural(torch.get_num_threads(), 'thread')} each" if is_host else ""
     ranks = f"{plural(world.size, 'rank')} on {plural(world.num_nodes, 'node')}"
     return f"{ranks}, started by {world.launcher}; {device}{threads}"
+
+
+def _launch_command(run: RunView) -> str | None:
+    """Return `core: horovodrun -np 2 python train.py` for a rank that plain `python` started alone."""
+    launcher = {"horovod": "horovodrun -np {} python", "ddp": "torchrun --nproc-per-node {}"}.get(run.backend.name)
+    is_host = accelerator.is_host(run.device)
+    places = len(cpu_ids()) if is_host else accelerator.count(accelerator.kind())
+    lone = run.world.launcher == "python" and run.options.parallel == ParallelOptions()
+    if launcher is None or not lone or places < 2:
+        return None
+    return f"{'core' if is_host else 'GPU'}: {launcher.format(places)} {shlex.join(sys.orig_argv[1:])}"
 
 
 def _batch(run: RunView) -> str:
