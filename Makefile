@@ -55,7 +55,7 @@ test: $(STAMPS)/horovod $(STAMPS)/test
 
 # Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
 image-test: $(STAMPS)/horovod $(STAMPS)/test
-	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m image --timeout 3600 tests/test_image.py $(PYTEST_ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -m image --timeout 3600 tests/cluster/test_image.py $(PYTEST_ARGS)
 
 # It builds Horovod itself. Without a GPU it says so and exits with 69.
 gpu-test: $(STAMPS)/package

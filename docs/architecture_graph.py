@@ -1,7 +1,7 @@
 """Draw the packages of hvd_trainer and their imports, read from the source, as docs/architecture.svg.
 
-python docs/architecture_graph.py writes the file; tests/test_docs.py fails if it is out of date. Only the standard
-library is used, and nothing of the package is imported.
+python docs/architecture_graph.py writes the file; tests/unit/project/test_docs.py fails if it is out of
+date. Only the standard library is used, and nothing of the package is imported.
 """
 
 from __future__ import annotations

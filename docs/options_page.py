@@ -1,6 +1,6 @@
 """Write the reference of all options, docs/options.md, from their dataclasses and from the table of conflicts.
 
-python docs/options_page.py writes the file; tests/test_docs.py fails if it is out of date.
+python docs/options_page.py writes the file; tests/unit/project/test_docs.py fails if it is out of date.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 if __name__ == "__main__":
     # Instead of this folder, whose modules are those of the package `gpu`.
-    sys.path[:1] = [str(TESTS), str(TESTS.parent)]
+    sys.path[:1] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
     from gpu.run import main
 
     sys.exit(main(sys.argv[1:]))

@@ -216,7 +216,7 @@ class Bench:
             raise MissingError("more time: the stage's was over")
         folder = self._new_folder()
         mark = f"{MARK}/{folder.name}"
-        paths = [str(REPOSITORY), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(REPOSITORY), str(HERE.parent), str(HERE.parent / "support"), os.environ.get("PYTHONPATH", "")]
         changes = {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",

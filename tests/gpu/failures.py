@@ -24,7 +24,15 @@ def failures(bench: Bench) -> Iterable[Check]:
 
 
 def check_blame(bench: Bench, engine: str, fault: str, rank: int) -> dict[str, Any]:
-    job = (str(HERE.parent / "faulty_job.py"), "--backend", engine, "--device", bench.device, "--epochs", "1000")
+    job = (
+        str(HERE.parent / "support/faulty_job.py"),
+        "--backend",
+        engine,
+        "--device",
+        bench.device,
+        "--epochs",
+        "1000",
+    )
     # Nobody wakes a stopped process that no launcher has started.
     waits_for = [1 - rank] if fault == "is stopped" else None
     env = {"FAULT": f"{fault}:{rank}:5"}

@@ -60,7 +60,7 @@ FAULTS = {
     "asserts on the device": (0, 1),
     "takes too much memory": (1,),
 }
-"""Of tests/faulty_job.py, each with the ranks that it strikes."""
+"""Of tests/support/faulty_job.py, each with the ranks that it strikes."""
 
 SPEED = {
     "captured as one CUDA graph": "--capture-step",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-from launchers import requires
+from launchers import SUPPORT, requires
 
-JOB = Path(__file__).with_name("left_ranks_job.py")
+JOB = SUPPORT / "left_ranks_job.py"
 REPETITIONS = 5
 
 

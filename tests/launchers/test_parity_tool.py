@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import QUICKEST, launch, requires
+from launchers import QUICKEST, SUPPORT, launch, requires
 from made_traces import Edit, make_line, make_trace
 from torch import Tensor, nn
 
@@ -38,9 +38,8 @@ from hvd_trainer.tools.parity.traces import EVENTS, SCRIPT_OPTIONS, Moment, Trac
 from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.runs import RunRecord
 
-HERE = Path(__file__).parent
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
-FAULTY = str(HERE / "parity_job.py")
+FAULTY = str(SUPPORT / "parity_job.py")
 
 
 def edit_at(moment: str, change: Callable[[int, dict[str, Any], dict[str, Tensor]], None]) -> Edit:

@@ -128,7 +128,7 @@ def submitted(
     accepted = subprocess.run(
         [*command, str(folder / "script"), *arguments],
         env=environ,
-        cwd=cwd or Path(__file__).resolve().parent.parent,
+        cwd=cwd or Path(__file__).resolve().parents[2],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

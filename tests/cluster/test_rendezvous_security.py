@@ -38,7 +38,7 @@ from hvd_trainer.rendezvous.endpoint import (
 from hvd_trainer.rendezvous.registry import FileRegistry
 from hvd_trainer.utils.network import LOOPBACK
 
-JOB = str(REPOSITORY / "tests/attacked_job.py")
+JOB = str(REPOSITORY / "tests/support/attacked_job.py")
 REQUESTS = 10_000
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 

@@ -51,18 +51,18 @@ LONG = {
     f"mpirun -np 2 python {EXAMPLE}": pytest.mark.nightly,
 }
 
-PLAIN = "tests/test_examples_plain.py"
-OWN = "tests/test_readme.py"
+PLAIN = "test_examples_plain.py"
+OWN = "test_readme.py"
 # Command -> the file whose run covers it, and what there shows that.
 TYPED_ELSEWHERE = {
     "make mnist": (OWN, "test_make_ends_with_what_is_said"),
     'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),
-    'make test PYTEST_ARGS="tests/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
+    'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"': (OWN, "test_make_ends_with_what_is_said"),
     **{
         f"python -m hvd_trainer run -np 2 --backend {engine} -- {script} --data-dir ../shared/data/mnist": (
-            *("tests/test_run.py", Path(script).name),
+            *("test_run.py", Path(script).name),
         )
         for engine, script in (
             ("ddp", "examples/mnist/plain_horovod.py"),
@@ -70,7 +70,7 @@ TYPED_ELSEWHERE = {
         )
     },
     **{
-        f"python -m hvd_trainer run -np 2 --backend {engine} -- train.py": ("tests/test_run.py", '"-np", 2')
+        f"python -m hvd_trainer run -np 2 --backend {engine} -- train.py": ("test_run.py", '"-np", 2')
         for engine in ("ddp", "horovod")
     },
     IMPORT: (OWN, "test_a_script_needs_no_more_than_another_import"),
@@ -79,31 +79,31 @@ TYPED_ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "make lint": (".ci/run", "make lint"),
     "make docs": (".ci/run", "make docs"),
-    "python docs/options_page.py": ("tests/test_docs.py", "options_page.py"),
+    "python docs/options_page.py": ("test_docs.py", "options_page.py"),
     # Too long for CI; its parts that are quick are tested beside it.
     "make image-test": ("Makefile", "-m image"),
     # Its stages need a GPU; that these forms are there is tested without one.
     **dict.fromkeys(
         (command for command in documents.commands() if "gpu-test" in command or "tests/gpu" in command),
-        ("tests/test_gpu_runner.py", "test_documented_gpu_commands_exist"),
+        ("test_gpu_runner.py", "test_documented_gpu_commands_exist"),
     ),
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
-    "hvd-trainer install-horovod": ("tests/test_install_horovod.py", '"install-horovod"'),
+    "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
     "hvd-trainer verify-resume --kills 12 --backend horovod -np 2": (
-        *("tests/test_verify_resume.py", '"verify-resume"'),
+        *("test_verify_resume.py", '"verify-resume"'),
     ),
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
-        *("tests/test_failures.py", '"--max-restarts"'),
+        *("test_failures.py", '"--max-restarts"'),
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
-    "-m hvd_trainer.mnist --global-batch-size 256": ("tests/test_elastic.py", '"--host-discovery-script"'),
+    "-m hvd_trainer.mnist --global-batch-size 256": ("test_elastic.py", '"--host-discovery-script"'),
     **dict.fromkeys(
         (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
-        ("tests/test_hvd_elastic.py", '"--max-restarts"'),
+        ("test_hvd_elastic.py", '"--max-restarts"'),
     ),
     "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
-        *("tests/test_imdb.py", "test_small_model_learns_the_real_reviews"),
+        *("test_imdb.py", "test_small_model_learns_the_real_reviews"),
     ),
     # Like these, on synthetic data.
     **dict.fromkeys(
@@ -112,57 +112,64 @@ TYPED_ELSEWHERE = {
             "horovodrun -np 2 python -m hvd_trainer.imdb --devices-per-rank 2",
             "torchrun --nproc-per-node 4 -m hvd_trainer.imdb --backend ddp --stages 2 --shard optimizer",
         ),
-        ("tests/test_parallel_jobs.py", "test_documented_commands_train_the_same_model"),
+        ("test_parallel_jobs.py", "test_documented_commands_train_the_same_model"),
     ),
     "VENV=$HOME/venv DATA_DIR=$WORK/data sbatch --partition=gpu --account=me examples/slurm/data_parallel.sh "
-    "--epochs 3": ("tests/test_slurm_examples.py", "data_parallel.sh"),
+    "--epochs 3": ("test_slurm_examples.py", "data_parallel.sh"),
     "hvd-trainer parity -- -m hvd_trainer.mnist --dataset digits": (
-        *("tests/test_parity_tool.py", '"hvd_trainer.mnist"'),
+        *("test_parity_tool.py", '"hvd_trainer.mnist"'),
     ),
     "hvd-trainer parity -np 2 -- train.py --epochs 1": (
-        *("tests/test_parity_scripts.py", "test_parity_of_a_script_from_the_command_to_the_exit_code"),
+        *("test_parity_scripts.py", "test_parity_of_a_script_from_the_command_to_the_exit_code"),
     ),
-    "hvd-trainer doctor": ("tests/test_doctor.py", '"doctor"'),
-    "hvd-trainer doctor --run": ("tests/test_doctor.py", '"--run"'),
+    "hvd-trainer doctor": ("test_doctor.py", '"doctor"'),
+    "hvd-trainer doctor --run": ("test_doctor.py", '"--run"'),
     "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (
-        *("tests/test_profiler.py", '"--profile"'),
+        *("test_profiler.py", '"--profile"'),
     ),
     # As these, and smaller.
     "hvd-trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
-    "--epochs 1": ("tests/test_compare.py", '"compare"'),
+    "--epochs 1": ("test_compare.py", '"compare"'),
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
-    "--data-dir ../shared/data/mnist": (*("tests/test_compare.py", "test_compare_takes_any_script"),),
+    "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
     "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        "tests/test_diagnose.py",
+        "test_diagnose.py",
         '"diagnose"',
     ),
     "hvd-trainer tune --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        *("tests/test_tune.py", '"tune"'),
+        *("test_tune.py", '"tune"'),
     ),
     "hvd-trainer compare --engines ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
     "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
-    "hvd_trainer.imdb --dataset synthetic": ("tests/test_compare_vary.py", '"stages=1,2"'),
+    "hvd_trainer.imdb --dataset synthetic": ("test_compare_vary.py", '"stages=1,2"'),
     "MALLOC_MMAP_THRESHOLD_=131072 hvd-trainer compare --engines ddp --np 2 --vary precision=fp32,bf16 "
     "--vary activation-checkpointing=none,blocks --vary shard=none,optimizer,full --rounds 2 --warmup-steps 2 "
     "--steps 2 --out runs/memory -- -m hvd_trainer.imdb --dataset synthetic --batch-size 16 --layers 6 --d-model "
-    "512 --d-hid 2048 --heads 8 --sequence-length 64": ("tests/test_compare_vary.py", '"hvd_trainer.imdb"'),
-    "hvd-trainer export runs/digits runs/digits/weights.safetensors": (*("tests/test_checkpoint.py", '"export"'),),
+    "512 --d-hid 2048 --heads 8 --sequence-length 64": (
+        "test_compare_vary.py",
+        '"hvd_trainer.imdb"',
+    ),
+    "hvd-trainer export runs/digits runs/digits/weights.safetensors": (*("test_checkpoint.py", '"export"'),),
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
-        *("tests/test_benchmarks.py", '"benchmarks"'),
+        *("test_benchmarks.py", '"benchmarks"'),
     ),
-    "python -m benchmarks --jobs scripts resnet18 --rounds 5": ("tests/test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks --list": ("tests/test_benchmarks.py", '"benchmarks"'),
-    "python -m benchmarks.growth --rounds 3": ("tests/test_benchmarks.py", "test_growth_measures_a_training"),
+    "python -m benchmarks --jobs scripts resnet18 --rounds 5": (
+        "test_benchmarks.py",
+        '"benchmarks"',
+    ),
+    "python -m benchmarks --list": ("test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks.growth --rounds 3": (
+        "test_benchmarks.py",
+        "test_growth_measures_a_training",
+    ),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
     "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
-        *("tests/test_benchmarks.py", '"benchmarks.slow_link"'),
+        *("test_benchmarks.py", '"benchmarks.slow_link"'),
     ),
-    "hvd-trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100": (
-        *("tests/test_estimate.py", '"estimate"'),
-    ),
+    "hvd-trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100": (*("test_estimate.py", '"estimate"'),),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
-        *("tests/test_benchmarks.py", '"benchmarks.to_target"'),
+        *("test_benchmarks.py", '"benchmarks.to_target"'),
     ),
     # Like the same command on digits, which is typed here.
     "horovodrun -np 4 python examples/mnist/train.py --data-dir ../shared/data/mnist --epochs 3": (OWN, "EXAMPLE"),
@@ -171,10 +178,10 @@ TYPED_ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
     "torchrun --nproc-per-node 1 examples/mnist/plain_ddp.py --data-dir ../shared/data/mnist": (PLAIN, "ddp"),
 }
-# With several hosts; tests/test_matrix.py starts each launcher on two nodes or names that one machine plays.
+# With several hosts; test_matrix.py starts each launcher on two nodes or names that one machine plays.
 SEVERAL_HOSTS = re.compile(r"\bnode1\b|--ntasks-per-node")
-# With programs that no test machine has (tests/test_image.py builds and runs the image with buildah, and
-# tests/test_kubernetes.py checks the files), or with the environment of the tools that benchmarks compares with.
+# With programs that no test machine has (test_image.py builds and runs the image with buildah, and
+# test_kubernetes.py checks the files), or with the environment of the tools that benchmarks compares with.
 NOT_RUN = re.compile(r"^(docker|apptainer|enroot|kubectl|\.venv-peers/bin/\w+) ")
 
 OF_OTHERS = {
@@ -204,7 +211,8 @@ def test_every_command_is_typed_somewhere() -> None:
     found = [command for command in documents.commands() if not others.search(command)]
     assert set(found) == {*TYPED_HERE, *TRANSCRIPTS, *TYPED_ELSEWHERE}
     for command, (place, shown) in TYPED_ELSEWHERE.items():
-        assert shown in (REPOSITORY / place).read_text(), f"{place} does not cover {command}"
+        file = next((REPOSITORY / "tests").rglob(place), REPOSITORY / place)
+        assert shown in file.read_text(), f"{place} does not cover {command}"
 
 
 # Typing.
@@ -319,8 +327,8 @@ TESTED = (
         ),
         ("make test", TESTED),
         (
-            'make test PYTEST_ARGS="tests/test_trainer.py -k test_decay"',
-            f"{TESTED} tests/test_trainer.py -k test_decay",
+            'make test PYTEST_ARGS="tests/ranks/test_trainer.py -k test_decay"',
+            f"{TESTED} tests/ranks/test_trainer.py -k test_decay",
         ),
     ],
 )

@@ -21,7 +21,7 @@ import digits_job
 import elastic_job
 import psutil
 import pytest
-from launchers import QUICKEST, REPOSITORY, Job, launch, requires, start
+from launchers import QUICKEST, REPOSITORY, SUPPORT, Job, launch, requires, start
 from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
@@ -35,7 +35,7 @@ from hvd_trainer.launch.world import set_world
 HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
 JOB = [
-    str(Path(__file__).with_name("elastic_job.py")),
+    str(SUPPORT / "elastic_job.py"),
     "--global-batch-size",
     str(elastic_job.GLOBAL_BATCH),
     "--commit-every-steps",

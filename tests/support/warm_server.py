@@ -59,10 +59,10 @@ LEFT_BEHIND = 98
 AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "MKL_", "KMP_", "TORCH_LOGS")
 """Variables that are read when a process starts, or when PyTorch is imported: those with these names are equal."""
 STARTED_WITH = dict(os.environ)
-HERE, REPOSITORY = (str(folder) for folder in list(Path(__file__).absolute().parents)[:2])
+HERE, _, REPOSITORY = (str(folder) for folder in list(Path(__file__).absolute().parents)[:3])
 NAMESPACES = ("net", "uts", "ipc", "pid", "mnt")
 PORTS = range(12000, 19000)
-"""Below those that the system and tests/slurm_cluster.py give out."""
+"""Below those that the system and tests/support/slurm_cluster.py give out."""
 
 
 def main(address: str) -> None:

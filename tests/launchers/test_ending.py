@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import digits_job
 import pytest
 import torch
-from launchers import OWN_FRAME, REPOSITORY, each_launcher, launch, requires, run_ranks, start
+from launchers import OWN_FRAME, REPOSITORY, SUPPORT, each_launcher, launch, requires, run_ranks, start
 from torch import nn
 
 import hvd_trainer
@@ -172,7 +172,7 @@ if __name__ == "__main__":
 def test_run_ends_ranks_when_notebook_is_interrupted(tmp_path: Path) -> None:
     """A notebook interrupts the parent process only; a terminal would also interrupt the ranks."""
     (tmp_path / "session.py").write_text(SLEEPING_SESSION)
-    path = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    path = f"{REPOSITORY}{os.pathsep}{SUPPORT}"
     with start("python", 1, [str(tmp_path / "session.py")], env={"PYTHONPATH": path}) as job:
         job.wait_for_output("started", count=2)
         os.kill(job.popen.pid, signal.SIGINT)

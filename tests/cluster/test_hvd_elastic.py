@@ -8,7 +8,7 @@ from pathlib import Path
 
 import digits_job
 import pytest
-from launchers import launch, start
+from launchers import SUPPORT, launch, start
 from requirements import requires
 from test_elastic import elastic
 from test_failures import REPORT
@@ -16,7 +16,7 @@ from test_failures import REPORT
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.utils.process import start_time
 
-SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
+SCRIPT = str(SUPPORT / "elastic_script.py")
 RUN = ["-m", "hvd_trainer", "run"]
 ENGINES = {engine: [*RUN, "--backend", engine, "--", SCRIPT] for engine in ("ddp", "horovod")}
 KILLED_AT, COMMITTED_AT = 8, 6

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerator_stand_in import StandIn
+from launchers import SCRIPTS
 from requirements import requires
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -80,9 +81,6 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
         parts = dict(zip(PARTS, found["seconds"][1:].mean(axis=0), strict=True))
         assert parts["forward"] > 0.01 > parts["backward"] > 0
         assert min(parts["data"], parts["step"]) > 0
-
-
-SCRIPTS = Path(__file__).with_name("scripts")
 
 
 @pytest.mark.parametrize("engine", [pytest.param("horovod", marks=requires("horovodrun")), "ddp"])

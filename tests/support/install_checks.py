@@ -12,7 +12,7 @@ import pytest
 
 from hvd_trainer.horovod_build.patch_set import RECORD_FILE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # A port on which nobody listens: pip is refused at once, as on a machine without a network.
 NO_NETWORK = {
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",

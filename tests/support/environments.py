@@ -17,5 +17,5 @@ def _read(file: Path) -> tuple[dict[str, str], ...]:
     return tuple({**case["common"], **own} for own in case["ranks"])
 
 
-FILES = sorted(Path(__file__).with_name("data").glob("environments/*.json"))
+FILES = sorted(Path(__file__).parents[1].glob("data/environments/*.json"))
 CASES = {file.stem: _read(file) for file in FILES}

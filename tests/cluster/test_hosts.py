@@ -18,11 +18,11 @@ import process_tree
 import pytest
 import warm
 from child_environment import child_environment
-from launchers import HOROVODRUN, QUICKEST, launch, requires
+from launchers import HOROVODRUN, QUICKEST, SUPPORT, launch, requires
 
 from benchmarks.hosts import Cluster, Host, hosts
 
-JOB = str(Path(__file__).with_name("hosts_job.py"))
+JOB = str(SUPPORT / "hosts_job.py")
 OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
 PORTS = itertools.count(29611)
 """Ports for the rendezvous of torchrun and mpirun, one for each job."""

@@ -21,6 +21,8 @@ import warm
 from child_environment import child_environment
 from launchers import (
     LAUNCHERS,
+    REPOSITORY,
+    SUPPORT,
     LaunchError,
     LaunchTimeoutError,
     OrphanError,
@@ -39,8 +41,6 @@ RANK_VARIABLE = {
     "mpirun": "OMPI_COMM_WORLD_RANK",
     "srun": "SLURM_PROCID",
 }
-
-TESTS = Path(__file__).parent
 
 
 def num_ranks(launcher: str) -> int:
@@ -258,13 +258,13 @@ def test_leaves_a_daemon():
 
 def test_suite_fails_on_leftovers(tmp_path: Path) -> None:
     (tmp_path / "test_bad.py").write_text(BAD_SUITE)
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text((SUPPORT.parent / "conftest.py").read_text())
     result = launch(
         "python",
         1,
         ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "."],
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        env={"PYTHONPATH": f"{SUPPORT}{os.pathsep}{REPOSITORY}"},
         check=False,
     )
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
@@ -304,7 +304,7 @@ def test_run_ranks_values_are_in_rank_order_and_as_recorded(launcher: str) -> No
 def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
     """A client killed before its request left a spinning process, and a killed pytest left the whole server."""
     address = tmp_path / "socket"
-    command = f"{sys.executable} {TESTS / 'warm_server.py'} {address} & wait"
+    command = f"{sys.executable} {SUPPORT / 'warm_server.py'} {address} & wait"
     mark = f"{os.environ[process_tree.MARK]}/warm"
     environ = child_environment(os.environ, {}, mark=mark, folder=tmp_path)
     with subprocess.Popen(["sh", "-c", command], env=environ, start_new_session=True) as starter:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launchers import launch, requires, start
+from launchers import SUPPORT, launch, requires, start
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.stacks import StackSampler, called_expression
@@ -30,8 +30,7 @@ from hvd_trainer.tools.diagnose.profile import Frame, RankProfile, RawStack, Rec
 from hvd_trainer.tools.diagnose.report import Report, sentences
 from hvd_trainer.tools.runner.command import with_options
 
-HERE = Path(__file__).parent
-JOB = HERE / "planted_job.py"
+JOB = SUPPORT / "planted_job.py"
 FACTS = {
     "batch_size": 32,
     "threads": 1,
@@ -442,7 +441,7 @@ class Planted(NamedTuple):
         """The words behind `--`."""
         if self.script == JOB.name:
             return [str(JOB), "--planted", self.planted, *self.options]
-        return [str(HERE / self.script), self.planted]
+        return [str(SUPPORT / self.script), self.planted]
 
 
 PLANTED = (
@@ -524,7 +523,7 @@ def check(planted: Planted, result: Mapping[str, Any], said: str) -> None:
     if planted.rank is not None:
         assert cause["rank"] == planted.rank, said
     if planted.line:
-        number = line_of(planted.planted.removeprefix("worker "), HERE / planted.script)
+        number = line_of(planted.planted.removeprefix("worker "), SUPPORT / planted.script)
         assert number in (cause["line"]["frame"]["line"], cause["line"]["entry"]["line"]), said
         assert f"{planted.script}:{number} " in said
     assert any(planted.advice in action["text"] for action in result["advice"]), said

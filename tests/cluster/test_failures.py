@@ -17,7 +17,7 @@ from typing import NamedTuple
 import digits_job
 import pytest
 import torch.distributed as dist
-from launchers import QUICKEST, REPOSITORY, Result, launch, requires, start
+from launchers import QUICKEST, REPOSITORY, SUPPORT, Result, launch, requires, start
 
 from hvd_trainer.faults import monitor
 from hvd_trainer.faults.activity import Activity
@@ -28,7 +28,7 @@ from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 
 TIMEOUT_S, SOON_S = 3, 25
-JOB = [str(Path(__file__).with_name("faulty_job.py")), "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
+JOB = [str(SUPPORT / "faulty_job.py"), "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
 REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from install_checks import installed_record
-from launchers import requires
+from launchers import SUPPORT, requires
 
 pytestmark = [pytest.mark.long, requires("horovod")]
-STAND_IN, JOB = Path(__file__).with_name("gpu_stand_in"), Path(__file__).with_name("gpu_failures_job.py")
+STAND_IN, JOB = SUPPORT / "gpu_stand_in", SUPPORT / "gpu_failures_job.py"
 BUILD_FLAGS = ("GPU", "CUDA", "NCCL", "GLOO")
 KERNELS = {"end": "0", "wait for another rank": "1", "fail": "2"}
 """By number in gpu_stand_in/device.cc."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launchers import REPOSITORY, launch, requires, start
+from launchers import REPOSITORY, SCRIPTS, launch, requires, start
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import cli
@@ -470,9 +470,6 @@ for step in range(9):
     optimizer.step()
 dist.destroy_process_group()
 """
-
-
-SCRIPTS = Path(__file__).with_name("scripts")
 
 
 @requires("horovodrun")

@@ -38,6 +38,8 @@ from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, each_launcher, require
 __all__ = [
     "LAUNCHERS",
     "QUICKEST",
+    "SCRIPTS",
+    "SUPPORT",
     "Job",
     "LaunchError",
     "LaunchTimeoutError",
@@ -52,7 +54,11 @@ __all__ = [
     "start",
 ]
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = Path(__file__).resolve().parent
+"""The folder of scripts that tests start."""
+SCRIPTS = SUPPORT.parent / "scripts"
+"""The folder of scripts as users write them, without this package."""
 OWN_FRAME = f'File "{REPOSITORY}/hvd_trainer/'
 """Begins a line of a traceback in this package. A clone, with its .venv, may lie in a folder of the same name."""
 
@@ -189,7 +195,7 @@ def run_ranks(
         folder = Path(name)
         call = pickle.dumps(sys.path) + pickle.dumps((function, tuple(args), dict(kwargs or {})))
         (folder / "call.pickle").write_bytes(call)
-        worker = [str(Path(__file__).with_name("rank_worker.py")), name]
+        worker = [str(SUPPORT / "rank_worker.py"), name]
         with start(launcher, num_processes, worker, options=options, env=env) as job:
             try:
                 result = job.wait(timeout_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from launchers import launch, requires
+from launchers import SCRIPTS, launch, requires
 
 from hvd_trainer import LaunchError, OptionError
 from hvd_trainer.checkpoint import storage
@@ -43,7 +43,7 @@ def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> Non
     assert re.search(r"^recovery, s, p95 +\d+\.\d$", result.stdout, re.MULTILINE)
 
 
-SCRIPT = Path(__file__).with_name("scripts") / "torch_ddp.py"
+SCRIPT = SCRIPTS / "torch_ddp.py"
 
 
 @pytest.mark.parametrize(

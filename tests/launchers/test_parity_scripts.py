@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import launch, requires
+from launchers import SCRIPTS, launch, requires
 from torch import nn
 
 from hvd_trainer.errors import OptionError
@@ -18,7 +18,6 @@ from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.trace import ScriptTrace
 
-SCRIPTS = Path(__file__).parent / "scripts"
 HOROVOD, DDP = str(SCRIPTS / "faulty_horovod.py"), str(SCRIPTS / "faulty_ddp.py")
 
 
