@@ -83,11 +83,11 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
             *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
             *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
         ]
-        start = measured_start(job, engine=case.backend, ranks=case.ranks, log=Path(log), native=True)
+        start = measured_start(job, engine=case.backend, ranks=case.ranks, log=Path(log), threads=1, native=True)
         began = time.time()
-        variables = {**NO_GPUS, **python_path(), **start.variables}
+        start = start._replace(variables={**NO_GPUS, **python_path(), **start.variables})
         output = Path(log) / "output"
-        run_to_end(start.command, Path(log), output, threads=1, limit_s=limit_s, variables=variables)
+        run_to_end(start, Path(log), output, limit_s=limit_s)
         ranks = read_steps(Path(log))
         if len(ranks) != case.ranks or any(len(rank["step"]) != steps for rank in ranks):
             print(output.read_text(errors="replace")[-2000:], file=sys.stderr)

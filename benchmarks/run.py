@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
 from hvd_trainer.tools.runner.command import LAUNCHER_OF
-from hvd_trainer.tools.runner.measured import Start, measured_start
-from hvd_trainer.tools.runner.runs import run_to_end
+from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.runs import Start, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,7 +41,8 @@ def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) 
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
     engine = next(name for name, launcher in LAUNCHER_OF.items() if launcher == contestant.launcher)
-    return measured_start(words, engine=engine, ranks=ranks, log=log_dir / "probed", native=True)
+    start = measured_start(words, engine=engine, ranks=ranks, log=log_dir / "probed", threads=1, native=True)
+    return start._replace(variables={**NO_GPUS, **python_path(), **start.variables})
 
 
 def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -> Measurement:
@@ -56,8 +57,7 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
         start = start_of(contestant, ranks, data_dir, folder / "log")
         output = folder / "output"
         started = time.time()
-        variables = {**NO_GPUS, **python_path(), **start.variables}
-        exit_code = run_to_end(start.command, folder, output, threads=1, limit_s=limit_s, variables=variables)
+        exit_code = run_to_end(start, folder, output, limit_s=limit_s)
         probed = read_steps(folder / "log" / "probed")
         done = [len(rank["step"]) for rank in probed]
         if done != [steps] * ranks:

@@ -18,7 +18,7 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from benchmarks import NO_GPUS
-from hvd_trainer.tools.runner.runs import run_to_end
+from hvd_trainer.tools.runner.runs import Start, run_to_end
 
 RECIPE = (
     # Batches of which an epoch has a whole number: another size would be compiled inside the time.
@@ -108,9 +108,7 @@ def main() -> int:
             log, output = Path(folder) / "log", Path(folder) / "output"
             command = command_for(args.until, seed, args.data_dir.resolve(), log, args.options)
             hidden = {} if args.gpus else NO_GPUS
-            exit_code = run_to_end(
-                command, Path(folder), output, threads=None, limit_s=args.limit_s, variables=hidden
-            )
+            exit_code = run_to_end(Start(command, hidden), Path(folder), output, limit_s=args.limit_s)
             try:
                 its = outcome_of(log, args.until)
             except (OSError, ValueError, KeyError, StopIteration):

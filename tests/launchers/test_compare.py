@@ -28,7 +28,7 @@ from hvd_trainer.tools.compare.variants import make_variants, read_axes
 from hvd_trainer.tools.runner import formats, trial_runner
 from hvd_trainer.tools.runner.command import read_job
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
-from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, read_runs
+from hvd_trainer.tools.runner.runs import RunRecord, Start, in_rounds, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 
 JOB = ("-m", "hvd_trainer.mnist")
@@ -134,37 +134,37 @@ def test_missing_package_is_named_before_anything_runs(monkeypatch: pytest.Monke
 def measured_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that calls `measure`, with runs that end as its `ends` say, and lists them."""
     trials = trials_of(["ddp"], [1, 2, 4, 8])
-    started: list[tuple[int, int]] = []
+    started: list[int] = []
 
-    def start_nothing(
-        command: Sequence[str], folder: Path, identity: Mapping[str, Any], number: int, **_: Any
-    ) -> RunRecord:
-        started.append((number, identity["ranks"]))
-        ended: Any = again.ends[identity["ranks"]]
-        return RunRecord(identity, number, ended, 1.0, figures={**FIGURES} if ended == "done" else {})
+    def start_nothing(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
+        output.touch()
+        ranks = int(start.command[start.command.index("--nproc-per-node") + 1])
+        started.append(ranks)
+        return {"done": 0, "failed": 1, "killed": None}[again.ends[ranks]]
 
-    def again(**options: Any) -> list[tuple[int, int]]:
+    def again(**options: Any) -> list[int]:
         started.clear()
         cli.measure(trials, tmp_path, cli.Options(**options), strong=False)
         return started
 
     again.ends = {1: "done", 2: "failed", 4: "killed", 8: "done"}  # type: ignore[attr-defined]
-    monkeypatch.setattr(trial_runner, "run_once", start_nothing)
+    monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
+    monkeypatch.setattr(Trial, "read", lambda *_: FIGURES)
     return again
 
 
 def test_measure_repeats_killed_runs_but_not_failed_ones(measured_runs: Any) -> None:
     """A failed one is not run again, a killed one is at the next start, and one that is done never is."""
     ends = measured_runs.ends
-    assert measured_runs(rounds=2) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 1)]
+    assert measured_runs(rounds=2) == [1, 2, 4, 8, 8, 1]
     ends[4] = "done"
-    assert measured_runs(rounds=2) == [(1, 4), (2, 4)]
+    assert measured_runs(rounds=2) == [4, 4]
     assert measured_runs(rounds=2) == []
-    assert measured_runs(rounds=3) == [(3, 1), (3, 4), (3, 8)]
-    assert measured_runs(rounds=1, retry_failed=True) == [(1, 2)]
+    assert measured_runs(rounds=3) == [1, 4, 8]
+    assert measured_runs(rounds=1, retry_failed=True) == [2]
     ends[2] = "done"
-    assert measured_runs(rounds=1, retry_failed=True) == [(1, 2)]
-    assert measured_runs(rounds=2) == [(2, 2)]
+    assert measured_runs(rounds=1, retry_failed=True) == [2]
+    assert measured_runs(rounds=2) == [2]
 
 
 # What the figures say.
@@ -514,11 +514,10 @@ def test_values_of_a_script_are_varied_at_their_place(tmp_path: Path) -> None:
 def test_script_whose_ranks_train_alone_is_refused() -> None:
     """Nothing would be exchanged, which no exchange is as fast as."""
     (trial,) = trials_of(["ddp"], [2])
-    run = RunRecord({}, 1, "done", 1.0, figures={"work": {"steps": 20, "world_size": 1}, "step_s": 0.1})
     with pytest.raises(
         OptionError, match=r"each of its processes has trained alone. Add to the script: hvd.init\(\)"
     ):
-        cli.check_steps(trial, run, 10)
+        trial.check_steps({"work": {"steps": 20, "world_size": 1}, "step_s": 0.1})
 
 
 def test_unequal_scripts_are_told_what_to_type() -> None:

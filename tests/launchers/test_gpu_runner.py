@@ -17,7 +17,7 @@ from gpu.bench import Bench, Check, FailedError
 from launchers import QUICKEST, REPOSITORY, launch
 
 from benchmarks import NO_GPUS
-from hvd_trainer.tools.runner.runs import run_to_end
+from hvd_trainer.tools.runner.runs import Start, run_to_end
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -171,5 +171,5 @@ def test_benchmarks_see_gpus_only_if_asked(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     command, output = [sys.executable, "-c", SHOW], tmp_path / "output"
-    assert run_to_end(command, tmp_path, output, threads=None, limit_s=60, variables=variables) == 0
+    assert run_to_end(Start(command, variables), tmp_path, output, limit_s=60) == 0
     assert wanted.items() <= json.loads(output.read_text()).items()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +29,7 @@ from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
-from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, read_runs
+from hvd_trainer.tools.runner.runs import RunRecord, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
@@ -115,9 +114,8 @@ def main(argv: Sequence[str]) -> int:
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan_trials(job, axes, options, machine)
     strong = not is_script and any(word.startswith("--global-batch-size") for word in job)
-    folder = options.out.expanduser().resolve()
     interrupted = False
-    with locked_folder(folder):
+    with locked_folder(options.out) as folder:
         try:
             measure(trials, folder, options, strong=strong)
         except KeyboardInterrupt:
@@ -163,44 +161,23 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
     runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
-    before = list(runner.last.values())
-    # What failed will fail again, and take as long to do so.
-    failed = set() if options.retry_failed else {run.key for run in before if run.state == "failed"}
     possible = [trial for trial in trials if trial.reason is None]
-    order = list(in_rounds(possible, options.rounds))
-    to_do = [(n, trial) for n, trial in order if not (runner.is_done(trial.key, n) or trial.key in failed)]
-    planned = f"{plural(len(order), 'run')} in {plural(options.rounds, 'round')}"
-    print(
-        f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}",
-        flush=True,
-    )
-    if count := sum(trial.key in failed for trial in possible):
+    # What failed will fail again, and take as long to do so.
+    to_do = runner.to_do(possible, options.rounds, retry_failed=options.retry_failed)
+    planned = f"{plural(len(possible) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"
+    print(f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}", flush=True)
+    if count := 0 if options.retry_failed else sum(map(runner.has_failed, possible)):
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do:
         warn_if_busy()
-    done = [run for run in before if run.state == "done"]
+    done = [run for run in runner.last.values() if run.state == "done"]
     sides = [side_of(trial, run) for run in done for trial in trials if trial.key == run.key]
-    given_up: set[str] = set()
-    for count, (round_, trial) in enumerate(to_do, 1):
-        if trial.key in given_up:
-            continue
-        run = runner.run(
-            trial.start,
-            trial.identity,
-            round_,
-            threads=trial.threads,
-            read=trial.read,
-            check=partial(check_steps, trial, warmup_steps=options.warmup_steps),
-        )
-        left = runner.time_left([its.key for _, its in to_do[count:] if its.key not in given_up])
-        print(f"{count}/{len(to_do)}  round {round_}, {trial.label}: {result_of(run)}{left}", flush=True)
-        if run.state != "done":
-            given_up.add(trial.key)
-            continue
-        side = side_of(trial, run)
-        for other in sides:
-            refuse_unequal(other, side, strong)
-        sides.append(side)
+    for trial, run in runner.run_all(to_do, describe=result_of):
+        if run.state == "done":
+            side = side_of(trial, run)
+            for other in sides:
+                refuse_unequal(other, side, strong)
+            sides.append(side)
 
 
 def _listed(trials: Sequence[Trial]) -> str:
@@ -212,30 +189,8 @@ def _listed(trials: Sequence[Trial]) -> str:
     return f"{text}, {impossible} of them impossible" if impossible else text
 
 
-def check_steps(trial: Trial, run: RunRecord, warmup_steps: int) -> None:
-    """Check that a run that has ended has steps that count, of ranks that work together.
-
-    Raises:
-        OptionError: all of them belong to the warm-up, or each rank has trained alone.
-    """
-    found = run.figures.get("work", {}).get("world_size", trial.ranks)
-    if found != trial.ranks:
-        raise OptionError(
-            f"{trial.label}: the script has started no engine with {plural(trial.ranks, 'rank')}, so that each of "
-            f"its processes has trained alone. Add to the script: hvd.init() of horovod.torch, or "
-            f"torch.distributed.init_process_group()"
-        )
-    if run.state == "done" and "step_s" not in run.figures:
-        raise OptionError(
-            f"{trial.label} makes {plural(run.figures['work']['steps'], 'step')}, and the first {warmup_steps} do "
-            f"not count: give the job more --epochs, or type a lower --warmup-steps"
-        )
-
-
 def result_of(run: RunRecord) -> str:
     """Return `14,210 samples/s (12 s)`; of a script, which does not tell its samples, the steps per second."""
-    if run.state != "done":
-        return f"{run.state}: {run.note}"
     rate = run.figures.get("samples_per_s")
     speed = f"{number(1 / run.figures['step_s'])} steps/s" if rate is None else f"{number(rate)} samples/s"
     return f"{speed} ({run.seconds:.0f} s)"

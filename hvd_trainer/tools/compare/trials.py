@@ -17,15 +17,16 @@ from hvd_trainer import backends
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.rules import check
-from hvd_trainer.errors import UserError
+from hvd_trainer.errors import OptionError, UserError
 from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.entries import Entry
 from hvd_trainer.tools.compare.job_options import with_values
 from hvd_trainer.tools.compare.variants import Axis, Variant
 from hvd_trainer.tools.runner.command import script_checksum
-from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
-from hvd_trainer.tools.runner.runs import key_of
+from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.runs import Start, key_of
+from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
 """The axes that every comparison has."""
@@ -71,8 +72,15 @@ class Trial:
 
     def start(self, log: Path) -> Start:
         """Return how to start a run of it."""
-        native, engine = not self.entry.is_job, self.entry.engine
-        start = measured_start(self.job, engine=engine, ranks=self.ranks, log=log, steps=self.steps, native=native)
+        start = measured_start(
+            self.job,
+            engine=self.entry.engine,
+            ranks=self.ranks,
+            log=log,
+            threads=self.threads,
+            steps=self.steps,
+            native=not self.entry.is_job,
+        )
         return start._replace(variables={**start.variables, **self._visible_gpus()})
 
     def _visible_gpus(self) -> dict[str, str]:
@@ -83,9 +91,35 @@ class Trial:
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
 
     def read(self, log: Path) -> dict[str, Any] | None:
-        """Return the figures of a run of it; None if it did not come to its end."""
+        """Return the figures of a run of it; None if it did not come to its end.
+
+        Raises:
+            OptionError: no step counts, or each rank has trained alone.
+        """
         warmup_steps, native = self.conditions["warmup_steps"], not self.entry.is_job
-        return read_measured(log, job=self.job, ranks=self.processes, warmup_steps=warmup_steps, native=native)
+        figures = read_measured(log, job=self.job, ranks=self.processes, warmup_steps=warmup_steps, native=native)
+        if figures is not None:
+            self.check_steps(figures)
+        return figures
+
+    def check_steps(self, figures: Mapping[str, Any]) -> None:
+        """Check that a run has steps that count, of ranks that work together.
+
+        Raises:
+            OptionError: all of them belong to the warm-up, or each rank has trained alone.
+        """
+        work, warmup_steps = figures["work"], self.conditions["warmup_steps"]
+        if work.get("world_size", self.ranks) != self.ranks:
+            raise OptionError(
+                f"{self.label}: the script has started no engine with {plural(self.ranks, 'rank')}, so that each "
+                f"of its processes has trained alone. Add to the script: hvd.init() of horovod.torch, or "
+                f"torch.distributed.init_process_group()"
+            )
+        if "step_s" not in figures:
+            raise OptionError(
+                f"{self.label} makes {plural(work['steps'], 'step')}, and the first {warmup_steps} do not count: "
+                f"give the job more --epochs, or type a lower --warmup-steps"
+            )
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -46,8 +46,9 @@ from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
-from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir, run_once
+from hvd_trainer.tools.runner.runs import RunRecord, in_rounds, locked_folder, log_dir
 from hvd_trainer.tools.runner.step_stats import medians
+from hvd_trainer.tools.runner.trial_runner import run_once
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 

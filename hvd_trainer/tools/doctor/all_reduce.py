@@ -12,7 +12,8 @@ from hvd_trainer.tools.doctor import all_reduce_job
 from hvd_trainer.tools.doctor.finding import Finding, error, ok
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
 from hvd_trainer.tools.runner.machine import threads_per_rank
-from hvd_trainer.tools.runner.runs import RunRecord, log_dir, run_once
+from hvd_trainer.tools.runner.runs import RunRecord, log_dir
+from hvd_trainer.tools.runner.trial_runner import run_once
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS = 2

@@ -14,7 +14,8 @@ from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, option_values
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import Start, measured_start
-from hvd_trainer.tools.runner.runs import RUNS, RunRecord, append_run, run_once
+from hvd_trainer.tools.runner.runs import RUNS, RunRecord
+from hvd_trainer.tools.runner.trial_runner import run_once
 from hvd_trainer.utils.text import plural
 
 TRACES_FOLDER = "traced"
@@ -133,7 +134,6 @@ def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRu
     for engine in engines:
         like = next((its.trace for its in done if its.trace is not None), None)
         done.append(_trace(engine, plan, folder, like))
-        append_run(folder, done[-1].run)
         print(_result_line(done[-1], plan), flush=True)
     return done
 

@@ -6,22 +6,15 @@ script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, measured_job, with_options, with_steps
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.runs import Start as Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
-
-
-class Start(NamedTuple):
-    """How to start a run."""
-
-    command: list[str]
-    variables: Mapping[str, str]
-    """environment variables"""
 
 
 def measured_start(
@@ -30,6 +23,7 @@ def measured_start(
     engine: str,
     ranks: int,
     log: Path,
+    threads: int | None = None,
     steps: int | None = None,
     leave_out: tuple[Literal["exchange", "data"], ...] = (),
     options: Sequence[str] = (),
@@ -42,6 +36,7 @@ def measured_start(
         job: the words that follow `python`.
         engine: a name in `LAUNCHER_OF`, whose launcher starts the ranks.
         log: the run's log folder.
+        threads: of each rank, on the CPU; None: as this process's environment says.
         steps: how many it makes, however much data it has; None: as many as the job does by itself.
         leave_out: as in `MeasureOptions`.
         options: further options of a Trainer job; for a script, of `run`.
@@ -52,13 +47,13 @@ def measured_start(
     if not native and is_trainer_job(job):
         further = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
         words = with_options(job, further) if steps is None else with_steps(job, steps, further)
-        return Start(command_for(launcher, ranks, measured_job(words, engine, log)), {})
+        return Start(command_for(launcher, ranks, measured_job(words, engine, log)), threads=threads)
     backend = "ddp" if engine == "single" else engine
     words = ["-m", "hvd_trainer", "run", "--backend", backend, *options, "--"]
     if native:
         words = ["-m", "hvd_trainer.tools.probe"]
     asked = ProbeOptions(log_dir=str(log), max_steps=steps, leave_out=leave_out, **probe)
-    return Start(command_for(launcher, ranks, [*words, *job]), asked.variables())
+    return Start(command_for(launcher, ranks, [*words, *job]), asked.variables(), threads)
 
 
 def read_measured(

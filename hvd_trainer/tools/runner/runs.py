@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -18,11 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import psutil
@@ -73,6 +73,10 @@ class RunRecord:
     def key(self) -> str:
         return key_of(self.identity)
 
+    def ended(self, state: Literal["failed", "killed"], note: str, output: str) -> RunRecord:
+        """Return the record of the same run, if it did not come to its end."""
+        return replace(self, state=state, note=note, output=output)
+
     def why(self, folder: Path) -> str:
         """Return why it failed, and where its output is.
 
@@ -98,12 +102,15 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder for this command while the context is open; on exit, whatever runs in the folder is ended.
+def locked_folder(out: Path) -> Iterator[Path]:
+    """Lock the folder of --out for this command while the context is open, and yield its absolute path.
+
+    On exit, whatever runs in the folder is ended.
 
     Raises:
         OptionError: another one is using it, or it cannot be written to.
     """
+    folder = out.expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Other folders are removed when the next run begins.
@@ -124,7 +131,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             clear(folder)
-            yield
+            yield folder
         finally:
             clear(folder)
             signal.signal(signal.SIGTERM, before)
@@ -163,82 +170,72 @@ def append_run(folder: Path, run: RunRecord) -> None:
         os.fsync(lines.fileno())
 
 
-def run_once(
-    command: Sequence[str],
-    folder: Path,
-    identity: Mapping[str, Any],
-    round_: int,
-    *,
-    threads: int | None,
-    limit_s: float,
-    read: Callable[[Path], Mapping[str, Any] | None],
-    variables: Mapping[str, str] = MappingProxyType({}),
-    keep: Path | None = None,
-) -> RunRecord:
-    """Start the job, wait for its end, end all its processes, and return its record.
+class Start(NamedTuple):
+    """How to start a run."""
 
-    Args:
-        command: with `--log-dir` and the folder that `log_dir(DIR)` names.
-        folder: DIR.
-        identity: what is run.
-        round_: counted from 1.
-        threads: of each rank, on the CPU; None: as this process's environment says.
-        limit_s: after which it is killed, in seconds.
-        read: the figures of a run that has ended, from its log folder; None if it did not come to its end.
-        variables: further environment variables of the job.
-        keep: a folder that the log folder becomes, however the run ends.
-    """
-    clear(folder)
-    place = running(folder)
-    place.mkdir(parents=True)
-    began_at, began = time.time(), time.monotonic()
-    output = place / "output"
-    try:
-        code = run_to_end(command, folder, output, threads=threads, limit_s=limit_s, variables=variables)
-    finally:
-        if keep is not None and log_dir(folder).exists():
-            shutil.rmtree(keep, ignore_errors=True)
-            shutil.copytree(log_dir(folder), keep)
-    seconds = round(time.monotonic() - began, 2)
-    figures = read(log_dir(folder)) if code == 0 else None
-    ended = partial(RunRecord, identity, round_, seconds=seconds, began_at=began_at)
-    if figures is not None:
-        run = ended(state="done", figures=figures)
-    elif code is None or code < 0:
-        why = f"had not ended after {limit_s:g} s (--timeout-s)" if code is None else f"killed by signal {-code}"
-        run = ended(state="killed", note=why, output=_keep_output(folder))
-    else:
-        run = ended(state="failed", note=why_it_failed(place, code), output=_keep_output(folder))
-    clear(folder)
-    return run
+    command: Sequence[str]
+    variables: Mapping[str, str] = MappingProxyType({})
+    """further environment variables"""
+    threads: int | None = None
+    """of each rank, on the CPU; None: as this process's environment says"""
 
 
-def run_to_end(
-    command: Sequence[str],
-    folder: Path,
-    output: Path,
-    *,
-    threads: int | None,
-    limit_s: float,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> int | None:
+def run_to_end(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
     """Return the exit code of a program; None if it ran past the limit. All its processes are ended.
 
     Args:
-        folder: by which they are found.
-        output: the file to which what they print is appended.
-        threads, limit_s, variables: as in `run_once`.
+        start: how to start it.
+        folder, output: as in `launched`.
+        limit_s: after which it is killed, in seconds.
     """
+    with launched(start, folder, output) as process:
+        try:
+            return process.wait(None if limit_s == math.inf else limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@contextmanager
+def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and end all its processes at the end of the context.
+
+    Args:
+        start: how to start it.
+        folder: by which `find_processes` finds its processes.
+        output: the file to which what they print is appended.
+    """
+    process = None
     try:
-        process = start(command, folder, output, threads, variables)
-        code: int | None = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
+        process = _popen(start, folder, output)
+        yield process
     finally:
         # Found by their environment: also one whose start a signal has interrupted.
         end_processes(folder)
-    process.wait()  # or it would stay as a zombie
-    return code
+        if process is not None:
+            process.wait()  # or it would stay as a zombie
+
+
+def _popen(start: Start, folder: Path, output: Path) -> subprocess.Popen[bytes]:
+    # Whatever launcher may have started the tool: its ranks are not those of the run.
+    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        MARK: str(folder),
+        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
+        **({} if start.threads is None else {"OMP_NUM_THREADS": str(start.threads)}),
+        # torchrun copies there what the failed rank says is the reason.
+        "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
+        **start.variables,
+    }
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            start.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def start(
@@ -248,27 +245,8 @@ def start(
     threads: int | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[bytes]:
-    """Start a job whose processes `find_processes` finds by the folder, and append what they print to a file."""
-    # Whatever launcher may have started the tool: its ranks are not those of the run.
-    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in others},
-        MARK: str(folder),
-        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
-        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
-        # torchrun copies there what the failed rank says is the reason.
-        "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
-        **variables,
-    }
-    with output.open("ab") as file:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    """Start a program; deprecated: use `launched`."""
+    return _popen(Start(command, variables, threads), folder, output)
 
 
 def running(folder: Path) -> Path:
@@ -335,7 +313,8 @@ def _reason(text: str) -> str:
     return lines[-1] if TRACEBACK in text else lines[0]
 
 
-def _keep_output(folder: Path) -> str:
+def keep_output(folder: Path) -> str:
+    """Copy what the present run has printed to the folder of failed runs, and return the file's relative path."""
     kept = folder / "failed"
     kept.mkdir(exist_ok=True)
     number = len((folder / RUNS).read_bytes().splitlines()) if (folder / RUNS).exists() else 0

@@ -1,14 +1,71 @@
-"""Run the trials of a tool in its folder, and record each run that has ended, so that the same command goes on."""
+"""Run the trials of a tool in its folder, and record each run that has ended, so that the same command goes on.
+
+    with locked_folder(options.out) as folder:
+        runner = TrialRunner(folder, limit_s=options.timeout_s)
+        for trial, run in runner.run_all(runner.to_do(trials, rounds=5), describe=str):
+            ...
+
+Ctrl-C ends the running job and raises KeyboardInterrupt; what was measured before it is recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hvd_trainer.tools.runner.measured import Start
-from hvd_trainer.tools.runner.runs import RunRecord, append_run, key_of, log_dir, read_runs, run_once
+from hvd_trainer.tools.runner.runs import (
+    RUNS,
+    RunRecord,
+    Start,
+    append_run,
+    clear,
+    in_rounds,
+    keep_output,
+    key_of,
+    log_dir,
+    read_runs,
+    run_to_end,
+    running,
+    why_it_failed,
+)
+
+
+class Trial(Protocol):
+    """A way to run a job. Tools have classes of their own for it, or take `JobTrial`."""
+
+    @property
+    def label(self) -> str:
+        """How it is called in a line about its run."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All that decides on its figures, in plain JSON: trials with the same one share their runs."""
+
+    def start(self, log: Path, /) -> Start:
+        """Return how to start a run, whose log folder is `log`."""
+
+    def read(self, log: Path, /) -> Mapping[str, Any] | None:
+        """Return the figures of a run whose exit code was 0, in plain JSON; None if it did not come to its end.
+
+        An exception, such as an OptionError, is passed on, and the run is not recorded.
+        """
+
+
+class JobTrial(NamedTuple):
+    """A trial that is put together from functions."""
+
+    label: str
+    identity: Mapping[str, Any]
+    start: Callable[[Path], Start]
+    read: Callable[[Path], Mapping[str, Any] | None]
+
+
+T = TypeVar("T", bound=Trial)
 
 
 class TrialRunner:
@@ -17,65 +74,158 @@ class TrialRunner:
     Args:
         folder: of the tool, which it has locked.
         limit_s: after which a run is killed, in seconds.
+        limit_option: the tool's option for it.
+        budget_s: seconds from now on after which no run is left running (`--budget`); None: no limit.
+        resume: go on from the runs in the folder; False: remove them.
         are_figures: whether these, from a file, can be the figures of a run that is done.
     """
 
     def __init__(
-        self, folder: Path, *, limit_s: float, are_figures: Callable[[Mapping[str, Any]], bool] = bool
+        self,
+        folder: Path,
+        *,
+        limit_s: float = math.inf,
+        limit_option: str = "--timeout-s",
+        budget_s: float | None = None,
+        resume: bool = True,
+        are_figures: Callable[[Mapping[str, Any]], bool] = bool,
     ) -> None:
-        self.folder, self._limit_s = folder, limit_s
+        self.folder = folder
+        self._limit_s, self._limit_option = limit_s, limit_option
+        self._deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+        if not resume:
+            (folder / RUNS).unlink(missing_ok=True)
+            shutil.rmtree(folder / "failed", ignore_errors=True)
         self.last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
-        """the last run of each trial and round"""
+        """the last run of each trial and round, by the trial's key"""
 
-    def is_done(self, key: str, round_: int) -> bool:
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self._deadline - time.monotonic()
+
+    def is_done(self, trial: Trial, round_: int) -> bool:
         """Return whether a run came to its end, now or before."""
-        run = self.last.get((key, round_))
+        run = self.last.get((key_of(trial.identity), round_))
         return run is not None and run.state == "done"
 
-    def run(
-        self,
-        start: Callable[[Path], Start],
-        identity: Mapping[str, Any],
-        round_: int,
-        *,
-        threads: int | None,
-        read: Callable[[Path], Mapping[str, Any] | None],
-        check: Callable[[RunRecord], None] = lambda run: None,
-    ) -> RunRecord:
-        """Run a trial, or take its run from the folder, and return the record.
+    def has_failed(self, trial: Trial) -> bool:
+        """Return whether a run of the trial failed by itself, now or before, and so would fail again."""
+        key = key_of(trial.identity)
+        return any(run.key == key and run.state == "failed" for run in self.last.values())
+
+    def to_do(self, trials: Sequence[T], rounds: int, *, retry_failed: bool = True) -> list[tuple[int, T]]:
+        """Return (round, trial) of the runs that are not done yet, in the order of `in_rounds`."""
+        left = [trial for trial in trials if retry_failed or not self.has_failed(trial)]
+        return [(number, trial) for number, trial in in_rounds(left, rounds) if not self.is_done(trial, number)]
+
+    def run_all(
+        self, plan: Sequence[tuple[int, T]], *, describe: Callable[[RunRecord], str]
+    ) -> Iterator[tuple[T, RunRecord]]:
+        """Run (round, trial) after (round, trial), print a line about each, and yield it with its record.
+
+        A trial that has failed is not run in later rounds. The plan ends early where the budget is too short for
+        another run: compare `left_s`.
 
         Args:
-            start: how to start it, from its log folder.
-            identity: all that decides on its figures.
-            round_: counted from 1.
-            threads, read: as in `run_once`.
-            check: raises if the run must not be recorded.
+            describe: the text about a run that is done.
         """
-        place = key_of(identity), round_
-        if not self.is_done(*place):
-            command, variables = start(log_dir(self.folder))
-            run = run_once(
-                command,
-                self.folder,
-                identity,
-                round_,
-                threads=threads,
-                limit_s=self._limit_s,
-                read=read,
-                variables=variables,
-            )
-            check(run)
-            append_run(self.folder, run)
-            self.last[place] = run
-        return self.last[place]
+        given_up: set[str] = set()
+        for count, (number, trial) in enumerate(plan, 1):
+            key = key_of(trial.identity)
+            if key in given_up:
+                continue
+            if self.left_s < self.expected_s(key):
+                return
+            run = self.run(trial, number)
+            if run.state != "done":
+                given_up.add(key)
+            said = describe(run) if run.state == "done" else f"{run.state}: {run.note}"
+            keys = [key_of(its.identity) for _, its in plan[count:]]
+            left = self._time_left([key for key in keys if key not in given_up])
+            print(f"{count}/{len(plan)}  round {number}, {trial.label}: {said}{left}", flush=True)
+            yield trial, run
 
-    def time_left(self, keys: Sequence[str]) -> str:
+    def run(
+        self, trial: Trial, round_: int = 1, *, keep: Path | None = None, limit_s: float | None = None
+    ) -> RunRecord:
+        """Run a trial as a user would start it, end all its processes, record it, and return the record.
+
+        A run that is done in the folder is taken from there.
+
+        Args:
+            trial: to run.
+            round_: counted from 1.
+            keep: a folder that the run's log folder becomes, however the run ends.
+            limit_s: after which it is killed, whatever the budget; None: as the runner has it.
+        """
+        if self.is_done(trial, round_):
+            return self.last[key_of(trial.identity), round_]
+        clear(self.folder)
+        place = running(self.folder)
+        place.mkdir(parents=True)
+        limit, option = self._limit_s, self._limit_option
+        if limit_s is not None:
+            limit = limit_s
+        elif self.left_s < limit:
+            limit, option = max(self.left_s, 1.0), "--budget"
+        began_at, began = time.time(), time.monotonic()
+        try:
+            start = trial.start(log_dir(self.folder))
+            code = run_to_end(start, self.folder, place / "output", limit_s=limit)
+        finally:
+            if keep is not None and log_dir(self.folder).exists():
+                shutil.rmtree(keep, ignore_errors=True)
+                shutil.copytree(log_dir(self.folder), keep)
+        seconds = round(time.monotonic() - began, 2)
+        figures = trial.read(log_dir(self.folder)) if code == 0 else None
+        run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
+        if figures is None:
+            run = self._not_done(run, code, f"had not ended after {limit:g} s ({option})")
+        append_run(self.folder, run)
+        self.last[run.key, round_] = run
+        clear(self.folder)
+        return run
+
+    def _not_done(self, run: RunRecord, code: int | None, late: str) -> RunRecord:
+        """Return the record of a run that did not come to its end, and keep its output."""
+        if code is None or code < 0:
+            note = late if code is None else f"killed by signal {-code}"
+            return run.ended("killed", note, keep_output(self.folder))
+        return run.ended("failed", why_it_failed(running(self.folder), code), keep_output(self.folder))
+
+    def expected_s(self, key: str) -> float:
+        """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none.
+
+        Args:
+            key: of the trial.
+        """
+        own = [run.seconds for run in self.last.values() if run.key == key]
+        others = own or [run.seconds for run in self.last.values()]
+        return median(others) if others else 0.0
+
+    def _time_left(self, keys: Sequence[str]) -> str:
         """Return `, about 3 min left` for runs to come, by the keys of their trials, from how long others took."""
+        left = sum(self.expected_s(key) for key in keys)
         if not keys:
             return ""
-        seconds: dict[str, list[float]] = {}
-        for run in self.last.values():
-            seconds.setdefault(run.key, []).append(run.seconds)
-        usual = [value for values in seconds.values() for value in values]
-        left = sum(median(seconds.get(key, usual)) for key in keys)
         return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+
+def run_once(
+    command: Sequence[str],
+    folder: Path,
+    identity: Mapping[str, Any],
+    round_: int,
+    *,
+    threads: int | None,
+    limit_s: float,
+    read: Callable[[Path], Mapping[str, Any] | None],
+    variables: Mapping[str, str] | None = None,
+    keep: Path | None = None,
+) -> RunRecord:
+    """Run a job; deprecated: use `TrialRunner.run`."""
+    runner = TrialRunner(folder, limit_s=limit_s)
+    runner.last.clear()
+    trial = JobTrial("", identity, lambda log: Start(command, variables or {}, threads), read)
+    return runner.run(trial, round_, keep=keep)

@@ -37,7 +37,7 @@ from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if
 from hvd_trainer.tools.runner.measured import Start, measured_start, read_measured
 from hvd_trainer.tools.runner.runs import RunRecord, key_of, locked_folder
 from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
@@ -206,7 +206,7 @@ class SettingsRunner:
             )
 
         read = partial(read_measured, job=words, ranks=options.np, warmup_steps=warm_up)
-        return self._runner.run(start, identity, self._used[key_of(identity)], threads=None, read=read)
+        return self._runner.run(JobTrial("", identity, start, read), self._used[key_of(identity)])
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:

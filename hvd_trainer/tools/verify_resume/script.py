@@ -68,7 +68,9 @@ class ScriptRuns:
         place = self._folder / f"start-{self._starts}"
         place.mkdir(parents=True)
         log = place / "log"
-        command, variables = measured_start(self._job, engine=self._engine, ranks=self._ranks, log=log, kill=kill)
+        command, variables, _ = measured_start(
+            self._job, engine=self._engine, ranks=self._ranks, log=log, kill=kill
+        )
         process = start(command, place, place / "output", variables=variables)
         try:
             code = process.wait(END_S)

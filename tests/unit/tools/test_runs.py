@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
@@ -16,18 +17,20 @@ from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import Start, measured_start
+from hvd_trainer.tools.runner.measured import measured_start
 from hvd_trainer.tools.runner.runs import (
+    MARK,
     RunRecord,
+    Start,
     append_run,
+    find_processes,
     in_rounds,
-    key_of,
+    launched,
     locked_folder,
     read_runs,
-    run_once,
     why_it_failed,
 )
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 
 TRAINER = "from hvd_trainer import Trainer\n"
 JOB = ("-m", "hvd_trainer.mnist")
@@ -54,29 +57,6 @@ def test_read_runs_leaves_out_a_torn_line(tmp_path: Path) -> None:
     assert [run.identity for run in read_runs(tmp_path)] == [identity, identity]
     assert len({run.key for run in read_runs(tmp_path)}) == 1
     assert read_runs(tmp_path / "elsewhere") == []
-
-
-def test_run_once_kills_a_run_past_its_limit(tmp_path: Path) -> None:
-    """A launcher's ranks may have sessions of their own, which must end, too."""
-    code = (
-        "import subprocess, time; "
-        "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "
-        "time.sleep(60)"
-    )
-    ended = run_once(
-        [sys.executable, "-c", code],
-        tmp_path,
-        {"job": "sleep"},
-        1,
-        threads=1,
-        limit_s=2.0,
-        read=lambda log: None,
-    )
-    assert (ended.state, ended.note) == ("killed", "had not ended after 2 s (--timeout-s)")
-    child = int((tmp_path / ended.output).read_text())
-    status = Path(f"/proc/{child}/status")
-    assert not status.exists() or "zombie" in status.read_text()
-    assert not (tmp_path / "running").exists()
 
 
 @pytest.mark.parametrize(
@@ -174,26 +154,88 @@ def test_measured_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> Non
     assert not start.variables
 
 
+def trial_of(
+    code: str, read: Callable[[Path], Mapping[str, Any] | None] = lambda log: {"step_s": 0.1}, **identity: Any
+) -> JobTrial:
+    """Return a trial that executes Python code."""
+    return JobTrial("python", identity, lambda log: Start([sys.executable, "-c", code]), read)
+
+
+DONE, FAILED = "pass", "import sys; sys.exit('no such <file>')"
+SLOW = (
+    "import subprocess, time; "
+    "child = subprocess.Popen(['sleep', '60'], start_new_session=True); print(child.pid, flush=True); "
+    "time.sleep(60)"
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "note"),
+    [
+        ({"limit_s": 2.0}, "had not ended after 2 s (--timeout-s)"),
+        ({"limit_s": 2.0, "limit_option": "--limit-s", "budget_s": 900.0}, "had not ended after 2 s (--limit-s)"),
+        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget)"),
+    ],
+)
+def test_trial_runner_kills_a_run_past_its_limit(tmp_path: Path, limits: dict[str, Any], note: str) -> None:
+    """A launcher's ranks may have sessions of their own, which must end, too."""
+    ended = TrialRunner(tmp_path, **limits).run(trial_of(SLOW))
+    assert (ended.state, ended.note) == ("killed", note)
+    child = int((tmp_path / ended.output).read_text())
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    assert not (tmp_path / "running").exists()
+
+
 def test_trial_runner_repeats_no_run_that_came_to_its_end(tmp_path: Path) -> None:
-    """A run that fails is tried again by the same command, and one that a check refuses is not recorded."""
+    """A run that fails is tried again by the same command, and one whose reader refuses it is not recorded."""
 
-    def run(runner: TrialRunner, code: int, round_: int, **more: Any) -> RunRecord:
-        command = [sys.executable, "-c", f"import sys; sys.exit({code})"]
-        figures = {"step_s": 0.1}
-        return runner.run(
-            lambda log: Start(command, {}), {"job": 1}, round_, threads=1, read=lambda log: figures, **more
-        )
-
-    def refuse(run: RunRecord) -> None:
+    def refuse(log: Path) -> Mapping[str, Any]:
         raise OptionError("refused")
 
-    first = TrialRunner(tmp_path, limit_s=60.0)
-    assert run(first, 0, 1).state == "done"
-    assert run(first, 3, 2).state == "failed"
+    first = TrialRunner(tmp_path)
+    assert first.run(trial_of(DONE), 1).state == "done"
+    assert first.run(trial_of(FAILED), 2).note == "exit code 1"
     with pytest.raises(OptionError, match="refused"):
-        run(first, 0, 3, check=refuse)
-    second = TrialRunner(tmp_path, limit_s=60.0)
-    assert run(second, 3, 1).state == "done"
-    assert run(second, 0, 2).state == "done"
-    assert not second.is_done(key_of({"job": 1}), 3)
-    assert second.time_left([key_of({"job": 1})]).startswith(", about ")
+        first.run(trial_of(DONE, refuse), 3)
+    assert TrialRunner(tmp_path).has_failed(trial_of(DONE))
+    second = TrialRunner(tmp_path)
+    assert second.run(trial_of(FAILED), 1).state == "done"
+    assert second.run(trial_of(DONE), 2).state == "done"
+    assert [number for number, _ in second.to_do([trial_of(DONE)], 3)] == [3]
+    assert not TrialRunner(tmp_path, resume=False).last
+    assert read_runs(tmp_path) == []
+
+
+def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> None:
+    """A tool may read it, such as the stacks of a job that hung."""
+
+    def start(log: Path) -> Start:
+        return Start([sys.executable, "-c", f"import os, sys; os.makedirs({str(log)!r}); sys.exit(3)"])
+
+    run = TrialRunner(tmp_path).run(JobTrial("", {}, start, lambda log: None), keep=tmp_path / "kept")
+    assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
+
+
+def test_run_all_gives_up_what_fails_and_keeps_to_the_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = trial_of(DONE, n=1), trial_of(FAILED, n=2)
+    runner = TrialRunner(tmp_path)
+    done = [run.state for _, run in runner.run_all(runner.to_do([good, bad], 2), describe=lambda run: "well")]
+    assert done == ["done", "failed", "done"]
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("1/4  round 1, python: well, about ")
+    assert second.startswith("2/4  round 1, python: failed: exit code 1, about ")
+    assert third == "4/4  round 2, python: well"
+    again = TrialRunner(tmp_path, budget_s=0.001)
+    assert list(again.run_all(again.to_do([good, bad], 3), describe=str)) == []
+    assert len(again.to_do([good, bad], 3, retry_failed=False)) == 1
+
+
+def test_launched_ends_all_processes(tmp_path: Path) -> None:
+    with launched(Start([sys.executable, "-c", SLOW], threads=3), tmp_path, tmp_path / "output") as process:
+        environment = psutil.Process(process.pid).environ()
+        assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
+        assert find_processes(tmp_path)
+    assert not find_processes(tmp_path)
