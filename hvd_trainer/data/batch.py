@@ -50,8 +50,12 @@ def samples_in(batch: Any) -> int:
     Raises:
         DataError: there is no tensor in it.
     """
+    # Asked for several times a step: the common pair of tensors without a generator.
+    first = batch[0] if isinstance(batch, tuple) and batch else batch
+    if isinstance(first, Tensor):
+        return first.shape[0]
     for tensor in tensors_in(batch):
-        return len(tensor)
+        return tensor.shape[0]
     raise DataError(f"A batch should hold tensors, but this {type(batch).__name__} has none.")
 
 

@@ -62,15 +62,17 @@ class Meter:
         for metric in self._objects.values():
             reset(metric, backend.device)
 
-    @torch.no_grad()
     def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
         """Add one batch: `loss` is its mean loss (a scalar on the device)."""
-        loss = loss.detach()
-        values = [_sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
-        # A metric may have computed on the host.
-        self._unread.append((samples, [loss, *(value.to(loss.device, non_blocking=True) for value in values)]))
-        for gatherer in self._objects.values():
-            gatherer.update(outputs, targets)
+        row = [loss.detach()]
+        if self._functions or self._objects:
+            with torch.no_grad():
+                values = [_sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
+                # A metric may have computed on the host.
+                row += [value.to(loss.device, non_blocking=True) for value in values]
+                for gatherer in self._objects.values():
+                    gatherer.update(outputs, targets)
+        self._unread.append((samples, row))
         self.samples += samples
         if len(self._unread) >= MAX_UNREAD:
             self._read()

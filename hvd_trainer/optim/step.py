@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -119,11 +119,10 @@ class TrainStep:
             prefetch: called while gradients are exchanged.
         """
         before = [buffer.clone() for buffer in self._buffers] if self.skips else []
-        counts = [samples_in(batch) for batch in batches]
-        last = len(batches) - 1
-        for position, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        samples, last = sum(map(samples_in, batches)), len(batches) - 1
+        for position, batch in enumerate(batches):
             with self.backend.gradient_sync(self.model, enabled=position == last):
-                self.backward(batch, 1 if last == 0 else count / sum(counts), meter)
+                self.backward(batch, samples_in(batch) / samples, meter)
         self.backend.activity.enter("data")
         prefetch()
         return self.update(meter, before)
@@ -191,7 +190,7 @@ class TrainStep:
             for uncounted in self._uncounted:
                 meter.add(*uncounted)
         losses, self._losses, self._uncounted = tuple(self._losses), [], []
-        return replace(result, losses=losses)
+        return StepResult(result.skipped, result.grad_norm, losses)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient from those of this process's parameters."""
