@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ class Bucket:
     """shape (elements,)"""
     views: list[Tensor]
     """of `flat`, one per parameter, in its shape"""
-    waiting: set[Tensor] = field(default_factory=set)
+    missing: int
+    """how many gradients of the step are not there yet"""
     sent: bool = False
 
     @classmethod
@@ -42,7 +44,20 @@ class Bucket:
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=dtype or first.dtype, device=first.device)
         views = [_shaped_like(part, p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
-        return cls(list(parameters), flat, views, set(parameters))
+        return cls(list(parameters), flat, views, missing=len(parameters))
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """One parameter's gradient in a step. A step of 10,000 tensors looks up nothing by tensor, which is slow."""
+
+    parameter: nn.Parameter
+    bucket: Bucket
+    view: Tensor
+    """its place in the bucket"""
+    passes_left: int
+    """backward passes until it is complete"""
+    is_complete: bool = False
 
 
 class BucketExchange(ABC):
@@ -93,39 +108,42 @@ class BucketReducer(Reducer):
         self._backward_order: list[nn.Parameter] | None = [] if reorder else None
         self._enabled = True
         self.buckets: list[Bucket] = []
-        self._place: dict[Tensor, tuple[Bucket, Tensor]] = {}
+        self._gradients: dict[Tensor, _Gradient] = {}
         first_limit = sys.maxsize if reorder else limit_bytes
         assignment = assign(self._parameters, [first_limit])
         self._lay_out([[self._parameters[i] for i in bucket] for bucket in reversed(assignment)])
-        self._left = dict.fromkeys(self._parameters, passes)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._parameters]
+        self._hooks = [
+            gradient.parameter.register_post_accumulate_grad_hook(partial(self._collect, gradient))
+            for gradient in self._gradients.values()
+        ]
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
-        self.buckets, self._place = [], {}
-        for group in groups:
-            bucket = Bucket.of(group)
-            self.buckets.append(bucket)
-            self._place |= {p: (bucket, view) for p, view in zip(group, bucket.views, strict=True)}
+        self.buckets = [Bucket.of(group) for group in groups]
+        for bucket, group in zip(self.buckets, groups, strict=True):
+            for parameter, view in zip(group, bucket.views, strict=True):
+                gradient = self._gradients.setdefault(parameter, _Gradient(parameter, bucket, view, self._passes))
+                gradient.bucket, gradient.view = bucket, view
         self._exchange.lay_out(self.buckets)
 
     def set_enabled(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def _collect(self, parameter: Tensor) -> None:
+    def _collect(self, gradient: _Gradient, parameter: Tensor) -> None:
         """Take a parameter's gradient, which backward has just finished."""
         if not self._enabled:
             return
-        assert isinstance(parameter, nn.Parameter)
-        left = self._left[parameter] = self._left[parameter] - 1
-        if left > 0:
+        gradient.passes_left -= 1
+        if gradient.passes_left > 0:
             return
         if self._backward_order is not None:
-            self._backward_order.append(parameter)
-        bucket, view = self._place[parameter]
-        bucket.waiting.discard(parameter)
+            self._backward_order.append(gradient.parameter)
+        bucket = gradient.bucket
+        if not gradient.is_complete:
+            gradient.is_complete = True
+            bucket.missing -= 1
         if self._writes_at_once:
-            self._write(parameter, view)
-        if not bucket.waiting:
+            self._write(parameter, gradient.view)
+        if not bucket.missing:
             self._dispatch(bucket)
 
     def _write(self, parameter: Tensor, view: Tensor) -> None:
@@ -147,9 +165,10 @@ class BucketReducer(Reducer):
     def _dispatch(self, bucket: Bucket) -> None:
         if not self._writes_at_once:
             self._write_all(bucket)
-        else:
-            for parameter in bucket.waiting:
-                self._write(parameter, self._place[parameter][1])
+        elif bucket.missing:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if not self._gradients[parameter].is_complete:
+                    self._write(parameter, view)
         bucket.sent = True
         self._exchange.send(bucket)
 
@@ -160,8 +179,9 @@ class BucketReducer(Reducer):
                 self._dispatch(bucket)
         self._exchange.receive()
         for bucket in self.buckets:
-            bucket.waiting, bucket.sent = set(bucket.parameters), False
-        self._left = dict.fromkeys(self._parameters, self._passes)
+            bucket.missing, bucket.sent = len(bucket.parameters), False
+        for gradient in self._gradients.values():
+            gradient.passes_left, gradient.is_complete = self._passes, False
         if self._backward_order is not None:
             order, self._backward_order = list(dict.fromkeys(self._backward_order)), None
             if len(order) == len(self._parameters):

@@ -75,6 +75,7 @@ class GradientBuckets:
         self._buckets, self._schedule, self._reduction = buckets, schedule, reduction
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self.parameters = self._bucket_of.keys()
+        self._complete: set[Tensor] = set()
         self._num_sent = 0
         self._has_begun = False
         # On several devices gradients are finished by several threads.
@@ -89,8 +90,10 @@ class GradientBuckets:
         """Take a parameter's gradient, which is finished."""
         with self._lock:
             self._has_begun = True
-            self._bucket_of[parameter].waiting.discard(parameter)
-            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].waiting:
+            if parameter not in self._complete:
+                self._complete.add(parameter)
+                self._bucket_of[parameter].missing -= 1
+            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
                 self._send_next()
 
     def send_rest(self) -> None:
@@ -121,8 +124,9 @@ class GradientBuckets:
             HorovodInternalError: operations have ended.
         """
         self._num_sent, self._has_begun = 0, False
+        self._complete.clear()
         for bucket in self._buckets:
-            bucket.waiting = set(bucket.parameters)
+            bucket.missing = len(bucket.parameters)
         for number, bucket in enumerate(self._buckets):
             self._schedule.wait(number)
             if self._reduction.factor_after != 1.0:

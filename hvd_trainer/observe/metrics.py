@@ -67,7 +67,9 @@ class Meter:
         row = [loss.detach()]
         if self._functions or self._objects:
             with torch.no_grad():
-                values = [_sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()]
+                values = [
+                    _sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()
+                ]
                 # A metric may have computed on the host.
                 row += [value.to(loss.device, non_blocking=True) for value in values]
                 for gatherer in self._objects.values():
