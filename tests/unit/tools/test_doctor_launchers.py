@@ -99,7 +99,7 @@ def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
 
 INSIDE = """
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 import doctor_checks
 found = doctor_checks.only(doctor_checks.run_checks("Slurm"), "Slurm")
 print(found.status, found.found)
