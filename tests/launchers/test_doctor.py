@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -12,22 +13,49 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import process_tree
 import pytest
 import torch
-from doctor_checks import DOCTOR, OTHER, PATIENT, STATUSES, TORCH, document, run, run_checks, write_ssh
-from launchers import launch, requires, start
+from doctor_checks import OTHER, TORCH, plant_program, run_checks
+from launchers import Result, launch, requires, start
 
 from hvd_trainer.backends import EngineOptions, create
-from hvd_trainer.errors import BackendError
+from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor import all_reduce, cli
-from hvd_trainer.tools.doctor.all_reduce_job import check_sum
-from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, lines_of, ok, summary, warning
-from hvd_trainer.tools.doctor.programs import Programs
+from hvd_trainer.tools.doctor.context import Context, Programs
+from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
+from hvd_trainer.utils.threads import start_in_thread
+
+DOCTOR = ["-m", "hvd_trainer", "doctor"]
+STATUSES = ("ok", "warning", "error")
+PATIENT = ("--timeout-s", "40")
+"""Where it is not about time: the machine may have a lot else to do."""
+
+
+def run(*options: str, **more: Any) -> Result:
+    """Run the tool as a user starts it."""
+    return launch("python", 1, [*DOCTOR, *options], check=False, timeout_s=60, **more)
+
+
+def document(result: Result) -> dict[str, Any]:
+    """Check the form of the document that --json printed, and return its findings by name."""
+    found: dict[str, Any] = json.loads(result.stdout)
+    by_name = {finding["name"]: finding for finding in found["findings"]}
+    assert len(by_name) == len(found["findings"])
+    assert set(found) == {"hvd_trainer", "host", "time", "seconds", "counts", "findings"}
+    for finding in by_name.values():
+        assert set(finding) == {"name", "status", "found", "remedy", "figures"}
+        assert (finding["status"] == "ok") == (not finding["remedy"]), finding
+    counted = [sum(f["status"] == status for f in by_name.values()) for status in STATUSES]
+    assert list(found["counts"].values()) == counted
+    assert result.returncode == int(found["counts"]["error"] > 0)
+    return by_name
+
 
 # The whole.
 
@@ -65,12 +93,14 @@ runpy.run_module("hvd_trainer", run_name="__main__", alter_sys=True)
 
 def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) -> None:
     """Report every fault of a shell and its machine in one document."""
-    write_ssh(tmp_path, 'echo "ssh: connect to host b port 22: No route to host" >&2; exit 255')
+    no_route = plant_program(
+        tmp_path, "ssh", 'echo "ssh: connect to host b port 22: No route to host" >&2; exit 255'
+    )
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         troubles = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            **no_route,
             "RANK": "0",
             "OMP_NUM_THREADS": "999",
             "GLOO_SOCKET_IFNAME": "nonesuch0",
@@ -80,8 +110,7 @@ def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) ->
         hosts = ["--hosts", "nowhere.invalid:2,203.0.113.1"]
         folders = ["--data-dir", f"{small_disk}/data", "--log-dir", f"{small_disk}/log"]
         argv = ["-c", LITTLE, "doctor", "--json", *PATIENT, *hosts, *folders]
-        found = document(launch("python", 1, argv, env=troubles, check=False, timeout_s=60))
-    by_name = {finding["name"]: finding for finding in found["findings"]}
+        by_name = document(launch("python", 1, argv, env=troubles, check=False, timeout_s=60))
     expected = {
         "launcher": ("error", "RANK set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not", "unset RANK"),
         "threads": ("warning", "OMP_NUM_THREADS=999 is more than", "unset OMP_NUM_THREADS"),
@@ -103,8 +132,7 @@ def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) ->
 
 def test_crash_of_torch_spares_other_checks(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    result = run("--json", env={"PYTHONPATH": str(tmp_path)})
-    by_name = {finding["name"]: finding for finding in document(result)["findings"]}
+    by_name = document(run("--json", env={"PYTHONPATH": str(tmp_path)}))
     assert by_name["torch"]["found"] == "cannot be imported: it was killed by signal 11"
     assert by_name["torch"]["remedy"] == "pip install torch torchvision"
     assert by_name["horovod"]["status"] == "error"
@@ -112,8 +140,7 @@ def test_crash_of_torch_spares_other_checks(tmp_path: Path) -> None:
 
 
 def test_signal_ends_started_programs(tmp_path: Path) -> None:
-    write_ssh(tmp_path, f"touch {tmp_path}/started; sleep 60 & sleep 60")
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = plant_program(tmp_path, "ssh", f"touch {tmp_path}/started; sleep 60 & sleep 60")
     with start("python", 1, [*DOCTOR, *PATIENT, "--hosts", OTHER], env=environ) as job:
         deadline = time.monotonic() + 30
         while not (tmp_path / "started").exists():
@@ -125,17 +152,14 @@ def test_signal_ends_started_programs(tmp_path: Path) -> None:
 
 def test_hanging_ssh_ends_at_time_limit(tmp_path: Path) -> None:
     """End in time, and with all processes, although ssh never ends and has started others."""
-    write_ssh(tmp_path, "sleep 60 & sleep 60")
-    began = time.monotonic()
     words = ("--timeout-s", "9", "--hosts", "127.0.0.2,127.0.0.3", "--json")
-    result = run(*words, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    seconds = time.monotonic() - began
-    found = document(result)
-    assert found["seconds"] < 10
+    began = time.monotonic()
+    result = run(*words, env=plant_program(tmp_path, "ssh", "sleep 60 & sleep 60"))
     # The rest is Python's own start and end.
-    assert seconds < 20
+    assert time.monotonic() - began < 20
+    assert json.loads(result.stdout)["seconds"] < 10
     for host in ("127.0.0.2", "127.0.0.3"):
-        (finding,) = [finding for finding in found["findings"] if finding["name"] == f"ssh {host}"]
+        finding = document(result)[f"ssh {host}"]
         assert finding["status"] == "error"
         assert "no answer in 9 s" in finding["found"]
 
@@ -160,8 +184,7 @@ def test_invalid_options_are_refused(options: list[str], words: str) -> None:
 @pytest.mark.long
 @requires("horovod")
 def test_run_proves_both_engines() -> None:
-    result = run("--run", "--json", *PATIENT)
-    by_name = {finding["name"]: finding for finding in document(result)["findings"]}
+    by_name = document(run("--run", "--json", *PATIENT))
     for engine, words in (("ddp", "2 ranks by torchrun"), ("horovod", "2 ranks by horovodrun")):
         finding = by_name[f"run {engine}"]
         assert finding["status"] == "ok", finding
@@ -176,7 +199,7 @@ def test_run_reports_why_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     found = all_reduce.prove_engine("ddp", "cpu")
     assert found.status == "error"
     assert re.search(r"2 ranks by torchrun failed: .*(nonesuch0|address|interface)", found.found), found
-    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.all_reduce_job" in found.remedy
+    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.all_reduce" in found.remedy
 
 
 def test_run_reports_missing_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +225,13 @@ def test_engines_and_devices_of_run() -> None:
 
 def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     with create(EngineOptions(backend="single"), {}) as backend:
-        check_sum(backend)
+        all_reduce.check_sum(backend)
         right = backend.collectives.all_reduce
         monkeypatch.setattr(
             backend.collectives, "all_reduce", lambda tensor: right(tensor).index_fill(0, torch.tensor([3]), 7.0)
         )
         with pytest.raises(BackendError, match="element 3 of the sum of 1 ranks is 7 instead of 3"):
-            check_sum(backend)
+            all_reduce.check_sum(backend)
 
 
 # How checks are made.
@@ -244,7 +267,13 @@ def test_programs_end_with_their_children() -> None:
         late = programs.ask("sh", "-c", "echo first; sleep 60 & sleep 60", limit_s=0.5)
         assert (late.code, late.out, late.last_line) == (None, "first\n", "no answer in time")
         assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
-        programs.start(["sleep", "60"], stderr=subprocess.DEVNULL)
+        slow = start_in_thread(partial(programs.ask, "sleep", "60"), "slow")
+        deadline = time.monotonic() + 5
+        while not process_tree.marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert slow.result(5).code == -signal.SIGKILL
+    with pytest.raises(LaunchError, match="the time is up"):
+        programs.ask("true")
     assert process_tree.wait_for_end(process_tree.marked(mark), limit_s=5) == []
 
 
@@ -255,22 +284,25 @@ class Terminal(io.StringIO):
         return True
 
 
+def printed(finding: Finding, out: io.StringIO) -> list[str]:
+    print_findings([finding], 10, out)
+    return out.getvalue().splitlines()
+
+
 def test_lines_are_aligned_and_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = warning("/dev/shm", "64 MB free of 64 MB", "docker run --shm-size 8g")
-    assert lines_of(finding, 10, io.StringIO()) == [
+    assert printed(finding, io.StringIO()) == [
         "warning  /dev/shm    64 MB free of 64 MB",
         "                     type: docker run --shm-size 8g",
     ]
-    assert (
-        summary([finding, ok("a", "b"), ok("c", "d"), error("e", "f", "g")])
-        == "4 checks: 2 ok, 1 warning, 1 error"
-    )
+    findings = [finding, ok("a", "b"), ok("c", "d"), error("e", "f", "g")]
+    assert summary(findings) == "4 checks: 2 ok, 1 warning, 1 error"
     assert summary([ok("a", "b")]) == "1 check: 1 ok, 0 warnings, 0 errors"
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     long = ok("torch", "many words " * 9)
-    lines = lines_of(long, 10, Terminal())
+    lines = printed(long, Terminal())
     assert lines[0].startswith("\x1b[32mok     \x1b[0m  torch       many")
     assert len(lines) == 2
     monkeypatch.setenv("NO_COLOR", "1")
-    assert lines_of(long, 10, Terminal())[0].startswith("ok       torch       many")
+    assert printed(long, Terminal())[0].startswith("ok       torch       many")

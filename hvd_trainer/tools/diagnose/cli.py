@@ -40,7 +40,7 @@ from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.diagnose.report import Report, as_json, sentences, show, show_tried
-from hvd_trainer.tools.doctor import all_reduce_job
+from hvd_trainer.tools.doctor import all_reduce
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, read_command
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
@@ -210,11 +210,11 @@ class BudgetedRunner:
 
     def measure_exchanges(self) -> None:
         """Measure how long exchanges take by their size."""
-        job = ["-m", all_reduce_job.__name__, "--backend", self._options.backend]
+        job = [*all_reduce.JOB, "--backend", self._options.backend]
         job += ["--log-dir", str(log_dir(self._folder)), "--sizes", *map(str, EXCHANGE_BYTES)]
         trial = Trial(name="exchanges", ranks=self._options.np, threads=self._options.threads)
         command = command_for(LAUNCHER_OF[self._options.backend], trial.ranks, job)
-        run = self._run_once(trial, Start(command, {}), all_reduce_job.read_result, None)
+        run = self._run_once(trial, Start(command, {}), all_reduce.read_result, None)
         if run.state == "done":
             self.collected.line = Line.through(run.figures["seconds"])
 

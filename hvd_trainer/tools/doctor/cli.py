@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +22,9 @@ from functools import partial
 import tyro
 
 from hvd_trainer.errors import first_line
-from hvd_trainer.tools.doctor import folders, gpus, hosts, launchers, machine, network, software
-from hvd_trainer.tools.doctor.context import Context, Host, Options, look_up, read_hosts, run_probe
-from hvd_trainer.tools.doctor.finding import (
+from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
+from hvd_trainer.tools.doctor.context import Context, Host, Options, Programs, look_up, read_hosts, run_probe
+from hvd_trainer.tools.doctor.findings import (
     Finding,
     as_json,
     error,
@@ -33,11 +33,10 @@ from hvd_trainer.tools.doctor.finding import (
     print_findings,
     summary,
 )
-from hvd_trainer.tools.doctor.programs import Programs
 from hvd_trainer.utils.text import COMMAND
 from hvd_trainer.utils.threads import start_in_thread
 
-Check = Callable[[Context], list[Finding]]
+Check = Callable[[Context], Iterable[Finding]]
 
 CHECKS: dict[str, Check] = {
     "python": software.check_python,
@@ -60,8 +59,8 @@ CHECKS: dict[str, Check] = {
     "host names": network.check_names,
     "ports": network.check_ports,
     "ssh": hosts.check_hosts,
-    "data folder": folders.check_data,
-    "log folder": folders.check_logs,
+    "data folder": machine.check_data_folder,
+    "log folder": machine.check_log_folder,
 }
 
 
@@ -85,49 +84,54 @@ def main(argv: Sequence[str]) -> int:
     if not options.json:
         print_findings(findings, width, sys.stdout)
     if options.run and context.probe.done():
-        findings += _prove(context, width)
-    if options.json:
-        print(as_json(findings, time.monotonic() - began))
-    else:
-        print(summary(findings))
+        # Imported here because it imports PyTorch, which takes seconds.
+        from hvd_trainer.tools.doctor import all_reduce
+
+        for engine in all_reduce.engines(context.facts):
+            with _transient_line(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
+                findings.append(all_reduce.prove_engine(engine, all_reduce.device_of(context.facts, engine)))
+            if not options.json:
+                print_findings(findings[-1:], width, sys.stdout)
+    print(as_json(findings, time.monotonic() - began) if options.json else summary(findings))
     return int(any(finding.status == "error" for finding in findings))
 
 
 @contextmanager
 def _transient_line(text: str) -> Iterator[None]:
     """Show a line on a terminal's stderr while the block runs, then erase it."""
-    is_terminal = sys.stderr.isatty()
-    if is_terminal:
-        sys.stderr.write(f"{text}\r")
-        sys.stderr.flush()
+    shown, erased = (f"{text}\r", "\x1b[K") if sys.stderr.isatty() else ("", "")
+    print(shown, end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        if is_terminal:
-            sys.stderr.write("\x1b[K")
+        print(erased, end="", file=sys.stderr, flush=True)
 
 
 def build_context(options: Options, visited: Sequence[Host], programs: Programs) -> Context:
-    """Start what several checks wait for, the name look-ups and the probe of PyTorch, and return the checks'
-    context.
-    """
-    own = [socket.gethostname(), "localhost"]
-    master = os.environ.get("MASTER_ADDR")
-    names = list(dict.fromkeys([*own, *(host.name for host in visited), *([master] if master else [])]))
-    lookups = [start_in_thread(partial(look_up, name), "doctor") for name in names]
-    probe = start_in_thread(partial(run_probe, programs), "doctor")
-    return Context(options, tuple(visited), os.environ, programs, probe, dict(zip(names, lookups, strict=True)))
-
-
-def run_checks(context: Context, checks: dict[str, Check]) -> list[Finding]:
-    """Run all checks at the same time and return their findings in the order of the table."""
-    futures = [start_in_thread(partial(check, context), "doctor") for check in checks.values()]
-    wait(futures, timeout=context.programs.check_left_s)
-    return [
-        finding
-        for name, future in zip(checks, futures, strict=True)
-        for finding in _results_of(name, future, context.options.timeout_s)
+    """Start the name look-ups and the probe of PyTorch, for which several checks wait, and return their input."""
+    names = [
+        socket.gethostname(),
+        "localhost",
+        *(host.name for host in visited),
+        os.environ.get("MASTER_ADDR", ""),
     ]
+    lookups = {
+        name: start_in_thread(partial(look_up, name), "doctor") for name in filter(None, dict.fromkeys(names))
+    }
+    probe = start_in_thread(partial(run_probe, programs), "doctor")
+    return Context(options, tuple(visited), os.environ, programs, probe, lookups)
+
+
+def run_checks(context: Context, checks: Mapping[str, Check]) -> list[Finding]:
+    """Run all checks at the same time and return their findings in the order of the table."""
+    futures = {name: start_in_thread(partial(_run, check, context), "doctor") for name, check in checks.items()}
+    wait(futures.values(), timeout=context.programs.check_left_s)
+    limit_s = context.options.timeout_s
+    return [finding for name, future in futures.items() for finding in _results_of(name, future, limit_s)]
+
+
+def _run(check: Check, context: Context) -> list[Finding]:
+    return list(check(context))
 
 
 def _results_of(name: str, future: Future[list[Finding]], limit_s: float) -> list[Finding]:
@@ -138,21 +142,6 @@ def _results_of(name: str, future: Future[list[Finding]], limit_s: float) -> lis
     if wrong is None:
         return future.result()
     place = traceback.extract_tb(wrong.__traceback__)[-1]
-    what = f"{type(wrong).__name__}: {first_line(wrong)}"
-    found = f"the check itself failed: {what} (line {place.lineno} in {place.name})"
-    return [error(name, found, f"{COMMAND} doctor --json    (and report it: the fault is doctor's)")]
-
-
-def _prove(context: Context, width: int) -> list[Finding]:
-    """Run the ranks of each engine in turn, print each finding as it comes, and return them all."""
-    # Imported here because it imports PyTorch, which takes seconds.
-    from hvd_trainer.tools.doctor import all_reduce
-
-    findings = []
-    for engine in all_reduce.engines(context.facts):
-        with _transient_line(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
-            finding = all_reduce.prove_engine(engine, all_reduce.device_of(context.facts, engine))
-        findings.append(finding)
-        if not context.options.json:
-            print_findings([finding], width, sys.stdout)
-    return findings
+    what = f"{type(wrong).__name__}: {first_line(wrong)} (line {place.lineno} in {place.name})"
+    remedy = f"{COMMAND} doctor --json    (and report it: the fault is doctor's)"
+    return [error(name, f"the check itself failed: {what}", remedy)]

@@ -1,26 +1,38 @@
-"""Define the input of all checks: the options, the other hosts, the environment, the probe of PyTorch."""
+"""Define the input of all checks: the options, the other hosts, the programs they start, the probe of PyTorch."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import psutil
 import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import range_errors, refuse
-from hvd_trainer.errors import OptionError
+from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.horovod_build import facts
 from hvd_trainer.horovod_build.facts import Facts
-from hvd_trainer.tools.doctor.programs import Programs
+
+MARGIN_S = 0.5
+"""A program is killed this long before the checks' deadline, so that its check can still report it."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,13 @@ class Options:
         Raises:
             OptionError: an option is out of its range.
         """
-        mistakes = [*range_errors(self)]
+        mistakes = list(range_errors(self))
         if self.ssh_identity_file is not None and not self.ssh_identity_file.expanduser().is_file():
             mistakes.append(f"--ssh-identity-file {self.ssh_identity_file}: there is no such file")
         refuse(mistakes)
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A host named in `--hosts`."""
 
     name: str
@@ -82,12 +93,106 @@ def read_hosts(text: str | None) -> tuple[Host, ...]:
             raise OptionError(f"--hosts should look like node1:4,node2:4, and {part.strip()!r} in it does not")
         hosts.append(Host(match[1], int(match[2]) if match[2] else None))
     names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise OptionError(
-                f"--hosts names {name} twice: put the number of its ranks behind it, such as {name}:4"
-            )
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OptionError(f"--hosts names {twice} twice: put the number of its ranks behind it, such as {twice}:4")
     return tuple(hosts)
+
+
+class Answer(NamedTuple):
+    """The output of a program."""
+
+    code: int | None
+    """the exit code; None: its time was up"""
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line of stderr, or of stdout where stderr is empty; else how the program ended."""
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        if self.code is None:
+            return "no answer in time"
+        return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+class Programs:
+    """The programs that the checks start; none of them outlives the `with` block.
+
+    Args:
+        environ: the environment of the programs.
+        deadline: when all of them must have ended, by `time.monotonic`.
+    """
+
+    def __init__(self, environ: Mapping[str, str], deadline: float) -> None:
+        self._environ, self._deadline = environ, deadline
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+            left = list(self._running)
+        for process in left:
+            _kill(process)
+
+    @property
+    def program_left_s(self) -> float:
+        """The time that a program may still take, in seconds."""
+        return max(0.0, self.check_left_s - MARGIN_S)
+
+    @property
+    def check_left_s(self) -> float:
+        """The time that a check may still take, in seconds."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def find(self, name: str) -> str | None:
+        """Find a program on PATH, or where Linux keeps those of the administrator; None if there is none."""
+        path = os.pathsep.join([self._environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+        return shutil.which(name, path=path)
+
+    def ask(self, *command: str, limit_s: float = inf, text: str = "") -> Answer:
+        """Run a program to its end, or kill it when its time is up, and return its output.
+
+        Args:
+            limit_s: in seconds, if not until the deadline.
+            text: its stdin.
+
+        Raises:
+            LaunchError: the `with` block has ended.
+        """
+        # Files, because a process that left the group may hold a pipe open for ever.
+        file = partial(tempfile.TemporaryFile, "w+", errors="replace")
+        with file() as given, file() as out, file() as err:
+            given.write(text)
+            given.seek(0)
+            with self._lock:
+                if self._closed:
+                    raise LaunchError("the time is up")
+                environ = dict(self._environ)
+                process = subprocess.Popen(
+                    command, env=environ, stdin=given, stdout=out, stderr=err, text=True, start_new_session=True
+                )
+                self._running.add(process)
+            code = None
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(limit_s, self.program_left_s))
+            _kill(process)
+            self._running.discard(process)
+            out.seek(0)
+            err.seek(0)
+            return Answer(code, out.read(), err.read())
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a program with its process group, unless it has ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -108,29 +213,21 @@ class Context:
         return self.probe.result()
 
     def addresses(self, name: str) -> list[str]:
-        """Return the addresses of a host, IPv4 first.
-
-        Raises:
-            OSError: the name is unknown, or nobody answered in time.
-        """
-        try:
+        """Return the addresses of a host, IPv4 first; none if its name is unknown, or nobody answers in time."""
+        with suppress(OSError, FutureTimeoutError):
             return self.lookups[name].result(self.programs.program_left_s)
-        except FutureTimeoutError:
-            raise OSError("no name server has answered in time") from None
+        return []
 
     def is_here(self, host: Host) -> bool:
         """Return whether a host is this machine."""
         if host.name in ("localhost", socket.gethostname()):
             return True
-        try:
-            found = set(self.addresses(host.name))
-        except OSError:
-            return False
-        return bool(found & {entry.address for entries in psutil.net_if_addrs().values() for entry in entries})
+        own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        return not own.isdisjoint(self.addresses(host.name))
 
     @property
     def several_hosts(self) -> bool:
-        return any(not self.is_here(host) for host in self.hosts)
+        return not all(map(self.is_here, self.hosts))
 
 
 def run_probe(programs: Programs) -> Facts:

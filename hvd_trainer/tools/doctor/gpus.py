@@ -3,54 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from hvd_trainer.horovod_build.facts import Gpu, TorchFacts
 from hvd_trainer.horovod_build.toolchain import find_toolkits
 from hvd_trainer.launch.slurm import GPU_VARIABLES, visible_gpus
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
+from hvd_trainer.tools.doctor.findings import Finding, error, ok, size, warning
 from hvd_trainer.utils.text import plural
 
 GPU_QUERY = "--query-gpu=uuid,driver_version,memory.free"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 SLOWING_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 LINK_MEANINGS = {
-    "SYS": "PCIe and from one CPU socket to another",
-    "NODE": "PCIe, inside of one NUMA node",
-    "PHB": "PCIe through the CPU",
-    "PXB": "PCIe through several switches",
+    "NV": "NVLink",
     "PIX": "PCIe through one switch",
+    "PXB": "PCIe through several switches",
+    "PHB": "PCIe through the CPU",
+    "NODE": "PCIe, inside of one NUMA node",
+    "SYS": "PCIe and from one CPU socket to another",
 }
+"""Links as nvidia-smi names them, the fastest first; the number of NVLinks follows theirs."""
 
 
-@dataclass(frozen=True)
-class Driver:
+class Driver(NamedTuple):
     """NVIDIA's driver on this machine, and the free memory of its GPUs."""
 
     version: str | None = None
     """None: there is no driver"""
-    free_mb: Mapping[str, int] | None = None
-    """by the GPU's unique id, without `GPU-`; None: unknown"""
+    free_mb: Mapping[str, int | None] = MappingProxyType({})
+    """by the GPU's unique id, without `GPU-`; None: the driver does not say"""
     error: str | None = None
 
 
-def check_cuda(context: Context) -> list[Finding]:
+def check_cuda(context: Context) -> Iterator[Finding]:
     """Check the driver and the toolkit, and each GPU in a finding of its own."""
-    driver = _find_driver(context)
-    torch = context.facts.torch
+    driver, torch = _find_driver(context), context.facts.torch
     finding = judge_cuda(driver, torch, context.environ)
     if finding.status == "ok" and torch.cuda:
         kits = ", ".join(f"{kit.version} in {kit.home}" for kit in find_toolkits())
         text = (
-            f"toolkit {kits}, for building Horovod" if kits else "no toolkit, which only install-horovod would use"
+            f"toolkit {kits}, for building Horovod" if kits else "no toolkit: only install-horovod would use one"
         )
-        finding = ok(finding.name, f"{finding.found}; {text}")
-    gpus = [judge_gpu(number, gpu, torch, driver) for number, gpu in enumerate(torch.gpus)]
-    return [finding, *gpus]
+        finding = replace(finding, found=f"{finding.found}; {text}")
+    yield finding
+    yield from (judge_gpu(number, gpu, torch, driver) for number, gpu in enumerate(torch.gpus))
 
 
 def _find_driver(context: Context) -> Driver:
@@ -59,9 +61,7 @@ def _find_driver(context: Context) -> Driver:
     if program is None:
         return Driver(version)
     answer = context.programs.ask(program, GPU_QUERY, "--format=csv,noheader,nounits")
-    if answer.code != 0:
-        return Driver(version, error=answer.last_line)
-    return read_driver(answer.out)
+    return read_driver(answer.out) if answer.code == 0 else Driver(version, error=answer.last_line)
 
 
 def read_module(text: str) -> str | None:
@@ -72,37 +72,35 @@ def read_module(text: str) -> str | None:
 
 def read_driver(text: str) -> Driver:
     """Parse nvidia-smi's lines `GPU-5ba3..., 570.124.06, 81076`."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
-    free = {uuid.removeprefix("GPU-"): int(free) for uuid, _, free in rows if free.isdecimal()}
-    return Driver(rows[0][1] if rows else None, free)
+    rows = re.findall(r"^(?:GPU-)?(\S+), (\S+), (.+)$", text, re.MULTILINE)
+    free_mb = {uuid: int(free) if free.isdecimal() else None for uuid, _, free in rows}
+    return Driver(rows[0][1] if rows else None, free_mb)
 
 
 def judge_cuda(driver: Driver, torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
     """Return whether PyTorch sees the GPUs that the driver lists, as a finding."""
+    setting = next((f"{name}={environ[name]}" for name in GPU_VARIABLES if name in environ), "")
     if torch.gpus:
-        hidden = _visibility_setting(environ)
         kind = f"driver {driver.version or 'of unknown version'}" if torch.cuda else gpu_platform(torch)
         visible = f"torch sees {plural(len(torch.gpus), 'GPU')}"
-        return ok("CUDA", f"{kind}, {visible}{f' ({hidden})' if hidden else ''}")
+        return ok("CUDA", f"{kind}, {visible}{f' ({setting})' if setting else ''}")
     if driver.error is not None:
         remedy = "nvidia-smi    (after an update of the driver: reboot; in a container: docker run --gpus all)"
         return error("CUDA", f"nvidia-smi says: {driver.error}", remedy)
     if torch.unsupported is not None:
         found = f"{torch.unsupported} is here, and ranks cannot train on it, so training runs on the CPU"
-        return warning(
-            "CUDA", found, "--device cpu    (to say so; ranks train on NVIDIA's, AMD's and Intel's GPUs)"
-        )
+        remedy = "--device cpu    (to say so; ranks train on NVIDIA's, AMD's and Intel's GPUs)"
+        return warning("CUDA", found, remedy)
     if driver.version is None:
         return ok("CUDA", "no NVIDIA driver, so training runs on the CPU")
-    there = f"driver {driver.version} with {plural(len(driver.free_mb or ()), 'GPU')}"
+    there = f"driver {driver.version} with {plural(len(driver.free_mb), 'GPU')}"
     if torch.error is not None:
         return ok("CUDA", there)
     if not torch.cuda:
         remedy = "pip install --force-reinstall torch torchvision    (the builds on PyPI have CUDA)"
         return warning("CUDA", f"{there}, and this torch is built without CUDA", remedy)
     if visible_gpus(environ) == ():
-        name = _visibility_setting(environ).partition("=")[0]
-        return warning("CUDA", f"{there}, and {_visibility_setting(environ)} hides them all", f"unset {name}")
+        return warning("CUDA", f"{there}, and {setting} hides them all", f"unset {setting.partition('=')[0]}")
     remedy = f"update the driver, or install a torch for an older CUDA than {torch.cuda}: https://pytorch.org"
     return error("CUDA", f"{there}, and torch sees none: {torch.gpu_error or 'it does not say why'}", remedy)
 
@@ -112,22 +110,19 @@ def gpu_platform(torch: TorchFacts) -> str:
     return f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else torch.kind or ""
 
 
-def _visibility_setting(environ: Mapping[str, str]) -> str:
-    """Return the environment's setting that selects GPUs, `CUDA_VISIBLE_DEVICES=0`; empty if there is none."""
-    return next((f"{name}={environ[name]}" for name in GPU_VARIABLES if name in environ), "")
-
-
 def judge_gpu(number: int, gpu: Gpu, torch: TorchFacts, driver: Driver) -> Finding:
     """Return whether this PyTorch has code for a GPU, as a finding."""
     name = f"GPU {number}"
-    free_mb = (driver.free_mb or {}).get(gpu.uuid)
+    free_mb = driver.free_mb.get(gpu.uuid)
     free = f" ({size(free_mb * 2**20)} free)" if free_mb is not None else ""
     found = f"{gpu.name}, {size(gpu.memory)}{free}"
     found += f", compute capability {gpu.capability}" if gpu.capability else ""
     if not torch.cuda or has_code(torch.architectures, gpu.capability):
         return ok(name, found)
     known = ", ".join(torch.architectures)
-    remedy = "pip install --upgrade torch torchvision    (an old GPU needs a torch for an older CUDA: https://pytorch.org)"
+    remedy = (
+        "pip install --upgrade torch torchvision    (an old GPU: a torch for an older CUDA, https://pytorch.org)"
+    )
     return error(name, f"{found}, for which this torch has no code (it has {known})", remedy)
 
 
@@ -140,19 +135,11 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
     sm_100f     as sm_100
     compute_90  all from 9.0 on, translated when it is loaded
     """
-    major, minor = map(int, capability.split("."))
-    for text in architectures:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", text)
-        if match is None:
-            continue
-        of = int(match[2]), int(match[3])
-        if match[4] == "a":
-            fits = of == (major, minor)
-        elif match[1] == "sm" or match[4] == "f":
-            fits = of[0] == major and of[1] <= minor
-        else:
-            fits = of <= (major, minor)
-        if fits:
+    its = tuple(map(int, capability.split(".")))
+    for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
+        of = int(major), int(minor)
+        reaches = of[0] == its[0] or (kind == "compute" and not suffix)
+        if of == its or (of < its and reaches and suffix != "a"):
             return True
     return False
 
@@ -160,19 +147,18 @@ def has_code(architectures: Sequence[str], capability: str) -> bool:
 def check_nccl(context: Context) -> list[Finding]:
     """Check that NCCL, by which NVIDIA's GPUs exchange tensors, is there where it is needed, and is not slowed."""
     torch, environ = context.facts.torch, context.environ
-    several = len(torch.gpus) > 1
     if torch.gpus and torch.kind != "cuda":
         return [ok("NCCL", f"not needed: devices of type {torch.kind} have a library of their own")]
     if torch.error is not None:
         return [warning("NCCL", "not known: torch cannot be asked", "see the line of torch")]
+    if torch.nccl is None and len(torch.gpus) > 1:
+        remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"
+        return [error("NCCL", f"{len(torch.gpus)} GPUs, and this torch is built without it", remedy)]
     if torch.nccl is None:
-        if several:
-            remedy = "pip install --force-reinstall torch torchvision    (or train with --transport gloo)"
-            return [error("NCCL", f"{len(torch.gpus)} GPUs, and this torch is built without it", remedy)]
         return [ok("NCCL", "none in this torch: CPUs exchange by Gloo")]
     version = torch.nccl_version or torch.nccl
     slowing = [name for name in SLOWING_VARIABLES if environ.get(name) not in (None, "", "0")]
-    if several and slowing:
+    if len(torch.gpus) > 1 and slowing:
         found = f"{version}, and {', '.join(slowing)} in this shell slows it down"
         return [warning("NCCL", found, f"unset {' '.join(slowing)}    (unless you need it)")]
     return [ok("NCCL", f"{version}{'' if torch.gpus else ', for GPUs only: CPUs exchange by Gloo'}")]
@@ -205,21 +191,14 @@ def read_links(text: str) -> dict[tuple[str, str], str]:
 
 
 def describe_links(links: Mapping[tuple[str, str], str]) -> str:
-    """Describe the links in groups, the fastest first: `GPU0-GPU1 NV12 (NVLink); GPU0-GPU2, GPU1-GPU2 SYS (PCIe
-    ...)`.
-    """
-    kinds = sorted(set(links.values()), key=_slowness)
-    if len(kinds) == 1 and len(links) > 1:
-        return f"all GPUs to all others {_explain_link(kinds[0])}"
-    groups = [(kind, [f"{one}-{other}" for (one, other), its in links.items() if its == kind]) for kind in kinds]
-    return "; ".join(f"{', '.join(pairs)} {_explain_link(kind)}" for kind, pairs in groups)
-
-
-def _slowness(kind: str) -> tuple[int, str]:
-    order = ["PIX", "PXB", "PHB", "NODE", "SYS"]
-    return (order.index(kind) if kind in order else -1, kind)
-
-
-def _explain_link(kind: str) -> str:
-    meaning = "NVLink" if kind.startswith("NV") else LINK_MEANINGS.get(kind)
-    return f"{kind} ({meaning})" if meaning else kind
+    """Describe the links in groups, the fastest first: `GPU0-GPU1 NV12 (NVLink); GPU0-GPU2 SYS (PCIe ...)`."""
+    order = list(LINK_MEANINGS)
+    pairs: dict[str, list[str]] = {}
+    for (one, other), kind in links.items():
+        pairs.setdefault(kind, []).append(f"{one}-{other}")
+    groups = []
+    for kind in sorted(pairs, key=lambda kind: order.index(kind) if kind in order else -1):
+        meaning = LINK_MEANINGS.get(kind.rstrip("0123456789"))
+        which = "all GPUs to all others" if len(pairs[kind]) == len(links) > 1 else ", ".join(pairs[kind])
+        groups.append(f"{which} {kind} ({meaning})" if meaning else f"{which} {kind}")
+    return "; ".join(groups)

@@ -1,10 +1,10 @@
 """Check other hosts by one ssh connection to each: whether it opens, what is installed there, and its clock.
 
-here                                 there
-  time           ------------->
-          <-------------           1789.25    its clock, three times: the quickest answer counts
-  python, facts.py ------>
-          <-------------           {"versions": ...}
+here                              there
+  facts.py ------------->
+          <-------------          1789.25              its clock
+          <-------------          {"versions": ...}    what facts.py prints
+          <-------------          1789.61              its clock
 """
 
 from __future__ import annotations
@@ -14,33 +14,23 @@ import os
 import pwd
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import wait
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.errors import first_line
 from hvd_trainer.horovod_build import facts
-from hvd_trainer.tools.doctor.context import Context, Host
-from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
-from hvd_trainer.tools.doctor.programs import DRAIN_S
+from hvd_trainer.tools.doctor.context import Answer, Context, Host
+from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
 from hvd_trainer.utils.text import plural
-from hvd_trainer.utils.threads import start_in_thread
 
 CONNECT_TIMEOUT_S = 3
-NUM_CLOCK_SAMPLES = 3
 MAX_SKEW_S, MAX_HARMLESS_SKEW_S = 1.0, 60.0
 """Beyond the first, times in logs mislead; beyond the second, file times and certificates do, too."""
 TIME_MARK = "hvd_trainer time "
-CLOCK_SCRIPT = f"""while read word && test "$word" = time; do date "+{TIME_MARK}%s.%N"; done"""
 OPTIONS = (
     *("BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "LogLevel=ERROR"),
     # A new host is accepted and one with a changed key refused, as horovodrun does; no key is stored.
@@ -48,83 +38,37 @@ OPTIONS = (
 )
 KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 """The host keys that ssh knows for all users."""
-CAUSES = (
-    ("Permission denied", "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)"),
-    ("Connection refused", "apt-get install openssh-server    (on {host}; or name another --ssh-port)"),
-    (
-        "Host key verification failed",
-        "ssh-keygen -R {host}    (if it was set up anew: it answers with another key than the one that is known)",
-    ),
-    ("Could not resolve", "getent hosts {host}"),
-    ("timed out", "ping {host}    (is it on? a firewall may stand between)"),
-    ("No route", "ping {host}    (is it on?)"),
-)
+REMEDIES = {
+    "Permission denied": "ssh-copy-id {host}    (once; horovodrun and mpirun cannot type a password)",
+    "Connection refused": "apt-get install openssh-server    (on {host}; or name another --ssh-port)",
+    "Host key verification failed": "ssh-keygen -R {host}    (if it was set up anew: another key was known)",
+    "Could not resolve": "getent hosts {host}",
+    "timed out": "ping {host}    (is it on? a firewall may stand between)",
+    "No route": "ping {host}    (is it on?)",
+    "": "ssh {host} true",
+}
 """A part of ssh's message, and what to type about it."""
 
 
-@dataclass(frozen=True)
-class Visit:
-    """The answers of a host."""
-
-    wrong: str = ""
-    """why it could not be reached, or could not be asked"""
-    reached: bool = False
-    skew_s: float = 0.0
-    """its clock minus this one's"""
-    half_trip_s: float = 0.0
-    """half of the time that the answer took: the error bound of `skew_s`"""
-    facts: Mapping[str, Any] | None = None
-    """its `host_facts`; None: no Python there"""
-
-
-def check_hosts(context: Context) -> list[Finding]:
+def check_hosts(context: Context) -> Iterator[Finding]:
     """Check all hosts at the same time by ssh: their versions, their CPUs or GPUs, and their clocks."""
-    if not context.hosts:
-        return []
-    others = [host for host in context.hosts if not context.is_here(host)]
-    ssh = context.programs.find("ssh")
-    if others and ssh is None:
-        return [error("ssh", "not installed, and other hosts are reached by it", "apt-get install openssh-client")]
     here = facts.host_facts(os.getcwd())
-    visits = [start_in_thread(partial(_visit_host, context, ssh or "ssh", host), "doctor") for host in others]
-    wait(visits, timeout=context.programs.program_left_s + DRAIN_S)
-    findings = []
-    for host in context.hosts:
-        if host not in others:
-            findings.append(ok(f"ssh {host.name}", "this host itself: nothing to reach"))
-            findings += _judge_slots(host, here)
-            continue
-        visit = visits[others.index(host)]
-        wrong = (
-            visit.exception() if visit.done() else TimeoutError(f"no answer in {context.options.timeout_s:g} s")
-        )
-        findings += judge_visit(host, visit.result() if wrong is None else Visit(first_line(wrong)), here)
-    return findings
+    with ThreadPoolExecutor(max(1, len(context.hosts))) as threads:
+        for findings in threads.map(partial(_check_host, context, here), context.hosts):
+            yield from findings
 
 
-def _visit_host(context: Context, ssh: str, host: Host) -> Visit:
-    programs, limit_s = context.programs, context.options.timeout_s
-    late = threading.Event()
-
-    def give_up() -> None:
-        late.set()
-        programs.end(process)
-
-    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        process = programs.start(_command(context, ssh, host), stdin=subprocess.PIPE, stderr=complaints)
-        ending = threading.Timer(programs.program_left_s, give_up)
-        ending.daemon = True
-        ending.start()
-        try:
-            visit = _query(process)
-            process.wait()
-        finally:
-            ending.cancel()
-            programs.end(process)
-        complaints.seek(0)
-        said = [line.strip() for line in complaints if line.strip()] or [f"exit code {process.returncode}"]
-    wrong = f"no answer in {limit_s:g} s" if late.is_set() else said[-1]
-    return replace(visit, wrong="" if visit.facts is not None else wrong)
+def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[Finding]:
+    name, ssh = f"ssh {host.name}", context.programs.find("ssh")
+    if context.is_here(host):
+        return [ok(name, "this host itself: nothing to reach"), *_judge_slots(host, here)]
+    if ssh is None:
+        return [error(name, "there is no ssh here, by which hosts are reached", "apt-get install openssh-client")]
+    began = time.time()
+    answer = context.programs.ask(*_command(context, ssh, host), text=Path(facts.__file__).read_text())
+    if answer.code is None:
+        answer = answer._replace(code=1, err=f"{answer.err}\nno answer in {context.options.timeout_s:g} s")
+    return list(judge_answer(host, answer, (began, time.time()), here))
 
 
 def _command(context: Context, ssh: str, host: Host) -> list[str]:
@@ -138,55 +82,35 @@ def _command(context: Context, ssh: str, host: Host) -> list[str]:
     if context.options.ssh_identity_file is not None:
         options += ["-i", str(context.options.ssh_identity_file.expanduser())]
     # One quoted word for the login shell, which may be any; the script itself is for sh.
-    script = f"{CLOCK_SCRIPT}; exec {shlex.quote(sys.executable)} - {shlex.quote(os.getcwd())}"
-    return [ssh, *options, host.name, f"sh -c {shlex.quote(script)}"]
+    date, python = f'date "+{TIME_MARK}%s.%N"', shlex.join([sys.executable, "-", os.getcwd()])
+    return [ssh, *options, host.name, f"sh -c {shlex.quote(f'{date}; {python} && {date}')}"]
 
 
-def _query(process: subprocess.Popen[str]) -> Visit:
-    """Ask for the time and then for the facts; return what was answered before the other side ended."""
-    assert process.stdin is not None
-    times: list[tuple[float, float]] = []
-    found = None
-    with suppress(BrokenPipeError):
-        while len(times) < NUM_CLOCK_SAMPLES:
-            began = time.time()
-            process.stdin.write("time\n")
-            process.stdin.flush()
-            answer = _line_after(process, TIME_MARK)
-            unsure = (time.time() - began) / 2
-            match = re.match(r"\d+(\.\d+)?", answer or "")
-            if match is None:
-                return Visit()
-            times.append((unsure, float(match[0]) - began - unsure))
-        process.stdin.write(f"python\n{Path(facts.__file__).read_text()}")
-        process.stdin.close()
-        answer = _line_after(process, facts.HOST_MARK)
-        found = None if answer is None else json.loads(answer)
-    unsure, skew = min(times, default=(0.0, 0.0))
-    return Visit(reached=bool(times), skew_s=skew, half_trip_s=unsure, facts=found)
+def judge_answer(
+    host: Host, answer: Answer, asked: tuple[float, float], here: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Yield the findings about one host: ssh and what is installed, its ranks, its clock.
 
-
-def _line_after(process: subprocess.Popen[str], mark: str) -> str | None:
-    """Return the rest of the next line that begins with the mark; None if the other side has ended."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(mark):
-            return line.removeprefix(mark).strip()
-    return None
-
-
-def judge_visit(host: Host, visit: Visit, here: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings about one host: ssh and what is installed, its ranks, its clock."""
+    Args:
+        asked: when the connection began and ended, in seconds since 1970.
+        here: the `host_facts` of this host.
+    """
     name = f"ssh {host.name}"
-    if not visit.reached:
-        remedy = next((remedy for said, remedy in CAUSES if said in visit.wrong), "ssh {host} true")
-        found = f"does not open: {visit.wrong}"
-        return [error(name, found, remedy.format(host=host.name))]
-    clock = judge_clock(host, visit)
-    if visit.facts is None:
-        found = f"opens, but {sys.executable} cannot be started there ({visit.wrong})"
-        return [error(name, found, _copy_remedy(host)), clock]
-    return [_judge_versions(host, visit.facts, here), *_judge_slots(host, visit.facts), clock]
+    # A login script may print, too.
+    times = [float(text) for text in re.findall(rf"^{TIME_MARK}(\d+(?:\.\d+)?)", answer.out, re.MULTILINE)]
+    found = re.search(rf"^{facts.HOST_MARK}(.*)", answer.out, re.MULTILINE)
+    if not times:
+        remedy = next(remedy for said, remedy in REMEDIES.items() if said in answer.last_line)
+        yield error(name, f"does not open: {answer.last_line}", remedy.format(host=host.name))
+        return
+    if found is None:
+        text = f"opens, but {sys.executable} cannot be started there ({answer.last_line})"
+        yield error(name, text, _copy_remedy(host))
+    else:
+        there = json.loads(found[1])
+        yield _judge_versions(host, there, here)
+        yield from _judge_slots(host, there)
+    yield _judge_clock(host, times, asked)
 
 
 def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:
@@ -218,27 +142,25 @@ def _copy_remedy(host: Host) -> str:
     return f"rsync -a {sys.prefix}/ {host.name}:{sys.prefix}/    (or install there what is installed here)"
 
 
-def _judge_slots(host: Host, there: Mapping[str, Any]) -> list[Finding]:
-    """Return a warning if more ranks were requested on a host than it has GPUs, or CPUs if it has no GPU."""
+def _judge_slots(host: Host, there: Mapping[str, Any]) -> Iterator[Finding]:
+    """Warn if more ranks were requested on a host than it has GPUs, or CPUs if it has no GPU."""
     kind, units = ("GPU", there["gpus"]) if there["gpus"] else ("CPU", there["cpus"])
-    if host.slots is None or host.slots <= units:
-        return []
-    found = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
-    why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
-    return [warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")]
+    if host.slots is not None and host.slots > units:
+        why = "NCCL allows one rank per GPU" if kind == "GPU" else "more ranks than CPUs only wait for each other"
+        found = f"{plural(host.slots, 'rank')} are to share {plural(units, kind)}"
+        yield warning(f"ranks {host.name}", found, f"--hosts {host.name}:{units}    ({why})")
 
 
-def judge_clock(host: Host, visit: Visit) -> Finding:
-    """Return whether a host's clock agrees with this one's, as a finding."""
-    name, skew = f"clock {host.name}", visit.skew_s
-    if abs(skew) <= MAX_SKEW_S + visit.half_trip_s:
-        within_ms = 1000 * max(abs(skew), visit.half_trip_s)
-        return ok(name, f"as here, within {within_ms:.1f} ms", skew_s=round(skew, 4))
-    say = error if abs(skew) > MAX_HARMLESS_SKEW_S + visit.half_trip_s else warning
-    side = "ahead of" if skew > 0 else "behind"
-    found = f"{_duration(abs(skew))} {side} this host's: the times of logs and files disagree"
-    return say(name, found, "timedatectl set-ntp true    (on both)", skew_s=round(skew, 4))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+def _judge_clock(host: Host, times: list[float], asked: tuple[float, float]) -> Finding:
+    """Compare a host's clock with this one's: its first time is not from before the connection, nor its last from
+    after it, which bounds the difference (as in NTP, RFC 5905).
+    """
+    most, least = times[0] - asked[0], times[-1] - asked[1]
+    skew, unsure = (most + least) / 2, (most - least) / 2
+    name, figures = f"clock {host.name}", {"skew_s": round(skew, 4)}
+    if abs(skew) <= MAX_SKEW_S + unsure:
+        return ok(name, f"as here, within {max(abs(skew), unsure):.2g} s", **figures)
+    say = error if abs(skew) > MAX_HARMLESS_SKEW_S + unsure else warning
+    distance = f"{abs(skew):.1f} s" if abs(skew) < 120 else f"{abs(skew) / 60:,.0f} min"
+    found = f"{distance} {'ahead of' if skew > 0 else 'behind'} this host's: the times of logs and files disagree"
+    return say(name, found, "timedatectl set-ntp true    (on both)", **figures)

@@ -13,7 +13,7 @@ from hvd_trainer.launch.launchers import find_launcher
 from hvd_trainer.launch.slurm import detect_slurm, slurm_job
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, ok, warning
+from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
 from hvd_trainer.utils.text import plural
 
 CONTROLLER_TIMEOUT_S = 2.0
@@ -28,17 +28,15 @@ def check_variables(context: Context) -> list[Finding]:
     launcher = find_launcher(environ)
     if launcher is None:
         return [ok("launcher", "no rank variables are left over in this shell")]
-    names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
     try:
         world = detect(environ)
         detect_slurm(environ)
     except LaunchError as wrong:
+        names = [name for name in dict.fromkeys((*launcher.markers, *launcher.variables())) if name in environ]
         missing = [name for name in launcher.variables() if name not in environ]
-        found = first_line(wrong)
-        if missing:
-            are = "are" if len(missing) > 1 else "is"
-            found = f"{', '.join(names)} set, but {', '.join(missing)} {are} not: no job would start in this shell"
-        return [error("launcher", found, f"unset {' '.join(names)}")]
+        are = "are" if len(missing) > 1 else "is"
+        half = f"{', '.join(names)} set, but {', '.join(missing)} {are} not: no job would start in this shell"
+        return [error("launcher", half if missing else first_line(wrong), f"unset {' '.join(names)}")]
     return [ok("launcher", f"this is {world}, started by {launcher.name}")]
 
 
@@ -78,29 +76,27 @@ def check_slurm(context: Context) -> list[Finding]:
             return [error("Slurm", found, "module load slurm    (or use the PATH of the node that you came from)")]
         return [ok("Slurm", "no srun: not needed outside of a cluster")]
     version = programs.ask(srun, "--version", limit_s=CONTROLLER_TIMEOUT_S)
+    if version.code != 0 and job is None:
+        found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
+        return [ok("Slurm", found)]
     if version.code != 0:
-        if job is None:
-            found = f"not needed: srun is installed, but this machine is in no cluster ({version.last_line})"
-            return [ok("Slurm", found)]
         return [error("Slurm", f"inside of job {job}, srun says: {version.last_line}", "scontrol ping")]
     release = version.out.strip().replace("slurm-wlm", "slurm").removeprefix("slurm ")
     if job is not None:
-        return [_check_job(context, srun, release, job)]
+        task, place = (
+            ("--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"),
+            f"{release}, inside of job {job}",
+        )
+        answer = programs.ask(srun, *task, limit_s=STEP_TIMEOUT_S)
+        if answer.code != 0:
+            found = f"{place}; srun starts no task: {answer.last_line}"
+            return [error("Slurm", found, " ".join(["srun", *task]))]
+        return [ok("Slurm", f"{place}; srun starts tasks")]
     answer = programs.ask(srun.removesuffix("srun") + "sinfo", *ALL_NODES, limit_s=CONTROLLER_TIMEOUT_S)
     if answer.code != 0:
         found = f"{release}, and its controller does not answer: {answer.last_line}"
         return [warning("Slurm", found, "scontrol ping    (needed for srun and sbatch only)")]
     return [ok("Slurm", f"{release}, outside of a job; {nodes_by_state(answer.out)}")]
-
-
-def _check_job(context: Context, srun: str, release: str, job: str) -> Finding:
-    """Check that srun starts a task in this job, beside those that run."""
-    place = f"{release}, inside of job {job}"
-    task = [srun, "--overlap", "--mpi=none", "--ntasks=1", "--nodes=1", "true"]
-    answer = context.programs.ask(*task, limit_s=STEP_TIMEOUT_S)
-    if answer.code != 0:
-        return error("Slurm", f"{place}; srun starts no task: {answer.last_line}", " ".join(["srun", *task[1:]]))
-    return ok("Slurm", f"{place}; srun starts tasks")
 
 
 def check_visible_gpus(context: Context) -> list[Finding]:
@@ -120,9 +116,7 @@ def check_visible_gpus(context: Context) -> list[Finding]:
 
 
 def nodes_by_state(text: str) -> str:
-    """Count nodes by state, `4 nodes: 3 idle, 1 down`, from lines such as `node1 idle`, one per node and
-    partition.
-    """
+    """Count nodes by state, `4 nodes: 3 idle, 1 down`, from lines `node1 idle`, one per node and partition."""
     states = dict(re.findall(r"^\s*(\S+)\s+(\S+)\s*$", text, re.MULTILINE))
     parts = ", ".join(f"{number} {state}" for state, number in Counter(states.values()).most_common())
     return f"{plural(len(states), 'node')}: {parts}" if states else "no nodes"

@@ -1,17 +1,22 @@
-"""Check this machine: CPUs, threads, shared memory, open files, InfiniBand."""
+"""Check this machine: CPUs, threads, shared memory, open files, InfiniBand, and the folders for data and logs."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, ok, size, warning
+from hvd_trainer.tools.doctor.findings import Finding, error, ok, size, warning
+from hvd_trainer.utils.paths import default_data_dir
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 
@@ -20,44 +25,50 @@ MIN_SHARED_BYTES = 2**30
 """A few loader processes with batches of images fill half of it."""
 MIN_OPEN_FILES, FILES_PER_RANK = 1024, 4
 """Open files of a process: the soft limit of every distribution; and the connections to each further rank."""
+ENDLESS = resource.RLIM_INFINITY
 THREADS = "OMP_NUM_THREADS"
+NETWORK_FILE_SYSTEMS = (
+    *("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "wekafs", "fuse.sshfs"),
+)
+"""Prefixes of the names of file systems that other hosts can mount, too."""
+MIN_DATA_BYTES, MIN_LOG_BYTES = 5 * 2**30, 2**30
+DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
+"""Where the jobs look for the files of MNIST and IMDB."""
 
 
-def check_cpus(context: Context) -> list[Finding]:
+def check_cpus(context: Context) -> Iterator[Finding]:
     """Check the CPUs that this process may use, and the number of threads of a rank."""
     usable = cpu_ids()
     quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    cores = num_cores(usable, Path("/sys/devices/system/cpu"))
+    cores, there = num_cores(usable, Path("/sys/devices/system/cpu")), os.cpu_count() or len(usable)
     found = plural(cores, "core")
     if len(usable) > cores:
         found += f" with {len(usable)} hardware threads"
-    there = os.cpu_count() or len(usable)
     if there > len(usable):
         found += f" usable, of the {there} CPUs here"
     limit = len(usable) if quota is None else max(1, min(len(usable), math.ceil(quota)))
     threads = context.environ.get(THREADS)
     if limit < len(usable):
         found += f", in a container that may use the time of {quota:g}"
-        if threads is None:
-            found += ": ranks would start a thread for each core"
-            remedy = f"export {THREADS}=1    (or {limit} divided by the ranks that you start here)"
-            return [warning("CPU", found, remedy), judge_threads(threads, limit)]
-    return [ok("CPU", found), judge_threads(threads, limit)]
+    if limit < len(usable) and threads is None:
+        remedy = f"export {THREADS}=1    (or {limit} divided by the ranks that you start here)"
+        yield warning("CPU", f"{found}: ranks would start a thread for each core", remedy)
+    else:
+        yield ok("CPU", found)
+    yield judge_threads(threads, limit)
 
 
 def judge_threads(setting: str | None, limit: int) -> Finding:
     """Return the finding for OMP_NUM_THREADS (None: unset) on `limit` usable CPUs."""
     if setting is None:
         return ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
-    first = setting.partition(",")[0].strip()
+    first, cpus = setting.partition(",")[0].strip(), plural(limit, "usable CPU")
     if not first.isdecimal() or int(first) < 1:
         return warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
     if int(first) > limit:
-        found = (
-            f"{THREADS}={setting} is more than the {plural(limit, 'usable CPU')}: threads get in each other's way"
-        )
+        found = f"{THREADS}={setting} is more than the {cpus}: threads wait for each other"
         return warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
-    return ok("threads", f"{THREADS}={setting}: so many in each rank, of {plural(limit, 'usable CPU')}")
+    return ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
@@ -68,39 +79,18 @@ def cpu_quota(own: Path, root: Path) -> float | None:
         root: /sys/fs/cgroup.
     """
     quotas = []
-    try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return None
-    for number, controllers, path in lines:
-        if number == "0":
-            folders = _with_parents(root, path)
-        elif "cpu" in controllers.split(","):
-            folders = [*_with_parents(root / controllers, path), *_with_parents(root / "cpu", path)]
-        else:
+    for line in _text(own).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
             continue
-        quotas += [quota for folder in folders if (quota := _quota_in(folder)) is not None]
+        tops = [root] if number == "0" else [root / controllers, root / "cpu"]
+        # Each group above may set a limit, and a container may not have the inner ones under their names outside.
+        parts = Path(path.lstrip("/")).parts
+        for folder in (top.joinpath(*parts[:length]) for top in tops for length in range(len(parts) + 1)):
+            old = " ".join(_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            if match := re.fullmatch(r"(\d+) (\d+)", _text(folder / "cpu.max") or old):
+                quotas.append(int(match[1]) / int(match[2]))
     return min(quotas, default=None)
-
-
-def _with_parents(root: Path, path: str) -> list[Path]:
-    """Return a control group's folder and those above it, each of which may set a limit.
-
-    A container may not have the inner folders under the names that they have outside.
-    """
-    parts = Path(path.lstrip("/")).parts
-    return [root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _quota_in(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def num_cores(cpus: Sequence[int], root: Path) -> int:
@@ -109,19 +99,20 @@ def num_cores(cpus: Sequence[int], root: Path) -> int:
     Args:
         root: /sys/devices/system/cpu.
     """
-    cores = set()
-    for cpu in cpus:
-        try:
-            cores.add((root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
-        except OSError:
-            return len(cpus)
-    return len(cores)
+    siblings = [_text(root / f"cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    return len(set(siblings)) if all(siblings) else len(cpus)
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file; empty if it cannot be read."""
+    with suppress(OSError):
+        return file.read_text().strip()
+    return ""
 
 
 def check_shared_memory(context: Context) -> list[Finding]:
     """Check /dev/shm, through which loader processes and NCCL hand over data."""
-    folder, name = SHARED_MEMORY, str(SHARED_MEMORY)
-    docker = "docker run --shm-size 8g"
+    folder, name, docker = SHARED_MEMORY, str(SHARED_MEMORY), "docker run --shm-size 8g"
     try:
         with tempfile.TemporaryFile(dir=folder):
             room = shutil.disk_usage(folder)
@@ -148,45 +139,97 @@ def check_open_files(context: Context) -> list[Finding]:
 
 def judge_open_files(soft: int, hard: int, needed: int) -> Finding:
     """Return the finding for the soft and the hard limit of open files; -1 is no limit."""
-    name, endless = "open files", resource.RLIM_INFINITY
-    if soft == endless or soft >= needed:
-        return ok(name, "as many as wanted" if soft == endless else f"{soft:,} for each process")
+    name = "open files"
+    if soft == ENDLESS or soft >= needed:
+        return ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")
     found = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
-    if hard == endless or hard >= needed:
-        return warning(name, found, f"ulimit -n {needed if hard == endless else min(hard, 65536)}")
-    found += f"; more than {hard:,} is for root to allow"
-    return warning(
-        name, found, "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
-    )
+    if hard == ENDLESS or hard >= needed:
+        return warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")
+    remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
+    return warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)
 
 
-def check_infiniband(context: Context) -> list[Finding]:
+def check_infiniband(context: Context) -> Iterator[Finding]:
     """Check InfiniBand's ports and the memory that may be locked for them, if there are any."""
     return judge_infiniband(Path("/sys/class/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def judge_infiniband(root: Path, locked: int) -> list[Finding]:
-    """Return the findings for the ports below `root` in /sys, and for the limit of locked memory in bytes (-1:
-    none).
-    """
-    ports = {f"{port.parent.parent.name} port {port.name}": port for port in sorted(root.glob("*/ports/*"))}
+def judge_infiniband(root: Path, locked: int) -> Iterator[Finding]:
+    """Yield the findings for the ports below `root` in /sys, and a limit of locked memory in bytes (-1: none)."""
+    ports = sorted(root.glob("*/ports/*"))
     if not ports:
-        return []
-    states = {name: _line(port / "state").partition(": ")[2] or "?" for name, port in ports.items()}
-    found = ", ".join(f"{name} {state} {_line(ports[name] / 'rate')}".strip() for name, state in states.items())
-    if "ACTIVE" in states.values():
-        findings = [ok("InfiniBand", found)]
+        return
+    states = [_text(port / "state").partition(": ")[2] or "?" for port in ports]
+    texts = [
+        f"{port.parent.parent.name} port {port.name} {state} {_text(port / 'rate')}".strip()
+        for port, state in zip(ports, states, strict=True)
+    ]
+    found = ", ".join(texts)
+    if "ACTIVE" in states:
+        yield ok("InfiniBand", found)
     else:
-        findings = [warning("InfiniBand", f"{found}: none is active, so NCCL goes by the network cards", "ibstat")]
-    if locked != resource.RLIM_INFINITY:
+        yield warning("InfiniBand", f"{found}: none is active, so NCCL goes by the network cards", "ibstat")
+    if locked == ENDLESS:
+        yield ok("locked memory", "as much as wanted")
+    else:
         remedy = "ulimit -l unlimited    (root: memlock in /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
-        text = f"{size(locked)}: NCCL and MPI lock more than that for InfiniBand"
-        return [*findings, warning("locked memory", text, remedy)]
-    return [*findings, ok("locked memory", "as much as wanted")]
+        yield warning("locked memory", f"{size(locked)}: NCCL and MPI lock more than that for InfiniBand", remedy)
 
 
-def _line(file: Path) -> str:
+def check_data_folder(context: Context) -> list[Finding]:
+    """Check the folder for data sets; one that has them need not be writable."""
+    folder = (context.options.data_dir or default_data_dir()).expanduser().absolute()
+    if folder.is_dir() and any(True for pattern in DATA_PATTERNS for _ in folder.glob(pattern)):
+        return [ok("data folder", f"{folder}: data are there, on {file_system(folder.resolve())}")]
+    return [_judge_folder("data folder", folder, MIN_DATA_BYTES, "data sets")]
+
+
+def check_log_folder(context: Context) -> list[Finding]:
+    """Check the folder for logs and checkpoints, if one was named.
+
+    It must outlast the machine's restart, and have room for several checkpoints, each with the optimizer's state.
+    """
+    if context.options.log_dir is None:
+        return []
+    folder = context.options.log_dir.expanduser().absolute()
+    return [_judge_folder("log folder", folder, MIN_LOG_BYTES, "checkpoints", must_last=True)]
+
+
+def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must_last: bool = False) -> Finding:
+    option = f"--{name.replace(' folder', '-dir')} FOLDER"
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if wrong := _write_error(nearest):
+        where = "" if nearest == folder else f" in {nearest}"
+        found = f"{folder}: nothing can be written ({wrong}{where})"
+        return error(name, found, f"{option}, one that you may write to")
+    free, kind = shutil.disk_usage(nearest).free, file_system(nearest.resolve())
+    text = f"{folder}{'' if nearest == folder else ' (can be made)'}: {size(free)} free on {kind}"
+    figures = {"free_mb": free // 2**20}
+    if free < min_bytes:
+        return warning(name, f"{text}: little for {content}", f"{option}, on another disk", **figures)
+    if must_last and kind.startswith("memory"):
+        return warning(name, f"{text}: gone after a restart of the machine", f"{option}, on a disk", **figures)
+    return ok(name, text, **figures)
+
+
+def _write_error(folder: Path) -> str:
+    """Write and remove a file in the folder; return why that fails, or an empty text."""
+    if not folder.is_dir():
+        return "it is a file"
     try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hvd_trainer-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system of a folder: `network (nfs4)`, `memory (tmpfs)` or `local disk (ext4)`."""
+    # The longest path counts; a later mount at the same place hides the earlier one.
+    mounts = sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint))
+    kind = next((mount.fstype for mount in reversed(mounts) if folder.is_relative_to(mount.mountpoint)), "")
+    where = "network" if kind.startswith(NETWORK_FILE_SYSTEMS) else "local disk"
+    return f"{'memory' if kind in ('tmpfs', 'ramfs') else where} ({kind})"

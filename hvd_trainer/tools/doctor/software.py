@@ -13,41 +13,31 @@ from packaging.version import Version
 from hvd_trainer.horovod_build import installer
 from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts, installed_version
 from hvd_trainer.tools.doctor.context import Context
-from hvd_trainer.tools.doctor.finding import Finding, error, no_answer, ok, warning
+from hvd_trainer.tools.doctor.findings import Finding, error, no_answer, ok, warning
 from hvd_trainer.tools.doctor.gpus import gpu_platform
 from hvd_trainer.utils.text import INSTALL_HOROVOD, plural
 
 PACKAGE = "hvd_trainer"
-TESTED_PYTHON = ((3, 10), (3, 13))
+TESTED_PYTHON = (Version("3.10"), Version("3.13"))
 TESTED_TORCH = (Version("2.11"), Version("2.15"))
 
 
 def check_python(context: Context) -> list[Finding]:
     """Check this Python, and that `python` on PATH, as in `horovodrun -np 2 python ...`, is the same one."""
-    mine = f"{platform.python_version()} in {sys.prefix}"
-    oldest, newest = TESTED_PYTHON
-    if not oldest <= sys.version_info[:2] <= newest:
-        tested = " to ".join(".".join(map(str, version)) for version in TESTED_PYTHON)
-        return [
-            warning("python", f"{mine}: {tested} are tested", "python3.12 -m venv .venv    (and install there)")
-        ]
+    mine, (oldest, newest) = f"{platform.python_version()} in {sys.prefix}", TESTED_PYTHON
+    if not oldest <= Version("{}.{}".format(*sys.version_info)) <= newest:
+        remedy = "python3.12 -m venv .venv    (and install there)"
+        return [warning("python", f"{mine}: {oldest} to {newest} are tested", remedy)]
     typed = context.programs.find("python")
-    prefix = None
+    other = "there is no `python` on PATH, where launchers look for it"
     if typed is not None:
-        prefix = context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip()
-    if prefix == sys.prefix:
-        return [ok("python", mine)]
-    other = f"`python` on PATH, which launchers would start, is another one: {typed}"
-    if typed is None:
-        other = "there is no `python` on PATH, where launchers look for it"
-    return [warning("python", f"{mine}, and {other}", _activate())]
-
-
-def _activate() -> str:
+        if context.programs.ask(typed, "-c", "import sys; print(sys.prefix)").out.strip() == sys.prefix:
+            return [ok("python", mine)]
+        other = f"`python` on PATH, which launchers would start, is another one: {typed}"
     folder = Path(sys.executable).parent
-    if sys.prefix != sys.base_prefix and (folder / "activate").is_file():
-        return f"source {folder / 'activate'}"
-    return f"export PATH={folder}:$PATH"
+    is_venv = sys.prefix != sys.base_prefix and (folder / "activate").is_file()
+    remedy = f"source {folder / 'activate'}" if is_venv else f"export PATH={folder}:$PATH"
+    return [warning("python", f"{mine}, and {other}", remedy)]
 
 
 def check_packages(context: Context) -> list[Finding]:
@@ -72,36 +62,31 @@ def check_packages(context: Context) -> list[Finding]:
 def unmet_requirements(package: str) -> list[Requirement]:
     """Return the requirements of an installed package, without its extras, that this environment does not meet."""
     try:
-        texts = importlib.metadata.requires(package) or []
+        required = map(Requirement, importlib.metadata.requires(package) or [])
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = [Requirement(text) for text in texts]
-    due = [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return [r for r in due if not _meets(installed_version(r.name), r)]
-
-
-def _meets(version: str | None, requirement: Requirement) -> bool:
-    return version is not None and requirement.specifier.contains(version, prereleases=True)
+    due = [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+    found = {r: installed_version(r.name) for r in due}
+    return [
+        r for r, version in found.items() if not version or not r.specifier.contains(version, prereleases=True)
+    ]
 
 
 def check_torch(context: Context) -> list[Finding]:
     """Check whether PyTorch imports, what it was built for, and whether its version is tested."""
     torch = context.facts.torch
+    if context.facts.is_timeout and torch.error is not None:
+        return [no_answer("torch", context.options.timeout_s)]
     if torch.error is not None:
-        if context.facts.is_timeout:
-            return [no_answer("torch", context.options.timeout_s)]
         found = f"cannot be imported: {torch.error.splitlines()[0]}"
         return [error("torch", found, "pip install torch torchvision")]
-    kind = gpu_platform(torch) or "the CPU only"
-    found = (
-        f"{torch.version}, built for {kind}, {plural(len(torch.gpus), 'GPU') if torch.gpus else 'no GPU'} visible"
-    )
-    oldest, newest = TESTED_TORCH
+    gpus = plural(len(torch.gpus), "GPU") if torch.gpus else "no GPU"
+    found = f"{torch.version}, built for {gpu_platform(torch) or 'the CPU only'}, {gpus} visible"
+    version, (oldest, newest) = Version(torch.version), TESTED_TORCH
     tested = f"{oldest} to {newest} are tested"
-    version = Version(torch.version)
     if version < oldest:
         return [error("torch", f"{found}: too old, {tested}", f"pip install 'torch>={oldest}' torchvision")]
-    if Version(f"{version.major}.{version.minor}") > newest:
+    if version.release[:2] > newest.release:
         remedy = f"pip install 'torch<={newest}.99' torchvision    (if it fails)"
         return [warning("torch", f"{found}: {tested}", remedy)]
     return [ok("torch", found)]
@@ -115,8 +100,8 @@ def check_horovod(context: Context) -> list[Finding]:
     if facts.torch.error is not None:
         return [error("horovod", "is built for one torch, and none can be imported", "see the line of torch")]
     if facts.ended:
-        found = f"cannot be imported: {facts.ended}"
-        return [error("horovod", found, f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)")]
+        remedy = f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)"
+        return [error("horovod", f"cannot be imported: {facts.ended}", remedy)]
     return [judge_horovod(facts.horovod, facts.torch)]
 
 
@@ -139,9 +124,9 @@ def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
         return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
-    if on_cpu_only and torch.gpus:
-        remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
-        if torch.kind != "cuda":
-            remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {torch.kind})"
-        return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
-    return ok("horovod", found)
+    if not on_cpu_only or not torch.gpus:
+        return ok("horovod", found)
+    remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
+    if torch.kind != "cuda":
+        remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {torch.kind})"
+    return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)

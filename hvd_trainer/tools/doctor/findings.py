@@ -68,31 +68,20 @@ def name_width(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding], width: int, out: TextIO) -> None:
-    """Print each finding on an aligned line and its remedy below; on a terminal in colours and wrapped."""
+    """Print `warning  /dev/shm      64 MB ...` and below it `type: ...`; on a terminal in colours and wrapped."""
     for finding in findings:
-        out.write("\n".join(lines_of(finding, width, out)) + "\n")
+        texts = [finding.found, *([f"type: {finding.remedy}"] if finding.remedy else [])]
+        status, begin = f"{finding.status:<{STATUS_WIDTH}}", " " * (STATUS_WIDTH + width + 4)
+        if out.isatty():
+            room = max(MIN_TEXT_WIDTH, shutil.get_terminal_size().columns) - len(begin)
+            # Paths and options stay whole, so that they can be copied.
+            wrapper = textwrap.TextWrapper(room, "", "  ", break_long_words=False, break_on_hyphens=False)
+            texts = [line for text in texts for line in wrapper.wrap(text)]
+            if "NO_COLOR" not in os.environ:
+                status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m"
+        lines = [f"{status}  {finding.name:<{width}}  {texts[0]}", *(begin + text for text in texts[1:])]
+        out.write("\n".join(lines) + "\n")
     out.flush()
-
-
-def lines_of(finding: Finding, width: int, out: TextIO) -> list[str]:
-    """Format a finding: `warning  /dev/shm      64 MB ...`, and below it `type: ...`."""
-    begin = " " * (STATUS_WIDTH + width + 4)
-    texts = [finding.found, *([f"type: {finding.remedy}"] if finding.remedy else [])]
-    if out.isatty():
-        room = max(MIN_TEXT_WIDTH, shutil.get_terminal_size().columns) - len(begin)
-        texts = [line for text in texts for line in _wrap(text, room)]
-    status = f"{finding.status:<{STATUS_WIDTH}}"
-    if out.isatty() and "NO_COLOR" not in os.environ:
-        status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m"
-    first, *rest = texts
-    return [f"{status}  {finding.name:<{width}}  {first}", *(begin + line for line in rest)]
-
-
-def _wrap(text: str, room: int) -> list[str]:
-    """Wrap a text at spaces; paths and options stay whole, so that they can be copied."""
-    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ") or [
-        text
-    ]
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -1,0 +1,819 @@
+"""Test the doctor's checks, each in planted situations."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from doctor_checks import OTHER, TORCH, plant_program, run_checks
+from launchers import REPOSITORY, requires
+from requirements import missing
+from slurm_cluster import SlurmCluster
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.horovod_build import facts
+from hvd_trainer.horovod_build.build_plan import VERSION, python_tag
+from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts, parse_facts
+from hvd_trainer.horovod_build.patch_set import PATCH_SET
+from hvd_trainer.launch.slurm import GPU_VARIABLES
+from hvd_trainer.tools.doctor import gpus, machine
+from hvd_trainer.tools.doctor.context import Answer, Host, read_hosts
+from hvd_trainer.tools.doctor.findings import Finding
+from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links, read_module
+from hvd_trainer.tools.doctor.hosts import judge_answer
+from hvd_trainer.tools.doctor.launchers import mpi_version, nodes_by_state
+from hvd_trainer.tools.doctor.machine import (
+    cpu_quota,
+    file_system,
+    judge_infiniband,
+    judge_open_files,
+    judge_threads,
+    num_cores,
+)
+from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, select_interfaces
+from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.text import INSTALL_HOROVOD
+
+Row = tuple[str, str, str, str, str, dict[str, Any]]
+
+
+def row(check: str, status: str, found: str, remedy: str = "", *, name: str = "", **given: Any) -> Row:
+    """Build a row of a table: a check finds these words in a situation, and says to type those.
+
+    Args:
+        name: of the finding, if not the check's.
+        given: the situation: arguments of `run_checks`, and `smi`, a script that takes the place of nvidia-smi.
+    """
+    return (check, name or check, status, found, remedy, given)
+
+
+def launcher(status: str, found: str, remedy: str = "", **environ: str) -> Row:
+    return row("launcher", status, found, remedy, environ=environ)
+
+
+RECORD = {
+    "horovod": VERSION,
+    "patch_set": PATCH_SET,
+    "torch": TORCH.version,
+    "python": python_tag(),
+    "cuda": None,
+    "nccl": None,
+    "mpi": None,
+    "proved": True,
+}
+WITH_NCCL = {"cuda": "13.0", "nccl": "2.30.7"}
+H100 = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, "9.0", "5baec991-de63-c196-1766-04c38407e133")
+ONE = replace(TORCH, gpus=[H100])
+PAIR = replace(TORCH, gpus=[H100, replace(H100, uuid="02c05ee3")])
+XPU = TorchFacts(version="2.15.0+xpu", kind="xpu", gpus=[Gpu("Intel Data Center GPU Max 1550", 2**36, "")] * 2)
+ON_CPU = TorchFacts(version="2.15.0+cpu")
+
+
+def horovod(status: str, found: str, remedy: str = "", torch: TorchFacts = TORCH, **record: Any) -> Row:
+    its = HorovodFacts(record=RECORD | record)
+    return row("horovod", status, found, remedy, facts=Facts(torch, its))
+
+
+SMI = "GPU-5baec991-de63-c196-1766-04c38407e133, 570.1, 81076\nGPU-02c05ee3, 570.1, [N/A]\n"
+TWO = f"printf '{SMI}'"
+SMI_FAILS = "echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18"
+
+
+def cuda(status: str, found: str, remedy: str = "", *, torch: TorchFacts, smi: str = TWO, **environ: str) -> Row:
+    return row("CUDA", status, found, remedy, torch=torch, smi=smi, environ=environ)
+
+
+def nccl(status: str, found: str, remedy: str = "", *, torch: TorchFacts, **environ: str) -> Row:
+    return row("NCCL", status, found, remedy, torch=torch, environ=environ)
+
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "1",
+}
+"""A rank of --gpus-per-task=1, with which NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
+OWN_INTERFACES = {"HOROVOD_GLOO_IFACE": "lo", "NCCL_SOCKET_IFNAME": "^nonesuch", "GLOO_SOCKET_IFNAME": "lo"}
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+FINDINGS = [
+    launcher("ok", "no rank variables are left over"),
+    launcher("error", "WORLD_SIZE set, but RANK, LOCAL_RANK", "unset WORLD_SIZE", WORLD_SIZE="2"),
+    launcher("error", "but HOROVOD_LOCAL_RANK", "unset HOROVOD_RANK", HOROVOD_RANK="0", HOROVOD_SIZE="2"),
+    launcher("error", "rank 5 of size 2", f"unset {' '.join(RANKS)}", **dict(zip(RANKS, "5022", strict=True))),
+    launcher("ok", "this is rank 1 of 2, started by hand", **dict(zip(RANKS, "1122", strict=True))),
+    launcher("ok", "no rank variables", SLURM_JOB_ID="7", SLURM_NTASKS="4"),
+    row("torch", "ok", "2.15.0+cu132, built for CUDA 13.2, no GPU visible"),
+    row("torch", "ok", "2.15.0+cpu, built for the CPU only, no GPU visible", torch=ON_CPU),
+    row("torch", "ok", "2.15.0+xpu, built for xpu, 2 GPUs visible", torch=XPU),
+    row("torch", "error", "too old, 2.11 to 2.15 are tested", "torch>=2.11", torch=TorchFacts(version="2.4.0")),
+    row("torch", "warning", "2.11 to 2.15 are tested", "torch<=2.15", torch=TorchFacts(version="2.16.0")),
+    row("torch", "error", "cannot be imported: OSError: lib", "pip install", torch=TorchFacts("OSError: lib: no")),
+    row("horovod", "warning", "not installed, so only --backend ddp works", INSTALL_HOROVOD),
+    row("horovod", "error", "is built for one torch", "see the line of torch", torch=TorchFacts("broken")),
+    row(
+        *("horovod", "warning", "CVE-2024-10190 is open in it", "install-horovod"),
+        facts=Facts(TORCH, HorovodFacts()),
+    ),
+    row(
+        *("horovod", "error", "it has no PyTorch extension", INSTALL_HOROVOD),
+        facts=Facts(TORCH, HorovodFacts(error="it has no PyTorch extension")),
+    ),
+    horovod("ok", f"{VERSION}, built for this torch with Gloo only"),
+    horovod("ok", "with Gloo and NCCL 2.30.7, and MPI", **WITH_NCCL, mpi="4.1.4"),
+    horovod("ok", "with Gloo and NCCL 2.30.7", torch=PAIR, **WITH_NCCL),
+    horovod(
+        *("error", "it was built for torch 2.15.0+cu132, and this is 2.14.0", f"{INSTALL_HOROVOD}    (until then"),
+        torch=replace(TORCH, version="2.14.0"),
+    ),
+    horovod("error", "it was built for patch_set 0", "install-horovod --mpi", patch_set=0, mpi="4.1.4"),
+    # Also on ROCm, where the installer counts no GPUs.
+    horovod(
+        "warning", "does not train on GPUs", f"{INSTALL_HOROVOD} --gpu nccl    (until then: --dev", torch=PAIR
+    ),
+    horovod("warning", "on GPUs", "--backend ddp    (or --device cpu: Horovod", torch=replace(PAIR, kind="xpu")),
+    nccl("ok", "2.30.7, for GPUs only: CPUs exchange by Gloo", torch=TORCH),
+    nccl("ok", "2.30.7", torch=PAIR, NCCL_IB_DISABLE="0"),
+    nccl(
+        *("warning", "slows it down", "unset NCCL_P2P_DISABLE NCCL_IB_DISABLE"),
+        **{"torch": PAIR, "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+    ),
+    nccl("error", "2 GPUs, and this torch is built without it", "pip", torch=replace(PAIR, nccl=None)),
+    nccl("ok", "none in this torch", torch=ON_CPU),
+    nccl("ok", "not needed: devices of type xpu have a library of their own", torch=XPU),
+    # A slow import of torch was reported as a torch without NCCL.
+    nccl("warning", "not known: torch cannot be asked", "see the line of torch", torch=TorchFacts("timed out")),
+    cuda("ok", "no NVIDIA driver, so training runs on the CPU", torch=TORCH, smi=""),
+    cuda("ok", "driver 570.1, torch sees 1 GPU", torch=ONE),
+    cuda("ok", "torch sees 1 GPU (CUDA_VISIBLE_DEVICES=1)", torch=ONE, CUDA_VISIBLE_DEVICES="1"),
+    cuda(
+        *("warning", "driver 570.1 with 2 GPUs, and CUDA_VISIBLE_DEVICES= hides them all", "unset CUDA_VISIBLE"),
+        **{"torch": TORCH, "CUDA_VISIBLE_DEVICES": ""},
+    ),
+    cuda("error", "torch sees none: it is too old", "update", torch=replace(TORCH, gpu_error="it is too old")),
+    cuda("warning", "built without CUDA", "pip install", torch=ON_CPU),
+    cuda("error", "nvidia-smi says: Failed to initialize NVML", "reboot", torch=TORCH, smi=SMI_FAILS),
+    cuda("ok", "xpu, torch sees 2 GPUs", torch=XPU, smi=""),
+    cuda(
+        "warning",
+        "mps is here, and ranks cannot",
+        "--device cpu",
+        torch=replace(ON_CPU, unsupported="mps"),
+        smi="",
+    ),
+    row(
+        *("CUDA", "ok", "HBM3, 79.0 GB (79.2 GB free), compute capability 9.0"),
+        **{"name": "GPU 0", "torch": PAIR, "smi": TWO},
+    ),
+    row(
+        *("CUDA", "error", "this torch has no code (it has sm_80, sm_90, compute_90)", "pip install --upgrade"),
+        **{"name": "GPU 0", "torch": replace(TORCH, gpus=[replace(H100, capability="6.0")])},
+    ),
+    row("CUDA", "ok", "Intel Data Center GPU Max 1550, 64.0 GB", name="GPU 1", torch=XPU),
+    row(
+        *("CUDA", "ok", "MI300X"),
+        name="GPU 0",
+        torch=replace(TORCH, hip="6.4", cuda=None, gpus=[Gpu("AMD Instinct MI300X", 2**37, "gfx942")]),
+    ),
+    row("visible GPUs", "warning", "4 ranks on this", "--gres=gpu:4 --gpu-bind=none", torch=ONE, environ=STEP),
+    row("visible GPUs", "", "", torch=replace(ONE, gpus=[H100] * 4), environ=STEP),
+    row("visible GPUs", "", "", torch=ONE, environ=STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}),
+    row("visible GPUs", "", "", torch=ONE, environ={"SLURM_STEP_ID": "0"}),
+    row("interfaces", "ok", "lo 127.0.0.1"),
+    row("interfaces", "ok", "lo 127.0.0.1", environ=OWN_INTERFACES),
+    *(
+        row(
+            "interfaces", "error", words, f"unset {name}", name=name, environ=OWN_INTERFACES | environ, hosts=hosts
+        )
+        for name, words, environ, hosts in (
+            ("NCCL_SOCKET_IFNAME", "nonesuch names no interface", {"NCCL_SOCKET_IFNAME": "nonesuch"}, None),
+            ("GLOO_SOCKET_IFNAME", "lo,no1 names no interface that is up", {"GLOO_SOCKET_IFNAME": "lo,no1"}, None),
+            ("HOROVOD_GLOO_IFACE", "lo leads to no other host", {}, OTHER),
+        )
+    ),
+    row("network", "ok", "on this host alone both engines use lo"),
+    row("network", "ok", "GLOO_SOCKET_IFNAME=lo in this shell comes first", environ={"GLOO_SOCKET_IFNAME": "lo"}),
+    row("network", "ok", f"to reach {OTHER}", hosts=f"{socket.gethostname()},{OTHER}"),
+    row("network", "", "", hosts="nowhere.invalid"),
+    row(
+        "host names",
+        "error",
+        "leads to no address",
+        "getent",
+        name="host nowhere.invalid",
+        hosts="nowhere.invalid",
+    ),
+    # An address needs no look-up.
+    row("host names", "", "", name=f"host {OTHER}", hosts=OTHER),
+]
+
+
+@requires("horovod")
+@pytest.mark.parametrize(("check", "name", "status", "words", "remedy", "given"), FINDINGS)
+def test_finding(
+    check: str,
+    name: str,
+    status: str,
+    words: str,
+    remedy: str,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"environ": {}} | given
+    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "nonesuch")
+    for variable in GPU_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    if smi := given.pop("smi", ""):
+        given["environ"] |= plant_program(tmp_path, "nvidia-smi", smi)
+    found = [finding for finding in run_checks(check, **given) if finding.name == name]
+    assert [finding.status for finding in found] == ([status] if status else [])
+    for finding in found:
+        assert words in finding.found
+        assert remedy in finding.remedy
+        assert bool(finding.remedy) == (status != "ok")
+
+
+# Python and its packages; what the probe prints.
+
+
+def test_python_on_path_is_compared(tmp_path: Path) -> None:
+    (found,) = run_checks("python", environ=plant_program(tmp_path, "python", "echo /somewhere/else"))
+    assert found.status == "warning"
+    assert f"is another one: {tmp_path}/python" in found.found
+    assert re.match(r"source .*/activate|export PATH=", found.remedy)
+    beside = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert run_checks("python", environ=beside)[0].status == "ok"
+
+
+def plant_package(folder: Path, name: str, version: str) -> None:
+    (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+    (folder / f"{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+
+
+def test_unmet_requirements_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_checks("packages")[0].status == "ok"
+    plant_package(tmp_path, "tqdm", "0.1")
+    plant_package(tmp_path, "torch", "2.0.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = run_checks("packages")
+    assert found.status == "error"
+    assert "0.1 tqdm is installed, where tqdm>=" in found.found
+    # torchvision asks for a newer torch than this package does, or for one only.
+    assert found.found.count("2.0.1 torch is installed, where torch") == 2
+    assert found.remedy.count("torch") == 1
+    assert "'tqdm>=" in found.remedy
+
+
+def test_partial_output_of_probe_is_used() -> None:
+    its = TorchFacts(version="2.15.0", architectures=["sm_90"], gpus=[Gpu("A", 1, "9.0")])
+    torch, rest = json.dumps({"torch": asdict(its)}), json.dumps({"horovod": {"path": "x", "record": {}}})
+    assert parse_facts(f"{torch}\nnoise\n7\n\n{rest}\n", 0, "") == Facts(its, HorovodFacts(path="x"))
+    assert parse_facts(f'{torch}\n{{"horovod": null}}', 0, "") == Facts(its)
+    crashed = parse_facts(f"{torch}\n", -11, "")
+    assert crashed == Facts(its, ended="it was killed by signal 11")
+    assert run_checks("horovod", facts=crashed)[0].found == "cannot be imported: it was killed by signal 11"
+    slow = parse_facts(torch[:20], None, "no answer in time")
+    assert [finding.found for finding in run_checks("torch", "horovod", facts=slow)] == ["no answer in 30 s"] * 2
+    assert parse_facts("", 1, "ImportError: no libc").torch.error == "ImportError: no libc"
+
+
+def test_probe_lists_intel_gpus() -> None:
+    gpu = SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**36, uuid="5baec991")
+    xpu = SimpleNamespace(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
+    torch = SimpleNamespace(version=SimpleNamespace(hip=None), get_device_module={"xpu": xpu}.get)
+    assert facts._gpus(torch, "xpu") == ([Gpu(gpu.name, gpu.total_memory, "", gpu.uuid)] * 2, None)
+
+
+# GPUs: recorded output, as there may be none here.
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\tSYS\t0-31,64-95\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\tSYS\t0-31,64-95\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\tPXB\t32-63,96-127\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\tPXB\t32-63,96-127\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+"""
+
+
+def test_gpu_links(tmp_path: Path) -> None:
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    smi = plant_program(tmp_path, "nvidia-smi", f"cat {tmp_path}/topology")
+    (found,) = run_checks("GPU links", torch=PAIR, environ=smi)
+    assert (found.status, found.found) == (
+        "ok",
+        "GPU0-GPU1, GPU2-GPU3 NV12 (NVLink); "
+        "GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3 SYS (PCIe and from one CPU socket to another)",
+    )
+    links = read_links(TOPOLOGY)
+    assert links == read_links(re.sub(r"\x1b\[\d+m", "", TOPOLOGY))
+    two = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-63\t0\nGPU1\tPHB\t X \t0-63\t0\n"
+    assert describe_links(read_links(two)) == "GPU0-GPU1 PHB (PCIe through the CPU)"
+    assert describe_links(dict.fromkeys(links, "NV18")) == "all GPUs to all others NV18 (NVLink)"
+    assert describe_links({("GPU0", "GPU1"): "XYZ"}) == "GPU0-GPU1 XYZ"
+    failing = plant_program(tmp_path, "nvidia-smi", SMI_FAILS)
+    assert run_checks("GPU links", torch=PAIR, environ=failing)[0].status == "warning"
+    assert run_checks("GPU links", torch=ONE, environ=failing) == []
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (["sm_80", "sm_90"], "9.0", True),
+        (["sm_80"], "8.6", True),
+        (["sm_86"], "8.0", False),
+        (["sm_80", "sm_90"], "10.0", False),
+        (["sm_80", "compute_80"], "12.0", True),
+        (["sm_90a"], "9.0", True),
+        (["sm_100a"], "10.3", False),
+        (["sm_100f"], "10.3", True),
+        (["sm_120"], "12.0", True),
+        (["sm_75", "nonsense"], "7.0", False),
+        ([], "9.0", False),
+    ],
+)
+def test_has_code_for_capability(architectures: list[str], capability: str, runs: bool) -> None:
+    assert has_code(architectures, capability) is runs
+
+
+def test_driver_without_nvidia_smi() -> None:
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+    assert read_module(closed) == "535.104.05"
+    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)\n"
+    assert read_module(opened) == "570.124.06"
+    assert read_module("") is None
+
+
+# MPI and Slurm.
+
+
+def test_mpi_version() -> None:
+    assert mpi_version("mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n") == "Open MPI 4.1.4"
+    hydra = "HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: ...\n"
+    assert mpi_version(hydra) == "MPICH 4.0.2"
+    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 20230619 (id: c2e19c2f3e)\n"
+    assert mpi_version(intel).startswith("Intel(R) MPI Library for Linux* OS, Version 2021.10")
+    assert mpi_version("") == "of unknown version"
+
+
+def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
+    found = run_checks("MPI", "Slurm", environ={"PATH": str(tmp_path)})
+    if not any(Path(folder, name).exists() for folder in ("/usr/sbin", "/sbin") for name in ("mpirun", "srun")):
+        assert [finding.status for finding in found] == ["ok", "ok"]
+        assert all("not needed" in finding.found for finding in found)
+
+
+INSIDE = """
+import sys
+sys.path.insert(0, "tests")
+import doctor_checks
+(found,) = doctor_checks.run_checks("Slurm")
+print(found.status, found.found)
+"""
+
+
+def test_slurm_inside_and_outside_of_a_job(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (found,) = run_checks("Slurm", environ=slurm.environ)
+    assert found.status == "ok"
+    assert re.search(r"outside of a job; 3 nodes: 3 \w+", found.found)
+    monkeypatch.chdir(REPOSITORY)
+    inside = slurm.client("salloc", "-n1", sys.executable, "-c", INSIDE, check=False, timeout_s=60)
+    assert re.search(r"^ok \S+, inside of job \d+; srun starts tasks$", inside.stdout, re.MULTILINE), inside
+    # A cluster whose controller is down, and no cluster at all.
+    text = Path(slurm.environ["SLURM_CONF"]).read_text()
+    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", text))
+    (down,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "slurm.conf")})
+    assert (down.status, "its controller does not answer" in down.found) == ("warning", True)
+    (none,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")})
+    assert (none.status, "this machine is in no cluster" in none.found) == ("ok", True)
+
+
+def test_nodes_of_several_partitions_count_once() -> None:
+    assert nodes_by_state("a idle\nb down*\na idle\nc idle\n") == "3 nodes: 2 idle, 1 down*"
+    assert nodes_by_state("") == "no nodes"
+
+
+# The machine.
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "50000 100000"}, 0.5),
+        # A container that sees its own group at the root, under another name than outside.
+        ("0::/../../docker/7f3a\n", {"cpu.max": "300000 100000"}, 3.0),
+        (
+            "4:cpu,cpuacct:/docker/7f3a\n1:name=systemd:/docker/7f3a\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "400000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            4.0,
+        ),
+        ("2:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:memory:/\n", {}, None),
+    ],
+)
+def test_cpu_quota_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], quota: float | None) -> None:
+    (tmp_path / "self").write_text(own)
+    for name, text in files.items():
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert cpu_quota(tmp_path / "self", tmp_path / "root") == quota
+    assert cpu_quota(tmp_path / "nonesuch", tmp_path / "root") is None
+
+
+def test_hardware_threads_share_a_core(tmp_path: Path) -> None:
+    for cpu in range(4):
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    assert num_cores([0, 1, 2, 3], tmp_path) == 2
+    assert num_cores([0, 2], tmp_path) == 1
+    assert num_cores([0, 1, 9], tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [(None, "ok"), ("2", "ok"), ("3", "warning"), ("2,1", "ok"), ("many", "warning"), ("0", "warning")],
+)
+def test_omp_num_threads(setting: str | None, status: str) -> None:
+    assert judge_threads(setting, 2).status == status
+
+
+def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk)
+    (found,) = run_checks("shared memory")
+    assert found.status == "warning"
+    assert "4 MB free of 4 MB" in found.found
+    assert "docker run --shm-size 8g" in found.remedy
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert run_checks("shared memory")[0].status == "error"
+    monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk / "nonesuch")
+    assert run_checks("shared memory")[0].status == "error"
+
+
+ENDLESS = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "needed", "status", "words"),
+    [
+        (1024, 4096, 1024, "ok", "1,024 for each process"),
+        (ENDLESS, ENDLESS, 9999, "ok", "as many as wanted"),
+        (256, 1048576, 1024, "warning", "ulimit -n 65536"),
+        (256, 2048, 1024, "warning", "ulimit -n 2048"),
+        (256, 512, 1024, "warning", "Docker: --ulimit nofile"),
+    ],
+)
+def test_open_files(soft: int, hard: int, needed: int, status: str, words: str) -> None:
+    found = judge_open_files(soft, hard, needed)
+    assert (found.status, words in (found.remedy or found.found)) == (status, True)
+
+
+def test_infiniband_ports_and_locked_memory(tmp_path: Path) -> None:
+    assert list(judge_infiniband(tmp_path, 8 * 2**20)) == []
+    port = tmp_path / "mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    ports, locked = judge_infiniband(tmp_path, 8 * 2**20)
+    assert (ports.status, ports.found) == ("ok", "mlx5_0 port 1 ACTIVE 200 Gb/sec (4X HDR)")
+    assert (locked.status, locked.name) == ("warning", "locked memory")
+    assert "ulimit -l unlimited" in locked.remedy
+    (port / "state").write_text("1: DOWN\n")
+    assert [finding.status for finding in judge_infiniband(tmp_path, ENDLESS)] == ["warning", "ok"]
+
+
+# Folders.
+
+
+def test_folder_checks_leave_no_files(tmp_path: Path) -> None:
+    new = tmp_path / "a/b"
+    data, logs = run_checks("data folder", "log folder", data_dir=new, log_dir=tmp_path)
+    assert (data.status, logs.status) == ("ok", "ok")
+    assert f"{new} (can be made): " in data.found
+    assert data.figures["free_mb"] > 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert "it is a file" in run_checks("log folder", log_dir=tmp_path / "file")[0].found
+    assert run_checks("log folder") == []
+
+
+def test_folders_on_small_disk(small_disk: Path) -> None:
+    data, logs = run_checks("data folder", "log folder", data_dir=small_disk, log_dir=small_disk)
+    assert (data.status, logs.status) == ("warning", "warning")
+    assert "4 MB free on memory (tmpfs): little for data sets" in data.found
+    (small_disk / "fill").write_bytes(bytes(4 * 2**20))
+    assert "No space left" in run_checks("log folder", log_dir=small_disk)[0].found
+    # Data that are there need no room.
+    (small_disk / "fill").unlink()
+    (small_disk / "train-images-idx3-ubyte.gz").write_text("")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert "data are there" in run_checks("data folder", data_dir=small_disk)[0].found
+
+
+def test_data_folder_defaults_to_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_data_dir().is_relative_to(tmp_path)
+    assert str(default_data_dir()) in run_checks("data folder")[0].found
+
+
+def test_file_system_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = (("/home", "ext3"), ("/", "ext4"), ("/dev/shm", "tmpfs"), ("/home", "nfs4"), ("/home/my disk", "xfs"))
+    partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
+    expected = {
+        "/var/x": "local disk (ext4)",
+        "/home/me/x": "network (nfs4)",
+        "/home/my disk/x": "local disk (xfs)",
+        "/homer": "local disk (ext4)",
+        "/dev/shm": "memory (tmpfs)",
+    }
+    assert {path: file_system(Path(path)) for path in expected} == expected
+
+
+def test_file_system_below_a_path_with_a_space(tmp_path: Path) -> None:
+    """Find the mount at a path that the kernel writes as `my\\040disk`."""
+    (tmp_path / "my disk").mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    command = ["mount", "-t", "ramfs", "none", str(tmp_path / "my disk")]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("may not mount a file system")
+    try:
+        assert file_system(tmp_path / "my disk") == "memory (ramfs)"
+    finally:
+        subprocess.run(["umount", str(tmp_path / "my disk")], check=True)
+
+
+# The network.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("eth", ["eth0", "eth10"]),
+        ("=eth0", ["eth0"]),
+        ("=eth1", []),
+        ("^docker", ["lo", "eth0", "eth10", "ib0"]),
+        ("^=eth0,lo", ["eth10", "ib0", "docker0"]),
+        ("ib,eth1", ["eth10", "ib0"]),
+    ],
+)
+def test_nccl_interface_patterns(pattern: str, names: list[str]) -> None:
+    assert select_interfaces(pattern, ["lo", "eth0", "eth10", "ib0", "docker0"]) == names
+
+
+def test_route_to_a_reserved_address_is_named() -> None:
+    (lost,) = run_checks("network", hosts="240.0.0.1,nowhere.invalid")
+    assert lost.status in ("ok", "error")
+    assert "240.0.0.1" in lost.found
+
+
+def test_silent_name_server_delays_only_its_checks(tmp_path: Path) -> None:
+    """Let checks that need a name wait together until the limit, and all others answer at once."""
+    environ = plant_program(tmp_path, "ssh", "exit 255")
+    ending = threading.Event()
+
+    def endless(name: str) -> list[str]:
+        ending.wait()
+        return []
+
+    names = ("interfaces", "network", "host names", "MPI", "ssh", "ports")
+    found = run_checks(*names, environ=environ, limit_s=1.5, look_up=endless, hosts="node1,node2")
+    ending.set()
+    by_name = {finding.name: finding for finding in found}
+    assert {by_name[name].status for name in ("host name", "host node1", "host node2")} == {"error"}
+    assert {"interfaces", "MPI", "ssh node1", "ssh node2", "free ports"} <= by_name.keys()
+    assert not any("no answer in 9 s" in by_name[name].found for name in ("interfaces", "MPI", "host name"))
+
+
+@pytest.mark.parametrize(
+    ("found", "several_hosts", "status"),
+    [
+        # Debian's address of a host's own name, by which other hosts would reach themselves.
+        (["127.0.1.1"], False, "ok"),
+        (["127.0.1.1"], True, "warning"),
+        (["10.0.0.5", "127.0.1.1"], True, "ok"),
+        ([], False, "warning"),
+        ([], True, "error"),
+    ],
+)
+def test_own_name(found: list[str], several_hosts: bool, status: str) -> None:
+    finding = judge_own_name("node1", found, several_hosts)
+    assert finding.status == status
+    assert ("take out the line with 127.0.1.1" in finding.remedy) == (status == "warning" and several_hosts)
+
+
+def test_localhost_leads_to_the_loopback() -> None:
+    assert judge_localhost(["127.0.0.1", "::1"]) == []
+    (wrong,) = judge_localhost(["::1"])
+    assert (wrong.status, wrong.remedy) == ("error", "echo '127.0.0.1 localhost' >> /etc/hosts")
+
+
+def test_port_of_torchrun_in_use() -> None:
+    """Report the port as in use, by this test or by another process."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", 29500))
+            trial.listen()
+        except OSError:
+            pass
+        taken, handed_out = run_checks("ports")
+    assert (taken.name, taken.status, handed_out.status) == ("port 29500", "warning", "ok")
+    assert re.match(r"torchrun --master-port 295\d\d .*--standalone", taken.remedy)
+
+
+@pytest.mark.parametrize("text", ["", "a,", "-oProxyCommand=x", "a:0", "a:b", "a b", "a:1:2", "a,a:2"])
+def test_malformed_hosts_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="--hosts"):
+        read_hosts(text)
+
+
+def test_hosts_are_parsed() -> None:
+    assert read_hosts(None) == ()
+    assert read_hosts("a:4, b-1.c,10.0.0.2:1") == (Host("a", 4), Host("b-1.c"), Host("10.0.0.2", 1))
+
+
+# Other hosts.
+
+
+def check_ssh(folder: Path, script: str, hosts: str = OTHER, **more: Any) -> list[Finding]:
+    return run_checks("ssh", environ=plant_program(folder, "ssh", script), hosts=hosts, **more)
+
+
+def test_host_with_equal_software(tmp_path: Path) -> None:
+    """Accept a host whose login script prints, and warn that it has too few CPUs for its ranks."""
+    script = f'echo "$@" > {tmp_path}/said; echo Welcome; exec sh -c "$command"'
+    reached, ranks, clock = check_ssh(tmp_path, script, hosts=f"{OTHER}:999,localhost:1", ssh_port=2222)[:3]
+    assert (reached.name, reached.status) == (f"ssh {OTHER}", "ok"), reached
+    assert re.match(r"opens; Python 3\S+, torch 2\S+ and all else as here; \d+ CPUs?, \d+ GPU", reached.found)
+    assert (ranks.name, ranks.status) == (f"ranks {OTHER}", "warning")
+    assert "999 ranks are to share" in ranks.found
+    assert (clock.name, clock.status) == (f"clock {OTHER}", "ok")
+    assert abs(clock.figures["skew_s"]) < 1
+    said = (tmp_path / "said").read_text()
+    assert "-o BatchMode=yes -o ConnectTimeout=3" in said
+    assert f"-p 2222 {OTHER} sh -c" in said
+
+
+def test_own_host_needs_no_ssh(tmp_path: Path) -> None:
+    found = check_ssh(tmp_path, "exit 255", hosts=f"localhost,127.0.0.1,{socket.gethostname()}")
+    assert [finding.found for finding in found] == ["this host itself: nothing to reach"] * 3
+
+
+@pytest.mark.parametrize(
+    ("shift", "status", "words"), [("-5", "warning", "5.0 s behind"), ("+90000", "error", "1,500 min ahead of")]
+)
+def test_clock_skew(tmp_path: Path, shift: str, status: str, words: str) -> None:
+    (tmp_path / "there").mkdir()
+    plant_program(tmp_path / "there", "date", f'exec {shutil.which("date")} -d "{shift} seconds" "$@"')
+    clock = check_ssh(tmp_path, f'PATH={tmp_path}/there:$PATH exec sh -c "$command"')[-1]
+    assert (clock.name, clock.status) == (f"clock {OTHER}", status)
+    assert words in clock.found
+    assert clock.figures["skew_s"] == pytest.approx(float(shift), abs=1)
+    assert "set-ntp true" in clock.remedy
+
+
+def test_host_with_other_torch(tmp_path: Path) -> None:
+    """Report another PyTorch, and another package under an equal version."""
+    other = tmp_path / "other"
+    plant_package(other, "torch", "9.9.9")
+    plant_package(other, "horovod", "0.28.1")
+    (other / "horovod").mkdir()
+    (other / "horovod/__init__.py").write_text("")
+    (other / "horovod/hvd_trainer_build.py").write_text("RECORD = {}\n")
+    reached = check_ssh(tmp_path, f'PYTHONPATH={other} exec sh -c "$command"')[0]
+    assert reached.status == "error"
+    assert re.search(r"torch is 9\.9\.9 there and 2\.\S+ here", reached.found)
+    if shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
+        assert "horovod 0.28.1 has other files there than here" in reached.found
+
+
+def test_host_without_python(tmp_path: Path) -> None:
+    script = f"""exec sh -c "$(echo "$command" | sed 's#{sys.executable}#/nonesuch#')" """
+    lost, clock = check_ssh(tmp_path, script)
+    assert (lost.status, clock.status) == ("error", "ok")
+    assert f"{sys.executable} cannot be started there" in lost.found
+
+
+@pytest.mark.parametrize(
+    ("there", "slots", "place", "words"),
+    [({"folder": False}, 2, 0, f"not the folder {os.getcwd()}"), ({}, 3, 1, "3 ranks are to share 2 GPUs")],
+)
+def test_host_with_less(there: dict[str, Any], slots: int, place: int, words: str) -> None:
+    here = {"versions": {"python": "3.11.7", "torch": "2.15.0"}, "files": {}, "cpus": 8, "gpus": 2, "folder": True}
+    now = time.time()
+    said = f"hvd_trainer time {now}\n{facts.HOST_MARK}{json.dumps(here | there)}\nhvd_trainer time {now}\n"
+    found = list(judge_answer(Host("b", slots), Answer(0, said, ""), (now, now), here))[place]
+    assert found.status == "warning"
+    assert words in found.found
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("root@b: Permission denied (publickey,password).", f"ssh-copy-id {OTHER}"),
+        ("ssh: connect to host b port 22: Connection refused", "openssh-server"),
+        ("ssh: connect to host b port 22: Connection timed out", f"ping {OTHER}"),
+        ("Host key verification failed.", f"ssh-keygen -R {OTHER}"),
+        ("something else", f"ssh {OTHER} true"),
+    ],
+)
+def test_failed_ssh_has_a_remedy(tmp_path: Path, said: str, remedy: str) -> None:
+    (found,) = check_ssh(tmp_path, f"echo '{said}' >&2; exit 255")
+    assert found.status == "error"
+    assert said in found.found
+    assert remedy in found.remedy
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Run an sshd on 127.0.0.2 that accepts one key; yield the options by which it is reached."""
+    reason = missing("sshd")
+    if reason is not None:
+        pytest.skip(reason)
+    program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    assert program is not None
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to start a server for ssh")
+    for name in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
+        subprocess.run(command, check=True)
+    with socket.create_server((OTHER, 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "config").write_text(
+        f"Port {port}\nListenAddress {OTHER}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {tmp_path}/user.pub\nPermitRootLogin yes\nPasswordAuthentication no\n"
+    )
+    # Where Debian's sshd locks itself up; it is made where sshd is started at boot.
+    jail = Path("/run/sshd")
+    made = not jail.exists()
+    jail.mkdir(exist_ok=True)
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([program, "-D", "-e", "-f", str(tmp_path / "config")], stderr=log)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection((OTHER, port), timeout=1).close()
+            break
+        except OSError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"sshd did not start: {(tmp_path / 'log').read_text()}")
+            time.sleep(0.02)
+    yield {"ssh_port": port, "ssh_identity_file": tmp_path / "user"}
+    server.terminate()
+    server.wait(10)
+    if made:
+        jail.rmdir()
+
+
+def test_sshd_of_this_machine(sshd: dict[str, Any], tmp_path: Path) -> None:
+    reached, clock = run_checks("ssh", hosts=OTHER, **sshd)
+    assert (reached.status, clock.status) == ("ok", "ok"), reached
+    (refused,) = run_checks("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
+    assert "Permission denied" in refused.found
+    assert refused.remedy.startswith(f"ssh-copy-id {OTHER}")
+
+
+def test_changed_host_key_is_refused(
+    sshd: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse a changed key, as a man in the middle would show it; read the known hosts and write none."""
+    known = tmp_path / ".ssh/known_hosts"
+    known.parent.mkdir()
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path)))
+    for key, status in (("host", "ok"), ("user", "error")):
+        line = f"[{OTHER}]:{sshd['ssh_port']} {(tmp_path / f'{key}.pub').read_text()}"
+        known.write_text(line)
+        found = run_checks("ssh", hosts=OTHER, **sshd)[0]
+        assert found.status == status, found
+        assert known.read_text() == line
+    assert "Host key verification failed" in found.found
