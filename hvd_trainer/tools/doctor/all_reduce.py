@@ -140,8 +140,8 @@ def prove_engine(engine: str, device: str) -> Finding:
             return error(name, f"there is no {launcher} here", f"{INSTALL_HOROVOD} --force")
     if run.state != "done":
         note = f"no end after {RUN_TIMEOUT_S:g} s" if run.seconds >= RUN_TIMEOUT_S else run.note
-        start = "-np 2 python" if launcher == "horovodrun" else "--standalone --nproc-per-node 2"
-        remedy = f"{launcher} {start} {' '.join(job)}    (prints all of it)"
+        two = "-np 2 python" if launcher == "horovodrun" else "--standalone --nproc-per-node 2"
+        remedy = f"{launcher} {two} {' '.join(job)}    (prints all of it)"
         return error(name, f"{RANKS} ranks by {launcher} failed: {note}", remedy)
     started_s, seconds = float(run.figures["started_s"]), dict(run.figures["seconds"])
     small_ms, large_ms, gb_per_s = 1000 * seconds[SMALL], 1000 * seconds[LARGE], LARGE / 1e9 / seconds[LARGE]

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.checks import collect_errors, range_errors, refuse
+from hvd_trainer.config.checks import collect_errors, flag, range_errors, refuse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, LATENCY_US
-from hvd_trainer.tools.estimate.held_out import guess_extremes, guess_groups, guess_large, guess_tables
-from hvd_trainer.tools.estimate.points import SHIPPED_FILE, Measured, read_points
-from hvd_trainer.tools.estimate.projection import build_setup, measured_basis, project_rows, published_basis
-from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, Trial, as_json, print_report
-from hvd_trainer.tools.estimate.workload import (
+from hvd_trainer.tools.estimate.fit import LATENCY_US
+from hvd_trainer.tools.estimate.held_out import run_trials
+from hvd_trainer.tools.estimate.job import (
     ENGINES,
     CannotKnowError,
     Job,
@@ -32,6 +30,10 @@ from hvd_trainer.tools.estimate.workload import (
     job_from_figures,
     reference_job,
 )
+from hvd_trainer.tools.estimate.model import Setup
+from hvd_trainer.tools.estimate.points import SENT_FRACTION, SHIPPED_FILE, Measured, count_pieces, read_points
+from hvd_trainer.tools.estimate.projection import measured_basis, project_rows, published_basis
+from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, as_json, print_report
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.utils.text import COMMAND
 
@@ -80,27 +82,14 @@ class Options:
         Raises:
             OptionError: an option is out of its range, or two options say the same.
         """
-        figures = {
-            "--images-per-s": self.images_per_s,
-            "--step-ms": self.step_ms,
-            "--parameters-mb": self.parameters_mb,
-            "--batch-size": self.batch_size,
-        }
-        given = [name for name, value in figures.items() if value is not None]
-        mistakes = [
-            *range_errors(self),
-            *collect_errors(
-                (
-                    self.images_per_s is not None and self.step_ms is not None,
-                    "--images-per-s and --step-ms say the same: type one of them",
-                ),
-                (
-                    self.from_ is not None and bool(given),
-                    f"--from has the job's figures already: leave out {' and '.join(given)}",
-                ),
-            ),
-        ]
-        refuse(mistakes)
+        figures = ("images_per_s", "step_ms", "parameters_mb", "batch_size")
+        given = [flag(name) for name in figures if getattr(self, name) is not None]
+        twice = f"--from has the job's figures already: leave out {' and '.join(given)}"
+        mistakes = collect_errors(
+            ({"--images-per-s", "--step-ms"} <= set(given), "--images-per-s and --step-ms say the same: type one"),
+            (self.from_ is not None and bool(given), twice),
+        )
+        refuse([*range_errors(self), *mistakes])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,8 +112,7 @@ def main(argv: Sequence[str]) -> int:
         print(as_json(report))
     else:
         print_report(report)
-    asked = [[row for row in report.rows if row.engine == basis.engine][-1] for basis in report.bases]
-    return int(not any(row.is_known for row in asked))
+    return int(not any(row.is_known for row in report.asked))
 
 
 def estimate(options: Options, measured: Measured) -> Report:
@@ -137,24 +125,25 @@ def estimate(options: Options, measured: Measured) -> Report:
     reasons = find_reasons(options, job, measured)
     if reasons:
         raise CannotKnowError("\n".join(reasons))
-    asked = build_setup(
-        job,
-        hosts=options.hosts,
-        ranks_per_host=options.gpus_per_host,
-        link_gbit=options.link_gbit,
-        compression=options.compression,
-        passes=options.accumulation,
+    asked = Setup(
+        options.hosts,
+        options.gpus_per_host,
+        inf if options.link_gbit is None else options.link_gbit,
+        max(job.pass_s.values()) * options.accumulation,
+        job.gradient_mb * 2**20 * SENT_FRACTION[options.compression],
+        count_pieces(job.gradient_mb),
+        options.accumulation,
+        trees=job.device == "gpu",
     )
     engines = ENGINES if options.engine == "both" else (options.engine,)
     uses_measured = job.device == measured.device
-    every = [measured_basis(e, measured) if uses_measured else published_basis(e) for e in engines]
-    bases = [basis for basis in every if basis is not None]
+    every = (measured_basis(e, measured) if uses_measured else published_basis(e) for e in engines)
+    bases = [basis.with_known(options.latency_us, job.spread) for basis in every if basis is not None]
     if not bases:
         raise CannotKnowError(
             f"{options.fit or SHIPPED_FILE} has no points of {' and '.join(engines)} on several hosts: measure "
             f"some with `python -m benchmarks.slow_link`"
         )
-    bases = [basis.with_known(options.latency_us, job.spread) for basis in bases]
     found = [row for basis in bases for row in project_rows(job, basis, asked)]
     said = describe_conditions(options, uses_measured)
     return Report(job, said, bases, found, run_trials(engines, measured), measured.describe())
@@ -225,19 +214,3 @@ def describe_conditions(options: Options, uses_measured: bool) -> list[str]:
     if options.accumulation > 1 and not uses_measured:
         found.append(f"{options.accumulation} passes for one exchange: no published table has several.")
     return found
-
-
-def run_trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
-    """Let the model guess points that it was not fitted to: published tables, and steps that were measured
-    here.
-    """
-    found = []
-    for engine in engines:
-        found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", guess_tables(engine), True))
-        found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", guess_large(engine), True))
-        points, priors = measured.points_of(engine), CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
-        if len(points) > 1:
-            found.append(Trial(f"{engine}, measured, each set-up from all others", guess_groups(points, priors)))
-            edges = guess_extremes(points, priors)
-            found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
-    return [trial for trial in found if trial.guesses]

@@ -49,8 +49,6 @@ class Priors(NamedTuple):
     spread: Prior
 
 
-CENTRE_FIELDS, BOUND_FIELDS = Prior._fields[:2], Prior._fields[2:]
-
 LATENCY_US = 10.0
 """NCCL's own cost model has 9.6 us for a message of a ring between hosts (graph/tuning.cc of NCCL 2.8)."""
 # NCCL over NVLink, and InfiniBand or RoCE between hosts. NVLink of a V100 moves some 50 GB/s. A rank's steps vary
@@ -91,8 +89,7 @@ class Fit:
     @cached_property
     def draws(self) -> list[Costs]:
         """Costs drawn from the fit's distribution, with a fixed seed."""
-        widths = np.array([prior.width for prior in self.priors])
-        lows, highs = _bounds(self.priors)
+        _, widths, lows, highs = np.array(self.priors).T
         drawn = np.random.default_rng(0).multivariate_normal(np.zeros(len(widths)), self.covariance, NUM_DRAWS)
         values = np.clip(np.array(self.costs) + drawn * widths, lows, highs)
         return [Costs(*map(float, row)) for row in values]
@@ -109,21 +106,16 @@ class Fit:
         return replace(self, costs=self.costs._replace(**{name: value}), covariance=covariance)
 
 
-def fit(points: Sequence[Point], priors: Priors) -> Fit:
+@cache
+def fit(points: tuple[Point, ...], priors: Priors) -> Fit:
     """Return the costs that fit the points best; without points those of the priors.
 
     Errors are relative: a step of 10 ms counts as much as one of 10 s.
     """
-    return _fit_points(tuple(points), priors)
-
-
-@cache
-def _fit_points(points: tuple[Point, ...], priors: Priors) -> Fit:
-    found, covariance = _solve(points, priors, MIN_NOISE)
+    found, _ = _solve(points, priors, MIN_NOISE)
     errors = [log_error(found, point) for point in points]
     noise = max(MIN_NOISE, float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0)
-    found, covariance = _solve(points, priors, noise)
-    return Fit(found, covariance, priors, noise)
+    return Fit(*_solve(points, priors, noise), priors, noise)
 
 
 def log_error(costs: Costs, point: Point) -> float:
@@ -147,8 +139,7 @@ def interval(setup: Setup, fitted: Fit, noise: float) -> tuple[float, float]:
 def _solve(points: Sequence[Point], priors: Priors, noise: float) -> tuple[Costs, Any]:
     from scipy.optimize import least_squares
 
-    typical, widths = (np.array([getattr(prior, field) for prior in priors]) for field in CENTRE_FIELDS)
-    lows, highs = _bounds(priors)
+    typical, widths, lows, highs = np.array(priors).T
 
     def residuals(scaled: Any) -> Any:
         costs = Costs(*(scaled * widths).tolist())
@@ -158,8 +149,3 @@ def _solve(points: Sequence[Point], priors: Priors, noise: float) -> tuple[Costs
     begin = np.clip(typical / widths, lows / widths + 1e-3, highs / widths - 1e-3)
     solved = least_squares(residuals, begin, bounds=(lows / widths, highs / widths), ftol=1e-6, xtol=1e-6)
     return Costs(*(solved.x * widths).tolist()), np.linalg.inv(solved.jac.T @ solved.jac)
-
-
-def _bounds(priors: Priors) -> tuple[Any, Any]:
-    lows, highs = (np.array([getattr(prior, field) for prior in priors]) for field in BOUND_FIELDS)
-    return lows, highs

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_trainer.tools.estimate.fit import GPU_PRIORS, Priors, fit, interval
+from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, Priors, fit, interval
 from hvd_trainer.tools.estimate.model import predict_step
-from hvd_trainer.tools.estimate.points import Point
-from hvd_trainer.tools.estimate.published import published_points, published_series
+from hvd_trainer.tools.estimate.points import Measured, Point, published_points, published_series
 
 CALIBRATION_GPUS = 8
 """The number of GPUs of a table's point that the model is fitted to."""
@@ -32,7 +31,7 @@ MIN_LARGE_GPUS = 512
 
 @dataclass(frozen=True)
 class Guess:
-    """The model's guess about a point that it was not fitted to."""
+    """The model's guess about a point that it was not fitted to; errors are relative: 0.1 is 10 % too fast."""
 
     point: Point
     efficiency: float
@@ -43,7 +42,6 @@ class Guess:
 
     @property
     def error(self) -> float:
-        """The relative error of the speed: 0.1 is 10 % too fast."""
         return self.efficiency / self.point.efficiency - 1
 
     @property
@@ -54,13 +52,8 @@ class Guess:
     def from_host_error(self) -> float | None:
         return None if self.from_host is None else self.from_host / self.point.efficiency - 1
 
-    @property
-    def is_inside(self) -> bool:
-        return self.low <= self.point.efficiency <= self.high
 
-
-@dataclass(frozen=True)
-class Errors:
+class Errors(NamedTuple):
     """The errors of several guesses."""
 
     number: int
@@ -77,14 +70,10 @@ class Errors:
     def summarize(cls, guesses: Sequence[Guess]) -> Errors:
         """Summarize the errors of guesses."""
         ours, linear = ([abs(getattr(g, name)) for g in guesses] for name in ("error", "linear_error"))
-        inside = sum(guess.is_inside for guess in guesses)
+        inside = sum(guess.low <= guess.point.efficiency <= guess.high for guess in guesses)
         from_host = [abs(guess.from_host_error) for guess in guesses if guess.from_host_error is not None]
-        return cls(
-            len(guesses),
-            *(median(ours), max(ours), median(linear), max(linear)),
-            inside,
-            median(from_host) if from_host else None,
-        )
+        of_host = median(from_host) if from_host else None
+        return cls(len(guesses), median(ours), max(ours), median(linear), max(linear), inside, of_host)
 
     @property
     def is_better(self) -> bool:
@@ -92,46 +81,70 @@ class Errors:
         return self.median < self.linear_median
 
 
+class Trial(NamedTuple):
+    """Guesses whose errors are summarized together."""
+
+    title: str
+    guesses: Sequence[Guess]
+    is_published: bool = False
+
+
+def run_trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
+    """Let the model guess published points and measured ones that it was not fitted to."""
+    found = []
+    for engine in engines:
+        found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", guess_tables(engine), True))
+        found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", guess_large(engine), True))
+        points, priors = measured.points_of(engine), priors_of(measured)
+        if len(points) > 1:
+            found.append(Trial(f"{engine}, measured, each set-up from all others", guess_groups(points, priors)))
+            edges = guess_extremes(points, priors)
+            found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
+    return [trial for trial in found if trial.guesses]
+
+
+def priors_of(measured: Measured) -> Priors:
+    """Return what is known beforehand of the costs of measured points."""
+    return CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
+
+
 def guess_points(
-    unseen: Iterable[Point], seen: Sequence[Point], priors: Priors, from_host: float | None = None
+    unseen: Iterable[Point], seen: Iterable[Point], priors: Priors, from_host: float | None = None
 ) -> list[Guess]:
     """Guess the efficiency of points by a fit to others."""
-    fitted = fit(seen, priors)
-    return [
-        Guess(
-            point,
-            predict_step(point.setup, fitted.costs).efficiency,
-            *interval(point.setup, fitted, fitted.noise),
-            from_host=from_host,
-        )
-        for point in unseen
-    ]
+    its = fit(tuple(seen), priors)
+    found = []
+    for point in unseen:
+        low, high = interval(point.setup, its, its.noise)
+        found.append(Guess(point, predict_step(point.setup, its.costs).efficiency, low, high, from_host))
+    return found
 
 
 def guess_tables(engine: str) -> list[Guess]:
     """Guess the points of each published table on several hosts from its first host."""
     found = []
     for series in published_series():
-        if series.engine == engine:
-            unseen = [point for point in series.points if point.setup.ranks > CALIBRATION_GPUS]
-            for seen in series.points:
-                if seen.setup.ranks == CALIBRATION_GPUS:
-                    found += guess_points(unseen, [seen], GPU_PRIORS, seen.efficiency)
+        unseen = [point for point in series.points if point.setup.ranks > CALIBRATION_GPUS]
+        for seen in series.points:
+            if series.engine == engine and seen.setup.ranks == CALIBRATION_GPUS:
+                found += guess_points(unseen, [seen], GPU_PRIORS, seen.efficiency)
     return found
 
 
 def guess_large(engine: str) -> list[Guess]:
     """Guess hundreds of GPUs on a slower network from the tables."""
-    points = published_points(engine)
-    return _guess_group(points, GPU_PRIORS, lambda point: point.setup.ranks >= MIN_LARGE_GPUS, True)
+    return _guess_group(published_points(engine), GPU_PRIORS, lambda point: point.setup.ranks >= MIN_LARGE_GPUS)
 
 
 def guess_groups(
     points: Sequence[Point], priors: Priors, group: Callable[[Point], Any] = attrgetter("series")
 ) -> list[Guess]:
     """Guess each group of points, by default each series, from all others."""
-    values = dict.fromkeys(map(group, points))
-    return [guess for value in values for guess in _guess_group(points, priors, group, value)]
+    found = []
+    for value in dict.fromkeys(map(group, points)):
+        seen = (point for point in points if group(point) != value)
+        found += guess_points((point for point in points if group(point) == value), seen, priors)
+    return found
 
 
 def guess_extremes(points: Sequence[Point], priors: Priors) -> dict[str, list[Guess]]:
@@ -139,16 +152,12 @@ def guess_extremes(points: Sequence[Point], priors: Priors) -> dict[str, list[Gu
 
     Return the guesses by what was left out; nothing where all points have the same.
     """
-    places: dict[str, Callable[[Point], Any]] = {
-        "the most hosts": lambda point: point.setup.hosts,
-        "the slowest link": lambda point: -point.setup.link_gbit,
+    most, slowest = max(p.setup.hosts for p in points), min(p.setup.link_gbit for p in points)
+    found = {
+        "the most hosts": _guess_group(points, priors, lambda point: point.setup.hosts == most),
+        "the slowest link": _guess_group(points, priors, lambda point: point.setup.link_gbit == slowest),
     }
-    found = {}
-    for name, place in places.items():
-        edge = max(map(place, points))
-        if any(place(point) != edge for point in points):
-            found[name] = _guess_group(points, priors, place, edge)
-    return found
+    return {name: guesses for name, guesses in found.items() if len(guesses) < len(points)}
 
 
 def unexplained_error(guesses: Sequence[Guess]) -> float:
@@ -160,9 +169,7 @@ def unexplained_error(guesses: Sequence[Guess]) -> float:
     return float(np.sqrt(np.mean(np.square(off))))
 
 
-def _guess_group(
-    points: Sequence[Point], priors: Priors, group: Callable[[Point], Any], value: Any
-) -> list[Guess]:
-    """Guess the points for which `group` returns `value` from all others."""
-    seen = [point for point in points if group(point) != value]
-    return guess_points([point for point in points if group(point) == value], seen, priors)
+def _guess_group(points: Sequence[Point], priors: Priors, is_unseen: Callable[[Point], bool]) -> list[Guess]:
+    """Guess the points of a group from all others."""
+    unseen = [point for point in points if is_unseen(point)]
+    return guess_points(unseen, (point for point in points if not is_unseen(point)), priors)

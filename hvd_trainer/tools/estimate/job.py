@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.estimate.points import Measured, check_positive
-from hvd_trainer.tools.estimate.published import published_series
+from hvd_trainer.tools.estimate.points import Count, Measured, Positive, published_series
 from hvd_trainer.tools.runner.formats import milliseconds, number
 from hvd_trainer.utils.text import COMMAND
 
@@ -90,6 +91,24 @@ def job_from_figures(
     return Job("a job of your own", dict.fromkeys(ENGINES, seconds), batch_size, parameters_mb, device)
 
 
+class Work(Struct):
+    """The work of a run, as far as it is used here; a script does not tell its passes per exchange."""
+
+    parameters: Count
+    device: str
+    passes: Count = 1
+    batch_size: int | None = None
+    global_batch_size: int | None = None
+
+
+class Figures(Struct):
+    """The figures of a run, as far as they are used here."""
+
+    work: Work
+    step_p50_s: Positive
+    step_p95_s: Positive
+
+
 def job_from_comparison(file: Path) -> Job:
     """Read the job that `compare` has measured from its runs on one rank.
 
@@ -110,27 +129,24 @@ def job_from_comparison(file: Path) -> Job:
                 f"--from {file} has no run on one rank, with which all others are compared: measure it with "
                 f"`{COMMAND} compare --np 1,2 -- ...`"
             )
-        return _job_from_runs(" ".join(content["job"]), alone)
+        figures = [(run["identity"]["engine"], msgspec.convert(run["figures"], Figures)) for run in alone]
+        return _job_from_runs(" ".join(content["job"]), figures)
     except OSError as error:
         raise OptionError(f"--from {file} cannot be read ({error.strerror}): {wanted}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise OptionError(f"--from {file} is no comparison ({error!r}): {wanted}") from None
 
 
-def _job_from_runs(name: str, runs: Sequence[Mapping[str, Any]]) -> Job:
-    # A script does not tell how many passes it makes for one exchange; on one rank its batch is the global one.
-    seen = runs[0]["figures"]["work"]
-    work = {"passes": 1, "batch_size": seen.get("global_batch_size"), **seen}
-    quickest = min(run["figures"]["step_p50_s"] for run in runs)
-    check_positive(passes=work["passes"], parameters=work["parameters"], step_p50_s=quickest)
-    seconds, spreads = {}, []
+def _job_from_runs(name: str, alone: Sequence[tuple[str, Figures]]) -> Job:
+    every = [figures for _, figures in alone]
+    work = every[0].work
+    seconds = {}
     for engine in ENGINES:
-        its = [run["figures"] for run in runs if run["identity"]["engine"] == engine]
-        its = its or [run["figures"] for run in runs]
-        seconds[engine] = median(figures["step_p50_s"] for figures in its) / work["passes"]
-        # 95 of 100 steps of a normal distribution are below its mean and 1.645 standard deviations.
-        spreads += [(figures["step_p95_s"] / figures["step_p50_s"] - 1) / 1.645 for figures in its]
-    device = "cpu" if work["device"] == "cpu" else "gpu"
-    return Job(
-        name, seconds, work["batch_size"], work["parameters"] * 4 / 2**20, device, max(0.0, median(spreads))
-    )
+        its = [figures for its_engine, figures in alone if its_engine == engine]
+        seconds[engine] = median(figures.step_p50_s for figures in its or every) / work.passes
+    # 95 of 100 steps of a normal distribution are below its mean and 1.645 standard deviations.
+    spread = max(0.0, median((figures.step_p95_s / figures.step_p50_s - 1) / 1.645 for figures in every))
+    # On one rank its batch is the global one.
+    batch_size = work.global_batch_size if work.batch_size is None else work.batch_size
+    device = "cpu" if work.device == "cpu" else "gpu"
+    return Job(name, seconds, batch_size, work.parameters * 4 / 2**20, device, spread)

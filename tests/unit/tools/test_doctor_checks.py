@@ -388,7 +388,7 @@ def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
 
 INSIDE = """
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 import doctor_checks
 (found,) = doctor_checks.run_checks("Slurm")
 print(found.status, found.found)
