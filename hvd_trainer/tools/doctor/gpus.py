@@ -56,23 +56,18 @@ def check_cuda(context: Context) -> Iterator[Finding]:
 
 
 def _find_driver(context: Context) -> Driver:
-    program = context.programs.find("nvidia-smi")
-    version = read_module(DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
+    version, program = None, context.programs.find("nvidia-smi")
+    if DRIVER_FILE.exists() and (
+        match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", DRIVER_FILE.read_text())
+    ):
+        version = match[1]
     if program is None:
         return Driver(version)
     answer = context.programs.ask(program, GPU_QUERY, "--format=csv,noheader,nounits")
-    return read_driver(answer.out) if answer.code == 0 else Driver(version, error=answer.last_line)
-
-
-def read_module(text: str) -> str | None:
-    """Parse the driver's version from the text of /proc/driver/nvidia/version."""
-    match = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", text)
-    return match[1] if match else None
-
-
-def read_driver(text: str) -> Driver:
-    """Parse nvidia-smi's lines `GPU-5ba3..., 570.124.06, 81076`."""
-    rows = re.findall(r"^(?:GPU-)?(\S+), (\S+), (.+)$", text, re.MULTILINE)
+    if answer.code != 0:
+        return Driver(version, error=answer.last_line)
+    # GPU-5ba3..., 570.124.06, 81076
+    rows = re.findall(r"^(?:GPU-)?(\S+), (\S+), (.+)$", answer.out, re.MULTILINE)
     free_mb = {uuid: int(free) if free.isdecimal() else None for uuid, _, free in rows}
     return Driver(rows[0][1] if rows else None, free_mb)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.horovod_build import facts
-from hvd_trainer.tools.doctor.context import Answer, Context, Host
+from hvd_trainer.tools.doctor.context import Context, Host
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, warning
 from hvd_trainer.utils.text import plural
 
@@ -52,8 +52,10 @@ REMEDIES = {
 
 def check_hosts(context: Context) -> Iterator[Finding]:
     """Check all hosts at the same time by ssh: their versions, their CPUs or GPUs, and their clocks."""
+    if not context.hosts:
+        return
     here = facts.host_facts(os.getcwd())
-    with ThreadPoolExecutor(max(1, len(context.hosts))) as threads:
+    with ThreadPoolExecutor(len(context.hosts)) as threads:
         for findings in threads.map(partial(_check_host, context, here), context.hosts):
             yield from findings
 
@@ -66,9 +68,20 @@ def _check_host(context: Context, here: Mapping[str, Any], host: Host) -> list[F
         return [error(name, "there is no ssh here, by which hosts are reached", "apt-get install openssh-client")]
     began = time.time()
     answer = context.programs.ask(*_command(context, ssh, host), text=Path(facts.__file__).read_text())
-    if answer.code is None:
-        answer = answer._replace(code=1, err=f"{answer.err}\nno answer in {context.options.timeout_s:g} s")
-    return list(judge_answer(host, answer, (began, time.time()), here))
+    asked = began, time.time()
+    why = f"no answer in {context.options.timeout_s:g} s" if answer.code is None else answer.last_line
+    # A login script may print, too.
+    times = [float(text) for text in re.findall(rf"^{TIME_MARK}(\d+(?:\.\d+)?)", answer.out, re.MULTILINE)]
+    said = re.search(rf"^{facts.HOST_MARK}(.*)", answer.out, re.MULTILINE)
+    if not times:
+        remedy = next(remedy for part, remedy in REMEDIES.items() if part in why)
+        return [error(name, f"does not open: {why}", remedy.format(host=host.name))]
+    clock = _judge_clock(host, times, asked)
+    if said is None:
+        found = f"opens, but {sys.executable} cannot be started there ({why})"
+        return [error(name, found, _copy_remedy(host)), clock]
+    there = json.loads(said[1])
+    return [_judge_versions(host, there, here), *_judge_slots(host, there), clock]
 
 
 def _command(context: Context, ssh: str, host: Host) -> list[str]:
@@ -84,33 +97,6 @@ def _command(context: Context, ssh: str, host: Host) -> list[str]:
     # One quoted word for the login shell, which may be any; the script itself is for sh.
     date, python = f'date "+{TIME_MARK}%s.%N"', shlex.join([sys.executable, "-", os.getcwd()])
     return [ssh, *options, host.name, f"sh -c {shlex.quote(f'{date}; {python} && {date}')}"]
-
-
-def judge_answer(
-    host: Host, answer: Answer, asked: tuple[float, float], here: Mapping[str, Any]
-) -> Iterator[Finding]:
-    """Yield the findings about one host: ssh and what is installed, its ranks, its clock.
-
-    Args:
-        asked: when the connection began and ended, in seconds since 1970.
-        here: the `host_facts` of this host.
-    """
-    name = f"ssh {host.name}"
-    # A login script may print, too.
-    times = [float(text) for text in re.findall(rf"^{TIME_MARK}(\d+(?:\.\d+)?)", answer.out, re.MULTILINE)]
-    found = re.search(rf"^{facts.HOST_MARK}(.*)", answer.out, re.MULTILINE)
-    if not times:
-        remedy = next(remedy for said, remedy in REMEDIES.items() if said in answer.last_line)
-        yield error(name, f"does not open: {answer.last_line}", remedy.format(host=host.name))
-        return
-    if found is None:
-        text = f"opens, but {sys.executable} cannot be started there ({answer.last_line})"
-        yield error(name, text, _copy_remedy(host))
-    else:
-        there = json.loads(found[1])
-        yield _judge_versions(host, there, here)
-        yield from _judge_slots(host, there)
-    yield _judge_clock(host, times, asked)
 
 
 def _judge_versions(host: Host, there: Mapping[str, Any], here: Mapping[str, Any]) -> Finding:

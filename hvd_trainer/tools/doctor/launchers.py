@@ -49,21 +49,15 @@ def check_mpi(context: Context) -> list[Finding]:
     if answer.code != 0:
         remedy = "mpirun --version    (if you need it: horovodrun and torchrun do without)"
         return [warning("MPI", f"{mpirun} does not run: {answer.last_line}", remedy)]
-    found = [mpi_version(answer.out + answer.err)]
+    said = answer.out + answer.err
+    hydra = re.search(r"^\s*Version:\s+(\S+)", said, re.MULTILINE) if "HYDRA" in said else None
+    first = re.sub(r"^mpirun \((.+)\) ", r"\1 ", next(iter(said.strip().splitlines()), "of unknown version"))
+    found = [f"MPICH {hydra[1]}" if hydra else first]
     if os.geteuid() == 0 and "Open MPI" in found[0]:
         found.append("as root it wants --allow-run-as-root")
     if context.several_hosts and importlib.util.find_spec("mpi4py") is None:
         found.append("without mpi4py several hosts want -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500")
     return [ok("MPI", "; ".join(found))]
-
-
-def mpi_version(text: str) -> str:
-    """Parse the name and version of the MPI from what `mpirun --version` printed."""
-    lines = text.strip().splitlines() or ["of unknown version"]
-    hydra = re.search(r"^\s*Version:\s+(\S+)", text, re.MULTILINE)
-    if hydra and "HYDRA" in text:
-        return f"MPICH {hydra[1]}"
-    return re.sub(r"^mpirun \((.+)\) ", r"\1 ", lines[0].strip())
 
 
 def check_slurm(context: Context) -> list[Finding]:
@@ -96,7 +90,11 @@ def check_slurm(context: Context) -> list[Finding]:
     if answer.code != 0:
         found = f"{release}, and its controller does not answer: {answer.last_line}"
         return [warning("Slurm", found, "scontrol ping    (needed for srun and sbatch only)")]
-    return [ok("Slurm", f"{release}, outside of a job; {nodes_by_state(answer.out)}")]
+    # A node has a line for each partition that it is in.
+    states = dict(re.findall(r"^\s*(\S+)\s+(\S+)\s*$", answer.out, re.MULTILINE))
+    parts = ", ".join(f"{number} {state}" for state, number in Counter(states.values()).most_common())
+    nodes = f"{plural(len(states), 'node')}: {parts}" if states else "no nodes"
+    return [ok("Slurm", f"{release}, outside of a job; {nodes}")]
 
 
 def check_visible_gpus(context: Context) -> list[Finding]:
@@ -113,10 +111,3 @@ def check_visible_gpus(context: Context) -> list[Finding]:
     )
     remedy = f"srun --ntasks-per-node={ranks} --gres=gpu:{ranks} --gpu-bind=none    (each rank takes its own GPU)"
     return [warning("visible GPUs", found, remedy)]
-
-
-def nodes_by_state(text: str) -> str:
-    """Count nodes by state, `4 nodes: 3 idle, 1 down`, from lines `node1 idle`, one per node and partition."""
-    states = dict(re.findall(r"^\s*(\S+)\s+(\S+)\s*$", text, re.MULTILINE))
-    parts = ", ".join(f"{number} {state}" for state, number in Counter(states.values()).most_common())
-    return f"{plural(len(states), 'node')}: {parts}" if states else "no nodes"

@@ -26,6 +26,7 @@ MIN_SHARED_BYTES = 2**30
 MIN_OPEN_FILES, FILES_PER_RANK = 1024, 4
 """Open files of a process: the soft limit of every distribution; and the connections to each further rank."""
 ENDLESS = resource.RLIM_INFINITY
+INFINIBAND = Path("/sys/class/infiniband")
 THREADS = "OMP_NUM_THREADS"
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "wekafs", "fuse.sshfs"),
@@ -47,28 +48,24 @@ def check_cpus(context: Context) -> Iterator[Finding]:
     if there > len(usable):
         found += f" usable, of the {there} CPUs here"
     limit = len(usable) if quota is None else max(1, min(len(usable), math.ceil(quota)))
-    threads = context.environ.get(THREADS)
+    setting = context.environ.get(THREADS)
     if limit < len(usable):
         found += f", in a container that may use the time of {quota:g}"
-    if limit < len(usable) and threads is None:
+    if limit < len(usable) and setting is None:
         remedy = f"export {THREADS}=1    (or {limit} divided by the ranks that you start here)"
         yield warning("CPU", f"{found}: ranks would start a thread for each core", remedy)
     else:
         yield ok("CPU", found)
-    yield judge_threads(threads, limit)
-
-
-def judge_threads(setting: str | None, limit: int) -> Finding:
-    """Return the finding for OMP_NUM_THREADS (None: unset) on `limit` usable CPUs."""
+    threads, cpus = (setting or "").partition(",")[0].strip(), plural(limit, "usable CPU")
     if setting is None:
-        return ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
-    first, cpus = setting.partition(",")[0].strip(), plural(limit, "usable CPU")
-    if not first.isdecimal() or int(first) < 1:
-        return warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
-    if int(first) > limit:
+        yield ok("threads", f"{THREADS} is not set: each rank takes its share of the cores")
+    elif not threads.isdecimal() or int(threads) < 1:
+        yield warning("threads", f"{THREADS}={setting} is not a number of threads", f"unset {THREADS}")
+    elif int(threads) > limit:
         found = f"{THREADS}={setting} is more than the {cpus}: threads wait for each other"
-        return warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
-    return ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
+        yield warning("threads", found, f"unset {THREADS}    (each rank then takes its share of the cores)")
+    else:
+        yield ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
@@ -132,31 +129,21 @@ def check_shared_memory(context: Context) -> list[Finding]:
 
 def check_open_files(context: Context) -> list[Finding]:
     """Check how many files and connections a process may have."""
-    ranks = sum(host.slots or 1 for host in context.hosts)
+    name, ranks = "open files", sum(host.slots or 1 for host in context.hosts)
+    needed = max(MIN_OPEN_FILES, MIN_OPEN_FILES // 2 + FILES_PER_RANK * ranks)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [judge_open_files(soft, hard, max(MIN_OPEN_FILES, MIN_OPEN_FILES // 2 + FILES_PER_RANK * ranks))]
-
-
-def judge_open_files(soft: int, hard: int, needed: int) -> Finding:
-    """Return the finding for the soft and the hard limit of open files; -1 is no limit."""
-    name = "open files"
     if soft == ENDLESS or soft >= needed:
-        return ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")
+        return [ok(name, "as many as wanted" if soft == ENDLESS else f"{soft:,} for each process")]
     found = f"{soft:,} for each process, and ranks and their loader processes may want {needed:,}"
     if hard == ENDLESS or hard >= needed:
-        return warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")
+        return [warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
     remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
-    return warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)
+    return [warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)]
 
 
 def check_infiniband(context: Context) -> Iterator[Finding]:
     """Check InfiniBand's ports and the memory that may be locked for them, if there are any."""
-    return judge_infiniband(Path("/sys/class/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-
-
-def judge_infiniband(root: Path, locked: int) -> Iterator[Finding]:
-    """Yield the findings for the ports below `root` in /sys, and a limit of locked memory in bytes (-1: none)."""
-    ports = sorted(root.glob("*/ports/*"))
+    ports, locked = sorted(INFINIBAND.glob("*/ports/*")), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if not ports:
         return
     states = [_text(port / "state").partition(": ")[2] or "?" for port in ports]
@@ -198,9 +185,14 @@ def check_log_folder(context: Context) -> list[Finding]:
 def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must_last: bool = False) -> Finding:
     option = f"--{name.replace(' folder', '-dir')} FOLDER"
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    if wrong := _write_error(nearest):
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".hvd_trainer-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as wrong:
         where = "" if nearest == folder else f" in {nearest}"
-        found = f"{folder}: nothing can be written ({wrong}{where})"
+        found = f"{folder}: nothing can be written ({wrong.strerror}{where})"
         return error(name, found, f"{option}, one that you may write to")
     free, kind = shutil.disk_usage(nearest).free, file_system(nearest.resolve())
     text = f"{folder}{'' if nearest == folder else ' (can be made)'}: {size(free)} free on {kind}"
@@ -210,20 +202,6 @@ def _judge_folder(name: str, folder: Path, min_bytes: int, content: str, *, must
     if must_last and kind.startswith("memory"):
         return warning(name, f"{text}: gone after a restart of the machine", f"{option}, on a disk", **figures)
     return ok(name, text, **figures)
-
-
-def _write_error(folder: Path) -> str:
-    """Write and remove a file in the folder; return why that fails, or an empty text."""
-    if not folder.is_dir():
-        return "it is a file"
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hvd_trainer-doctor-") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def file_system(folder: Path) -> str:

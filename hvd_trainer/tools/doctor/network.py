@@ -111,13 +111,25 @@ def _way_to(address: str) -> str | None:
 
 def check_names(context: Context) -> Iterator[Finding]:
     """Check the names of this host and of all others, and the addresses to which they lead."""
-    own = socket.gethostname()
+    own, several_hosts = socket.gethostname(), context.several_hosts
     for name in context.lookups:
         found = context.addresses(name)
+        text = ", ".join(found[:3])
         if name == own:
-            yield judge_own_name(name, found, context.several_hosts)
+            ways = [addresses for addresses in usable_interfaces().values() if _leads_out(addresses)]
+            remedy = f"echo '{ways[0][0] if ways else 'ADDRESS'} {name}' >> /etc/hosts"
+            if not found:
+                say = error if several_hosts else warning
+                yield say("host name", f"{name}, this host's own, leads to no address", remedy)
+            elif several_hosts and all(map(is_loopback, found)):
+                remedy += f"    (and take out the line with {found[0]}; so on each host)"
+                yield warning("host name", f"{name} is {text}, which each other host takes for itself", remedy)
+            else:
+                yield ok("host name", f"{name} is {text}")
         elif name == "localhost":
-            yield from judge_localhost(found)
+            if LOOPBACK not in found:
+                text = f"leads to {text or 'no address'}, and ranks of one host meet at {LOOPBACK}"
+                yield error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")
         elif not found:
             remedy = (
                 f"getent hosts {name}    (mend its spelling, or write its address into /etc/hosts on all hosts)"
@@ -127,29 +139,7 @@ def check_names(context: Context) -> Iterator[Finding]:
             text = "has IPv6 addresses only, and ranks meet by IPv4"
             yield error(f"host {name}", text, f"getent ahostsv4 {name}")
         elif found != [name]:
-            yield ok(f"host {name}", ", ".join(found[:3]))
-
-
-def judge_localhost(found: Sequence[str]) -> list[Finding]:
-    """Return an error if localhost does not lead to the loopback; nothing if it does, as nearly everywhere."""
-    if LOOPBACK in found:
-        return []
-    text = f"leads to {', '.join(found) or 'no address'}, and ranks of one host meet at {LOOPBACK}"
-    return [error("localhost", text, f"echo '{LOOPBACK} localhost' >> /etc/hosts")]
-
-
-def judge_own_name(name: str, found: Sequence[str], several_hosts: bool) -> Finding:
-    """Return the finding for this host's own name and its addresses."""
-    ways = [addresses for addresses in usable_interfaces().values() if _leads_out(addresses)]
-    remedy = f"echo '{ways[0][0] if ways else 'ADDRESS'} {name}' >> /etc/hosts"
-    if not found:
-        say = error if several_hosts else warning
-        return say("host name", f"{name}, this host's own, leads to no address", remedy)
-    text = f"{name} is {', '.join(found[:3])}"
-    if several_hosts and all(map(is_loopback, found)):
-        text += ", which each other host takes for itself"
-        return warning("host name", text, f"{remedy}    (and take out the line with {found[0]}; so on each host)")
-    return ok("host name", text)
+            yield ok(f"host {name}", text)
 
 
 def check_ports(context: Context) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hvd_trainer.horovod_build import installer
-from hvd_trainer.horovod_build.facts import HorovodFacts, TorchFacts, installed_version
+from hvd_trainer.horovod_build.facts import installed_version
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, no_answer, ok, warning
 from hvd_trainer.tools.doctor.gpus import gpu_platform
@@ -102,31 +102,28 @@ def check_horovod(context: Context) -> list[Finding]:
     if facts.ended:
         remedy = f"{INSTALL_HOROVOD} --force    (until then: --backend ddp)"
         return [error("horovod", f"cannot be imported: {facts.ended}", remedy)]
-    return [judge_horovod(facts.horovod, facts.torch)]
-
-
-def judge_horovod(horovod: HorovodFacts | None, torch: TorchFacts) -> Finding:
-    """Return the finding for a Horovod, by its build record and the GPUs that PyTorch sees."""
+    horovod, torch = facts.horovod, facts.torch
     if horovod is None:
-        return warning("horovod", "not installed, so only --backend ddp works", f"{INSTALL_HOROVOD}    (minutes)")
+        found = "not installed, so only --backend ddp works"
+        return [warning("horovod", found, f"{INSTALL_HOROVOD}    (minutes)")]
     record = horovod.record
     command = f"{INSTALL_HOROVOD} --mpi" if record.get("mpi") else INSTALL_HOROVOD
     on_cpu_only = not record.get("cuda")
     if not record and horovod.error is None:
         found = "works, but install-horovod has not built it, so that CVE-2024-10190 is open in it"
-        return warning("horovod", found, f"{command}    (see Security in README.md)")
+        return [warning("horovod", found, f"{command}    (see Security in README.md)")]
     # Only what it was built for must fit; a part that it was built without is no mismatch.
     asked = installer.Options(gpu="none" if on_cpu_only else "auto", mpi=bool(record.get("mpi")))
     reason = installer.find_mismatch(horovod, torch, asked)
     if reason is not None:
-        return error("horovod", f"does not fit: {reason}", f"{command}    (until then: --backend ddp)")
+        return [error("horovod", f"does not fit: {reason}", f"{command}    (until then: --backend ddp)")]
     if not Path(sys.executable).with_name("horovodrun").exists():
-        return error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")
+        return [error("horovod", "its launcher horovodrun is not beside this python", f"{command} --force")]
     kind = "Gloo only" if on_cpu_only else f"Gloo and NCCL {record['nccl']}"
     found = f"{record['horovod']}, built for this torch with {kind}{', and MPI' if record.get('mpi') else ''}"
     if not on_cpu_only or not torch.gpus:
-        return ok("horovod", found)
+        return [ok("horovod", found)]
     remedy = f"{command} --gpu nccl    (until then: --device cpu or --backend ddp)"
     if torch.kind != "cuda":
         remedy = f"--backend ddp    (or --device cpu: Horovod exchanges no tensors of {torch.kind})"
-    return warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)
+    return [warning("horovod", f"{found}: with this build horovod does not train on GPUs", remedy)]

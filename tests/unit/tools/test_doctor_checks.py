@@ -33,20 +33,11 @@ from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.launch.slurm import GPU_VARIABLES
 from hvd_trainer.tools.doctor import gpus, machine
-from hvd_trainer.tools.doctor.context import Answer, Host, read_hosts
+from hvd_trainer.tools.doctor.context import Host, read_hosts
 from hvd_trainer.tools.doctor.findings import Finding
-from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links, read_module
-from hvd_trainer.tools.doctor.hosts import judge_answer
-from hvd_trainer.tools.doctor.launchers import mpi_version, nodes_by_state
-from hvd_trainer.tools.doctor.machine import (
-    cpu_quota,
-    file_system,
-    judge_infiniband,
-    judge_open_files,
-    judge_threads,
-    num_cores,
-)
-from hvd_trainer.tools.doctor.network import judge_localhost, judge_own_name, select_interfaces
+from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
+from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
+from hvd_trainer.tools.doctor.network import select_interfaces
 from hvd_trainer.utils.paths import default_data_dir
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
@@ -58,7 +49,8 @@ def row(check: str, status: str, found: str, remedy: str = "", *, name: str = ""
 
     Args:
         name: of the finding, if not the check's.
-        given: the situation: arguments of `run_checks`, and `smi`, a script that takes the place of nvidia-smi.
+        given: the situation: arguments of `run_checks`; and `programs`, scripts by name; `driver`, what the kernel
+            says of NVIDIA's; `limits`, the soft and the hard limit of open files.
     """
     return (check, name or check, status, found, remedy, given)
 
@@ -96,7 +88,29 @@ SMI_FAILS = "echo 'Failed to initialize NVML: Driver/library version mismatch' >
 
 
 def cuda(status: str, found: str, remedy: str = "", *, torch: TorchFacts, smi: str = TWO, **environ: str) -> Row:
-    return row("CUDA", status, found, remedy, torch=torch, smi=smi, environ=environ)
+    programs = {"nvidia-smi": smi} if smi else {}
+    return row("CUDA", status, found, remedy, torch=torch, programs=programs, environ=environ)
+
+
+def mpi(found: str, said: str) -> Row:
+    return row("MPI", "ok", found, programs={"mpirun": f"printf '{said}'"})
+
+
+def threads(status: str, setting: str) -> Row:
+    remedy = "" if status == "ok" else "unset OMP_NUM_THREADS"
+    return row("CPU", status, setting, remedy, name="threads", environ={"OMP_NUM_THREADS": setting})
+
+
+def own_name(status: str, found: str, remedy: str, *addresses: str, hosts: str | None = None) -> Row:
+    its = {"127.0.0.2": ["127.0.0.2"], "localhost": ["127.0.0.1", "::1"]}
+    return row(
+        *("host names", status, found, remedy),
+        **{"name": "host name", "hosts": hosts, "look_up": lambda name: its.get(name, list(addresses))},
+    )
+
+
+def open_files(status: str, found: str, remedy: str, soft: int, hard: int) -> Row:
+    return row("open files", status, found, remedy, limits=(soft, hard))
 
 
 def nccl(status: str, found: str, remedy: str = "", *, torch: TorchFacts, **environ: str) -> Row:
@@ -111,6 +125,9 @@ STEP = {
     "SLURM_NODEID": "1",
 }
 """A rank of --gpus-per-task=1, with which NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+OPENED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)\n"
+ENDLESS = resource.RLIM_INFINITY
 OWN_INTERFACES = {"HOROVOD_GLOO_IFACE": "lo", "NCCL_SOCKET_IFNAME": "^nonesuch", "GLOO_SOCKET_IFNAME": "lo"}
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 FINDINGS = [
@@ -180,7 +197,7 @@ FINDINGS = [
     ),
     row(
         *("CUDA", "ok", "HBM3, 79.0 GB (79.2 GB free), compute capability 9.0"),
-        **{"name": "GPU 0", "torch": PAIR, "smi": TWO},
+        **{"name": "GPU 0", "torch": PAIR, "programs": {"nvidia-smi": TWO}},
     ),
     row(
         *("CUDA", "error", "this torch has no code (it has sm_80, sm_90, compute_90)", "pip install --upgrade"),
@@ -220,6 +237,65 @@ FINDINGS = [
         name="host nowhere.invalid",
         hosts="nowhere.invalid",
     ),
+    row(
+        "host names",
+        "error",
+        "has IPv6 addresses only",
+        "",
+        name="host node1",
+        hosts="node1",
+        look_up=lambda _: ["::2"],
+    ),
+    row("host names", "", "", name="localhost"),
+    row(
+        *("host names", "error", "leads to ::1, and ranks of one", "echo '127.0.0.1 localhost' >> /etc/hosts"),
+        **{"name": "localhost", "look_up": lambda name: ["::1"]},
+    ),
+    # Debian's address of a host's own name, by which other hosts would reach themselves.
+    own_name("ok", "is 127.0.1.1", "", "127.0.1.1"),
+    own_name("warning", "each other host takes", "take out the line with 127.0.1.1", "127.0.1.1", hosts=OTHER),
+    own_name("ok", "is 10.0.0.5, 127.0.1.1", "", "10.0.0.5", "127.0.1.1", hosts=OTHER),
+    own_name("warning", "leads to no address", ">> /etc/hosts"),
+    own_name("error", "leads to no address", ">> /etc/hosts", hosts=OTHER),
+    row("CUDA", "ok", "driver 535.104.05, torch sees 1 GPU", torch=ONE, driver=CLOSED),
+    row("CUDA", "ok", "driver 570.124.06, torch sees 1 GPU", torch=ONE, driver=OPENED),
+    mpi("Open MPI 4.1.4", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n"),
+    mpi("MPICH 4.0.2", "HYDRA build details:\n    Version:            4.0.2\n    Release Date: ...\n"),
+    mpi(
+        "Intel(R) MPI Library for Linux* OS, Version 2021.10",
+        "Intel(R) MPI Library for Linux* OS, Version 2021.10\n",
+    ),
+    mpi("of unknown version", ""),
+    row(
+        "MPI",
+        "warning",
+        "does not run: no libmpi",
+        "mpirun --version",
+        programs={"mpirun": "echo no libmpi; exit 1"},
+    ),
+    row(
+        *("Slurm", "ok", "25.11.2, outside of a job; 3 nodes: 2 idle, 1 down*"),
+        # A node of two partitions counts once.
+        programs={"srun": "echo slurm 25.11.2", "sinfo": "printf 'a idle\nb down*\na idle\nc idle\n'"},
+    ),
+    row(
+        "Slurm",
+        "error",
+        "inside of job 7, srun says: no",
+        "scontrol",
+        programs={"srun": "echo no; exit 1"},
+        environ=STEP,
+    ),
+    threads("ok", "1"),
+    threads("ok", "1,2"),
+    threads("warning", "999"),
+    threads("warning", "many"),
+    threads("warning", "0"),
+    open_files("ok", "1,024 for each process", "", 1024, 4096),
+    open_files("ok", "as many as wanted", "", ENDLESS, ENDLESS),
+    open_files("warning", "256 for each process", "ulimit -n 65536", 256, 1048576),
+    open_files("warning", "256 for each process", "ulimit -n 2048", 256, 2048),
+    open_files("warning", "more than 512 is for root", "Docker: --ulimit nofile", 256, 512),
     # An address needs no look-up.
     row("host names", "", "", name=f"host {OTHER}", hosts=OTHER),
 ]
@@ -238,11 +314,15 @@ def test_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"environ": {}} | given
-    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "nonesuch")
+    if driver := given.pop("driver", ""):
+        (tmp_path / "driver").write_text(driver)
+    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "driver")
+    if limits := given.pop("limits", None):
+        monkeypatch.setattr(resource, "getrlimit", lambda of: limits)
     for variable in GPU_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    if smi := given.pop("smi", ""):
-        given["environ"] |= plant_program(tmp_path, "nvidia-smi", smi)
+    for program, script in given.pop("programs", {}).items():
+        given["environ"] = given["environ"] | plant_program(tmp_path, program, script)
     found = [finding for finding in run_checks(check, **given) if finding.name == name]
     assert [finding.status for finding in found] == ([status] if status else [])
     for finding in found:
@@ -359,24 +439,7 @@ def test_has_code_for_capability(architectures: list[str], capability: str, runs
     assert has_code(architectures, capability) is runs
 
 
-def test_driver_without_nvidia_smi() -> None:
-    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
-    assert read_module(closed) == "535.104.05"
-    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)\n"
-    assert read_module(opened) == "570.124.06"
-    assert read_module("") is None
-
-
 # MPI and Slurm.
-
-
-def test_mpi_version() -> None:
-    assert mpi_version("mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n") == "Open MPI 4.1.4"
-    hydra = "HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: ...\n"
-    assert mpi_version(hydra) == "MPICH 4.0.2"
-    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 20230619 (id: c2e19c2f3e)\n"
-    assert mpi_version(intel).startswith("Intel(R) MPI Library for Linux* OS, Version 2021.10")
-    assert mpi_version("") == "of unknown version"
 
 
 def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
@@ -411,11 +474,6 @@ def test_slurm_inside_and_outside_of_a_job(
     assert (down.status, "its controller does not answer" in down.found) == ("warning", True)
     (none,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")})
     assert (none.status, "this machine is in no cluster" in none.found) == ("ok", True)
-
-
-def test_nodes_of_several_partitions_count_once() -> None:
-    assert nodes_by_state("a idle\nb down*\na idle\nc idle\n") == "3 nodes: 2 idle, 1 down*"
-    assert nodes_by_state("") == "no nodes"
 
 
 # The machine.
@@ -458,14 +516,6 @@ def test_hardware_threads_share_a_core(tmp_path: Path) -> None:
     assert num_cores([0, 1, 9], tmp_path) == 3
 
 
-@pytest.mark.parametrize(
-    ("setting", "status"),
-    [(None, "ok"), ("2", "ok"), ("3", "warning"), ("2,1", "ok"), ("many", "warning"), ("0", "warning")],
-)
-def test_omp_num_threads(setting: str | None, status: str) -> None:
-    assert judge_threads(setting, 2).status == status
-
-
 def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk)
     (found,) = run_checks("shared memory")
@@ -478,36 +528,21 @@ def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_checks("shared memory")[0].status == "error"
 
 
-ENDLESS = resource.RLIM_INFINITY
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "needed", "status", "words"),
-    [
-        (1024, 4096, 1024, "ok", "1,024 for each process"),
-        (ENDLESS, ENDLESS, 9999, "ok", "as many as wanted"),
-        (256, 1048576, 1024, "warning", "ulimit -n 65536"),
-        (256, 2048, 1024, "warning", "ulimit -n 2048"),
-        (256, 512, 1024, "warning", "Docker: --ulimit nofile"),
-    ],
-)
-def test_open_files(soft: int, hard: int, needed: int, status: str, words: str) -> None:
-    found = judge_open_files(soft, hard, needed)
-    assert (found.status, words in (found.remedy or found.found)) == (status, True)
-
-
-def test_infiniband_ports_and_locked_memory(tmp_path: Path) -> None:
-    assert list(judge_infiniband(tmp_path, 8 * 2**20)) == []
+def test_infiniband_ports_and_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda of: (8 * 2**20, ENDLESS))
+    assert run_checks("InfiniBand") == []
     port = tmp_path / "mlx5_0/ports/1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    ports, locked = judge_infiniband(tmp_path, 8 * 2**20)
+    ports, locked = run_checks("InfiniBand")
     assert (ports.status, ports.found) == ("ok", "mlx5_0 port 1 ACTIVE 200 Gb/sec (4X HDR)")
     assert (locked.status, locked.name) == ("warning", "locked memory")
     assert "ulimit -l unlimited" in locked.remedy
     (port / "state").write_text("1: DOWN\n")
-    assert [finding.status for finding in judge_infiniband(tmp_path, ENDLESS)] == ["warning", "ok"]
+    monkeypatch.setattr(resource, "getrlimit", lambda of: (ENDLESS, ENDLESS))
+    assert [finding.status for finding in run_checks("InfiniBand")] == ["warning", "ok"]
 
 
 # Folders.
@@ -521,7 +556,7 @@ def test_folder_checks_leave_no_files(tmp_path: Path) -> None:
     assert data.figures["free_mb"] > 0
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    assert "it is a file" in run_checks("log folder", log_dir=tmp_path / "file")[0].found
+    assert "Not a directory" in run_checks("log folder", log_dir=tmp_path / "file")[0].found
     assert run_checks("log folder") == []
 
 
@@ -614,29 +649,6 @@ def test_silent_name_server_delays_only_its_checks(tmp_path: Path) -> None:
     assert not any("no answer in 9 s" in by_name[name].found for name in ("interfaces", "MPI", "host name"))
 
 
-@pytest.mark.parametrize(
-    ("found", "several_hosts", "status"),
-    [
-        # Debian's address of a host's own name, by which other hosts would reach themselves.
-        (["127.0.1.1"], False, "ok"),
-        (["127.0.1.1"], True, "warning"),
-        (["10.0.0.5", "127.0.1.1"], True, "ok"),
-        ([], False, "warning"),
-        ([], True, "error"),
-    ],
-)
-def test_own_name(found: list[str], several_hosts: bool, status: str) -> None:
-    finding = judge_own_name("node1", found, several_hosts)
-    assert finding.status == status
-    assert ("take out the line with 127.0.1.1" in finding.remedy) == (status == "warning" and several_hosts)
-
-
-def test_localhost_leads_to_the_loopback() -> None:
-    assert judge_localhost(["127.0.0.1", "::1"]) == []
-    (wrong,) = judge_localhost(["::1"])
-    assert (wrong.status, wrong.remedy) == ("error", "echo '127.0.0.1 localhost' >> /etc/hosts")
-
-
 def test_port_of_torchrun_in_use() -> None:
     """Report the port as in use, by this test or by another process."""
     with socket.socket() as trial:
@@ -724,17 +736,15 @@ def test_host_without_python(tmp_path: Path) -> None:
     assert f"{sys.executable} cannot be started there" in lost.found
 
 
-@pytest.mark.parametrize(
-    ("there", "slots", "place", "words"),
-    [({"folder": False}, 2, 0, f"not the folder {os.getcwd()}"), ({}, 3, 1, "3 ranks are to share 2 GPUs")],
-)
-def test_host_with_less(there: dict[str, Any], slots: int, place: int, words: str) -> None:
+def test_host_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"versions": {"python": "3.11.7", "torch": "2.15.0"}, "files": {}, "cpus": 8, "gpus": 2, "folder": True}
-    now = time.time()
-    said = f"hvd_trainer time {now}\n{facts.HOST_MARK}{json.dumps(here | there)}\nhvd_trainer time {now}\n"
-    found = list(judge_answer(Host("b", slots), Answer(0, said, ""), (now, now), here))[place]
-    assert found.status == "warning"
-    assert words in found.found
+    monkeypatch.setattr(facts, "host_facts", lambda folder: here)
+    said = facts.HOST_MARK + json.dumps(here | {"folder": False})
+    script = f"date '+hvd_trainer time %s.%N'; echo '{said}'"
+    found, ranks, clock = check_ssh(tmp_path, script, hosts=f"{OTHER}:3")
+    assert [finding.status for finding in (found, ranks, clock)] == ["warning", "warning", "ok"]
+    assert f"not the folder {os.getcwd()}" in found.found
+    assert ranks.found == "3 ranks are to share 2 GPUs"
 
 
 @pytest.mark.parametrize(
