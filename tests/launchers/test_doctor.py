@@ -66,12 +66,9 @@ def test_report_has_a_line_per_check() -> None:
     assert "\x1b" not in result.stdout
     shown = [re.fullmatch(r"(ok|warning|error) +(\S.*?)  +(\S.*)", line) for line in lines[:-1]]
     named = {match[2]: match[1] for match in shown if match}
-    assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "MPI", "Slurm", "launcher", "CPU"} <= set(
-        named
-    )
-    assert {"/dev/shm", "open files", "interfaces", "network", "host name", "free ports", "data folder"} <= set(
-        named
-    )
+    assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "MPI", "Slurm", "launcher"} <= named.keys()
+    assert {"CPU", "/dev/shm", "open files", "interfaces", "network", "host name", "free ports"} <= named.keys()
+    assert "data folder" in named
     # What is not ok has below it what to type.
     for line, below, match in zip(lines, lines[1:], shown, strict=False):
         if match and match[1] != "ok":
@@ -93,9 +90,7 @@ runpy.run_module("hvd_trainer", run_name="__main__", alter_sys=True)
 
 def test_doctor_reports_many_faults_at_once(small_disk: Path, tmp_path: Path) -> None:
     """Report every fault of a shell and its machine in one document."""
-    no_route = plant_program(
-        tmp_path, "ssh", 'echo "ssh: connect to host b port 22: No route to host" >&2; exit 255'
-    )
+    no_route = plant_program(tmp_path, "ssh", 'echo "ssh: connect to b: No route to host" >&2; exit 255')
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -164,24 +159,8 @@ def test_hanging_ssh_ends_at_time_limit(tmp_path: Path) -> None:
         assert "no answer in 9 s" in finding["found"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--hosts", "-oProxyCommand=sh"], "hosts"),
-        (["--hosts", "a,b", "--ssh-port", "0"], "--ssh-port must be 1 or more"),
-        (["--ssh-identity-file", "/nonesuch"], "there is no such file"),
-        (["--timeout-s", "0"], "--timeout-s must be more than 0"),
-        (["--nonesuch"], "--nonesuch"),
-    ],
-)
-def test_invalid_options_are_refused(options: list[str], words: str) -> None:
-    result = run(*options)
-    assert result.returncode == 2
-    assert words in result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.long
+@pytest.mark.warm
 @requires("horovod")
 def test_run_proves_both_engines() -> None:
     by_name = document(run("--run", "--json", *PATIENT))
