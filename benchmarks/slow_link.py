@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
-import subprocess
+import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from benchmarks import NO_GPUS
-from benchmarks.hosts import Cluster, Host, hosts, missing
+from benchmarks.hosts import Host, hosts, missing
 from benchmarks.results import describe_machine
 from benchmarks.run import REPOSITORY
 from benchmarks.slow_link_cases import BACKENDS, COMPRESSIONS, Case, Link, Plan
@@ -35,138 +34,91 @@ from hvd_trainer.config.checks import value_errors
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_folder import METRICS
 from hvd_trainer.tools.runner.command import NOT_SAVED
-from hvd_trainer.tools.runner.runs import (
-    MARK,
-    RunRecord,
-    append_run,
-    key_of,
-    locked_folder,
-    read_runs,
-    why_it_failed,
-)
+from hvd_trainer.tools.runner.runs import RunRecord, Start, in_rounds, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import read_steps
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 
 JOB = ("-m", "benchmarks.ours.wide")
 PORTS = itertools.count(29501)
 """Of the ranks' meetings, one for each."""
 
 
-def carry_out(
-    cluster: Cluster, case: Case, number: int, data: Sequence[str], folder: Path, limit_s: float
-) -> RunRecord:
-    """One training, from its start to its end.
+def read(case: Case, place: Path, _: Path) -> dict[str, Any] | None:
+    """The figures of a training that has written to `place`; None if it has not come to its end.
 
-    Args:
-        cluster: of at least as many hosts as it takes.
-        number: of the round, which is the seed, too.
-        data: the job's options that name its images.
-        folder: that is claimed.
-        limit_s: after which it is killed, in seconds.
+    Raises:
+        OptionError: it has no step that counts.
     """
-    place = cluster.new_folder()
-    began_at, began = time.time(), time.monotonic()
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, place)
-        taken = cluster.hosts[: case.hosts]
-        if case.mbit is not None:
-            stack.enter_context(cluster.slow_between(taken, mbit=case.mbit, delay_ms=case.delay_ms))
-        for host in taken:
-            # What the kernel remembers of another link between these addresses would open TCP's windows wrongly.
-            host.run(["ip", "tcp_metrics", "flush"])
-        kept = ["--log-dir", str(place / "log"), "--record-steps", "--quiet", *NOT_SAVED]
-        words = [*JOB, *case.arguments(number), *data, *kept]
-        code = _exit_code(taken, case.ranks_per_host, words, place / "output", folder, limit_s)
-        figures = read(place / "log", case) if code == 0 else None
-        note = ""
-        if code is None:
-            note = f"had not ended after {limit_s:g} s (--limit-s)"
-        elif figures is None:
-            few = f"no step behind the first {case.warm_up}: raise --samples, or lower --batch-size"
-            note = few if code == 0 else why_it_failed(place, code)
-        if note:
-            print((place / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
-    return RunRecord(
-        case._asdict(),
-        number,
-        "done" if figures is not None else "killed" if code is None else "failed",
-        round(time.monotonic() - began, 2),
-        note,
-        figures or {},
-        began_at=began_at,
-    )
-
-
-def read(log: Path, case: Case) -> dict[str, Any] | None:
-    """The figures of a training; None if it has not come to its end, or has no step that counts."""
     with suppress(OSError, ValueError, KeyError, IndexError):
-        ranks = read_steps(log)
+        ranks = read_steps(place / "log")
         seconds = np.stack([rank["seconds"] for rank in ranks]).sum(axis=2).mean(axis=0)[case.warm_up :]
-        end = json.loads((log / METRICS).read_text().splitlines()[-1])
-        if end["event"] == "end" and len(ranks) == case.ranks and len(seconds) > 0:
+        end = json.loads((place / "log" / METRICS).read_text().splitlines()[-1])
+        if end["event"] == "end" and len(ranks) == case.ranks:
+            if len(seconds) == 0:
+                hint = f"no step behind the first {case.warm_up}: raise --samples, or lower --batch-size"
+                raise OptionError(f"{case}: {hint}")
             kept = {name: end[name] for name in ("samples", "train_loss", "test_loss")}
             return {"step_ms": 1000 * float(np.median(seconds)), "steps": end["step"], **kept}
     return None
 
 
-def _exit_code(
-    taken: Sequence[Host], ranks_per_host: int, words: Sequence[str], output: Path, folder: Path, limit_s: float
-) -> int | None:
-    """The worst of its ranks' exit codes; None if they were killed for being late. No process of it is left.
+def start_on(taken: Sequence[Host], ranks_per_host: int, words: Sequence[str]) -> Start:
+    """How to start a job on hosts.
 
-    No launcher starts them: torchrun on each host would import PyTorch once more before it does.
+    No launcher starts its ranks: torchrun on each host would import PyTorch once more before it does.
     """
-    size, meeting = len(taken) * ranks_per_host, f"tcp://{taken[0].address}:{next(PORTS)}"
-    command = [sys.executable, *words, "--init-method", meeting]
-    deadline = time.monotonic() + limit_s
-    with ExitStack() as stack:
-        lines = stack.enter_context(output.open("ab"))
-        running = []
-        for rank in range(size):
-            place, local = divmod(rank, ranks_per_host)
-            stack.callback(taken[place].end_all)
-            environ = {
-                **taken[place].environ,
-                **NO_GPUS,
-                **{"RANK": str(rank), "WORLD_SIZE": str(size)},
-                **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks_per_host)},
-                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), MARK: str(folder)},
-            }
-            popen = subprocess.Popen(
-                taken[place].command(command), stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=environ
-            )
-            stack.callback(popen.wait)
-            stack.callback(popen.kill)
-            running.append(popen)
-        try:
-            return max((popen.wait(max(0.0, deadline - time.monotonic())) for popen in running), key=abs)
-        except subprocess.TimeoutExpired:
-            return None
+    meeting = f"tcp://{taken[0].address}:{next(PORTS)}"
+    size, starts = len(taken) * ranks_per_host, []
+    for rank in range(size):
+        place, local = divmod(rank, ranks_per_host)
+        world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_host}
+        variables = [f"{name}={value}" for name, value in world.items()]
+        command = taken[place].command(["env", *variables, sys.executable, *words, "--init-method", meeting])
+        starts.append(f"{shlex.join(command)} & rank{rank}=$!")
+    waits = [f"wait $rank{rank} || code=$?" for rank in range(size)]
+    environment = {"HOME": taken[0].environ["HOME"], "PYTHONPATH": str(REPOSITORY), **NO_GPUS}
+    return Start(["sh", "-c", "\n".join([*starts, *waits, "exit ${code:-0}"])], environment, threads=1)
 
 
-def measure(plan: Sequence[Case], rounds: int, data: Sequence[str], folder: Path, limit_s: float) -> None:
+def measure(cases: Sequence[Case], rounds: int, data: Sequence[str], folder: Path, limit_s: float) -> None:
     """Runs what has not been run yet, forwards in one round and backwards in the next.
 
     Raises:
-        OptionError: no such hosts can be made here.
+        OptionError: no such hosts can be made here, or a training has no step that counts.
     """
-    done = {(run.key, run.round) for run in read_runs(folder) if run.state == "done"}
-    order = [(n, case) for n in range(1, rounds + 1) for case in plan[:: 1 if n % 2 else -1]]
-    to_do = [(n, case) for n, case in order if (key_of(case._asdict()), n) not in done]
+    runner = TrialRunner(folder, limit_s=limit_s, limit_option="--limit-s")
+    to_do = [(n, case) for n, case in in_rounds(cases, rounds) if not runner.is_done(case._asdict(), n)]
     if not to_do:
         return
     if (reason := missing()) is not None:
         raise OptionError(f"Hosts of namespaces cannot be made here: {reason}")
-    failed = set()
-    with hosts(*(f"host{place}" for place in range(max(case.hosts for case in plan)))) as cluster:
-        for count, (n, case) in enumerate(to_do, 1):
-            if case in failed:
-                continue
-            run = carry_out(cluster, case, n, data, folder, limit_s)
-            append_run(folder, run)
-            if run.state != "done":
-                failed.add(case)
-            said = run.note or f"{run.figures['step_ms']:.1f} ms a step, test loss {run.figures['test_loss']:.4f}"
-            print(f"{count}/{len(to_do)}, round {n}, {case}: {said} ({run.seconds:.0f} s)", file=sys.stderr)
+    names = [f"host{place}" for place in range(max(case.hosts for case in cases))]
+    with hosts(*names) as cluster, ExitStack() as link:
+
+        def start(case: Case, number: int, place: Path, _: Path) -> Start:
+            link.close()
+            taken = cluster.hosts[: case.hosts]
+            if case.mbit is not None:
+                link.enter_context(cluster.slow_between(taken, mbit=case.mbit, delay_ms=case.delay_ms))
+            for host in taken:
+                # What the kernel remembers of another link would open TCP's windows wrongly.
+                host.run(["ip", "tcp_metrics", "flush"])
+            kept = ["--log-dir", str(place / "log"), "--record-steps", "--quiet", *NOT_SAVED]
+            return start_on(taken, case.ranks_per_host, [*JOB, *case.arguments(number), *data, *kept])
+
+        plan = []
+        for number, case in to_do:
+            # The number of the round is the seed, too.
+            place = cluster.new_folder()
+            functions = partial(start, case, number, place), partial(read, case, place)
+            plan.append((number, JobTrial(str(case), case._asdict(), *functions)))
+        for _ in runner.run_all(plan, describe=describe):
+            pass
+
+
+def describe(run: RunRecord) -> str:
+    figures = run.figures
+    return f"{figures['step_ms']:.1f} ms a step, test loss {figures['test_loss']:.4f} ({run.seconds:.0f} s)"
 
 
 @contextmanager
@@ -249,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = data_options(args.data_dir)
         with folder_of(output) as folder:
             try:
-                measure(cases, args.rounds, data, folder, args.limit_s)
+                with redirect_stdout(sys.stderr):  # the output is the table
+                    measure(cases, args.rounds, data, folder, args.limit_s)
             except KeyboardInterrupt:
                 interrupted = True
             measured = Measured(read_runs(folder), args.rounds, args.steps)

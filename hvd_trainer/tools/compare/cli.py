@@ -19,11 +19,10 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.compare.entries import read_entries
-from hvd_trainer.tools.compare.equal_work import refuse_unequal
+from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.compare.report import show
 from hvd_trainer.tools.compare.result import Comparison, side_of
-from hvd_trainer.tools.compare.trials import Trial, make_trials
+from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.formats import check_installed, number
@@ -78,20 +77,6 @@ class Options:
     retry_failed: bool = False
     """start again what has failed in this folder, too"""
 
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of ranks, the smallest first.
-
-        Raises:
-            OptionError: they are no such list.
-        """
-        words = [word.strip() for word in self.np.split(",")]
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise OptionError(
-                f"--np {self.np}: type numbers of ranks with commas between them, such as --np 1,2,4"
-            )
-        return sorted({int(word) for word in words})
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command.
@@ -123,7 +108,6 @@ def main(argv: Sequence[str]) -> int:
         comparison = Comparison.of(
             trials, read_runs(folder, are_figures), job=job, strong=strong, machine=machine, varied=axes
         )
-        comparison.check_work()
         if axes or any(its.runs for its in comparison.results):
             show(comparison, folder)
         else:
@@ -142,7 +126,10 @@ def plan_trials(
     Raises:
         OptionError: an option is not what it should be, or unknown to the job.
     """
-    numbers = options.numbers
+    words = [word.strip() for word in options.np.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise OptionError(f"--np {options.np}: type numbers of ranks with commas between them, such as --np 1,2,4")
+    numbers = sorted({int(word) for word in words})
     engines = [name.strip() for name in options.engines.split(",")]
     return make_trials(
         read_entries(engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus()),
@@ -170,14 +157,20 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do:
         warn_if_busy()
-    done = [run for run in runner.last.values() if run.state == "done"]
-    sides = [side_of(trial, run) for run in done for trial in trials if trial.key == run.key]
-    for trial, run in runner.run_all(to_do, describe=result_of):
+    sides: list[Side] = []
+
+    def check_work(trial: Trial, run: RunRecord) -> None:
         if run.state == "done":
-            side = side_of(trial, run)
+            sides.append(side_of(trial, run))
             for other in sides:
-                refuse_unequal(other, side, strong)
-            sides.append(side)
+                refuse_unequal(other, sides[-1], strong)
+
+    for run in runner.last.values():
+        for trial in trials:
+            if trial.key == run.key:
+                check_work(trial, run)
+    for trial, run in runner.run_all(to_do, describe=result_of):
+        check_work(trial, run)
 
 
 def _listed(trials: Sequence[Trial]) -> str:

@@ -9,7 +9,6 @@ from hvd_trainer.errors import OptionError
 
 TOLERANCE = 1e-9
 """Relative difference of learning rates, which two programs may compute in another order."""
-
 PADDING = 0.02
 """Relative difference of samples: samplers may pad, or drop, the last batch of an epoch."""
 
@@ -68,8 +67,7 @@ def refuse_unequal(one: Side, other: Side, strong: bool) -> None:
     Raises:
         OptionError: they have not; the message lists what differs.
     """
-    found = differences(one, other, strong)
-    if found:
+    if found := differences(one, other, strong):
         lines = "\n".join(f"  {line}" for line in found)
         raise OptionError(
             f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
@@ -99,15 +97,11 @@ def differences(one: Side, other: Side, strong: bool) -> list[str]:
 
 def _rates(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[str]:
     """Return a line about the first step whose learning rates differ."""
-    left, right = _unrolled(one), _unrolled(other)
+    left, right = ([rate for rate, count in runs for _ in range(int(count))] for runs in (one, other))
     for number, (a, b) in enumerate(zip(left, right, strict=False), 1):
         if abs(a - b) > TOLERANCE * max(abs(a), abs(b)):
             return [f"learning rate: {a:g} and {b:g} in step {number}"]
     return []
-
-
-def _unrolled(runs: Sequence[Sequence[float]]) -> list[float]:
-    return [value for value, count in runs for _ in range(int(count))]
 
 
 def _shown(value: Any) -> str:

@@ -40,8 +40,8 @@ MAX_ACROSS = 4
 """Panels side by side."""
 DARK = 0.5
 """The lightness, from 0 to 1, below which a colour needs white figures."""
-IMPOSSIBLE: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0, "hatch": "////"}
-BETWEEN: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.5}
+EMPTY: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0}
+IMPOSSIBLE: dict[str, Any] = {**EMPTY, "hatch": "////"}
 STYLE = {"hatch.linewidth": 0.6, "font.size": 9}
 
 
@@ -64,23 +64,20 @@ QUANTITIES = (
 )
 
 
-def svg(comparison: Comparison, quantity: Quantity) -> str:
-    """Return the heat map as an element of a page; empty where `draw` returns None."""
-    with drawing_style(quantity.name, STYLE):
-        figure = draw(comparison, quantity)
-        return "" if figure is None else as_element(figure)
+def write(comparison: Comparison, quantity: Quantity, heading: str, folder: Path) -> tuple[list[Path], str]:
+    """Write NAME.png and NAME.svg; return their paths, and the heat map without heading as an element of a page.
 
-
-def write(comparison: Comparison, quantity: Quantity, heading: str, folder: Path) -> list[Path]:
-    """Write NAME.png and NAME.svg, and return their paths; none where `draw` returns None."""
+    Nothing is written where `draw` returns None.
+    """
     files = [folder / f"{quantity.name}.{kind}" for kind in ("png", "svg")]
-    with drawing_style(heading, STYLE):
+    with drawing_style(quantity.name, STYLE):
         if (figure := draw(comparison, quantity)) is None:
-            return []
+            return [], ""
+        element = as_element(figure)
         set_heading(figure, heading)
         for file in files:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    return files
+    return files, element
 
 
 def drawing_style(salt: str, style: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -101,8 +98,7 @@ def as_element(figure: Figure) -> str:
     """Return a figure as SVG without its header: an element of a page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def set_heading(figure: Figure, heading: str) -> None:
@@ -117,26 +113,36 @@ def draw(comparison: Comparison, quantity: Quantity) -> Figure | None:
 
     None where no option is varied, or no trial has the figure.
     """
-    found = (its.median(quantity.figure) for its in comparison.results)
-    values = [value for value in found if value is not None]
+    values = [value for its in comparison.results if (value := its.median(quantity.figure)) is not None]
     if not values or not any(axis.varies for axis in comparison.varied):
         return None
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    axes = comparison.axes
-    across, up = inner_axes(axes)
-    panels = panels_of(comparison.results, axes, across, up)
-    columns = columns_for(len(panels), [axis for axis in axes if axis not in (across, up)])
-    figure, places = _lay_out(len(panels), columns, across, up)
+    across, up = inner_axes(comparison.axes)
+    panels = panels_of(comparison.results, comparison.axes, across, up)
+    last = [len(axis.values) for axis in comparison.axes if axis not in (across, up) and axis.varies][-1:] or [1]
+    # Side by side stand those that differ in the last axis only, if these fill lines.
+    fills = last[0] <= MAX_ACROSS and len(panels) % last[0] == 0 and len(panels) > last[0]
+    columns = last[0] if fills else min(len(panels), MAX_ACROSS)
+    lines = -(-len(panels) // columns)
+    width = max(len(across.values) * CELL_WIDTH, MIN_WIDTH) * columns + 2
+    height = (len(up.values) * CELL_HEIGHT + 0.8) * lines + 0.8
+    figure = Figure(figsize=(max(width, 4.5), max(height, 2.6)), layout="constrained")
+    places = figure.subplots(lines, columns, squeeze=False).flatten()
     # From 0, so that twice the way along the colours is twice the figure.
     shades = ScalarMappable(Normalize(0, max(values) or 1), quantity.colours)
     for place, (title, results) in zip(places, panels.items(), strict=False):
-        place.set_title(title, fontsize=9)
+        _set_up(place, title, across, up)
         for its in results:
             for x, y in itertools.product(_positions(its, across), _positions(its, up)):
                 _draw_cell(place, x, y, its, its.median(quantity.figure), shades, quantity.best(values))
+    for place in places[len(panels) :]:
+        place.set_axis_off()
+    for place in places[::columns]:
+        place.set_ylabel(up.label)
     figure.colorbar(shades, ax=places, label=quantity.title, format="{x:,.0f}", pad=0.02)
     if any(its.state == "impossible" for its in comparison.results):
         handles = [Patch(label="impossible", **IMPOSSIBLE)]
@@ -144,28 +150,14 @@ def draw(comparison: Comparison, quantity: Quantity) -> Figure | None:
     return figure
 
 
-def _lay_out(count: int, columns: int, across: Axis, up: Axis) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` empty panels and their axes; places that are left over are blank."""
-    from matplotlib.figure import Figure
-
-    lines = -(-count // columns)
-    width = max(len(across.values) * CELL_WIDTH, MIN_WIDTH) * columns + 2
-    height = (len(up.values) * CELL_HEIGHT + 0.8) * lines + 0.8
-    figure = Figure(figsize=(max(width, 4.5), max(height, 2.6)), layout="constrained")
-    places = list(figure.subplots(lines, columns, squeeze=False).flatten())
-    for place in places[:count]:
-        place.set_xlim(-0.5, len(across.values) - 0.5)
-        place.set_ylim(-0.5, len(up.values) - 0.5)
-        place.set_xticks(range(len(across.values)), across.values)
-        place.set_yticks(range(len(up.values)), up.values)
-        place.set_xlabel(across.label)
-        place.tick_params(length=0)
-        place.spines[:].set_visible(False)
-    for place in places[count:]:
-        place.set_axis_off()
-    for place in places[::columns]:
-        place.set_ylabel(up.label)
-    return figure, places
+def _set_up(place: Axes, title: str, across: Axis, up: Axis) -> None:
+    """Give an empty panel its title, and a cell for each pair of values."""
+    place.set_title(title, fontsize=9)
+    place.set(xlim=(-0.5, len(across.values) - 0.5), ylim=(-0.5, len(up.values) - 0.5), xlabel=across.label)
+    place.set_xticks(range(len(across.values)), across.values)
+    place.set_yticks(range(len(up.values)), up.values)
+    place.tick_params(length=0)
+    place.spines[:].set_visible(False)
 
 
 def inner_axes(axes: Sequence[Axis]) -> tuple[Axis, Axis]:
@@ -193,14 +185,6 @@ def panels_of(
     return panels
 
 
-def columns_for(count: int, outer: Sequence[Axis]) -> int:
-    """Return how many panels stand side by side: those that differ in the last axis only, if these fill lines."""
-    last = [len(axis.values) for axis in outer if axis.varies][-1:] or [1]
-    return (
-        last[0] if last[0] <= MAX_ACROSS and count % last[0] == 0 and count > last[0] else min(count, MAX_ACROSS)
-    )
-
-
 def _positions(its: TrialResult, axis: Axis) -> Sequence[int]:
     """Return where a trial is on an axis: everywhere, if the axis does not apply to it."""
     value = its.trial.values.get(axis.name, "")
@@ -220,7 +204,7 @@ def _draw_cell(
         look, text = {"facecolor": colour}, number(value)
         font = {"color": "white" if light < DARK else "black", "weight": "bold" if value == best else "normal"}
     elif its.state != "impossible":
-        look, text, font = {**IMPOSSIBLE, "hatch": None}, its.state, {"color": "0.35", "fontsize": 7}
+        look, text, font = EMPTY, its.state, {"color": "0.35", "fontsize": 7}
     place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="none", **BETWEEN))
+    place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="none", edgecolor="white", linewidth=1.5))
     place.text(x, y, text, ha="center", va="center", **font)

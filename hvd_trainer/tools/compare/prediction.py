@@ -18,12 +18,13 @@ waiting has made the step (1 - formula) / (1 - measured) times as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.parallel.schedule import bubble
 from hvd_trainer.tools.compare.trials import Trial
+from hvd_trainer.utils.text import plural
 
 CUTTING = (
     *("stages", "devices_per_rank", "devices", "chunks", "schedule", "parts_per_stage", "balance"),
@@ -51,12 +52,8 @@ class Shape(NamedTuple):
         if options is None or trial.reason is not None:
             return None
         parallel = options.parallel
-        replicas, parts, chunks = (
-            trial.ranks // parallel.stages,
-            parallel.stages * parallel.num_devices,
-            parallel.num_chunks,
-        )
-        waiting = None
+        replicas, chunks = trial.ranks // parallel.stages, parallel.num_chunks
+        parts, waiting = parallel.stages * parallel.num_devices, None
         if parallel.stages > 1:
             waiting = bubble(parallel.schedule, parallel.stages, chunks, parallel.parts_of_each)
         elif parts > 1:
@@ -84,60 +81,51 @@ def predict(trials: Sequence[Trial], measured: Mapping[str, float]) -> dict[str,
     """
     shapes = [(trial, shape) for trial in trials if (shape := Shape.of(trial)) is not None]
     bases = [(trial, shape) for trial, shape in shapes if trial.key in measured]
-    found = {trial.key: _predict(trial, shape, bases, measured) for trial, shape in shapes}
-    return {key: prediction for key, prediction in found.items() if prediction is not None}
-
-
-def _predict(
-    wanted: Trial, shape: Shape, measured: Sequence[tuple[Trial, Shape]], step_s: Mapping[str, float]
-) -> Prediction | None:
-    fixed = _fixed(wanted, shape)
-    bases = [(base, its) for base, its in measured if base.key != wanted.key and _fixed(base, its) == fixed]
-    for cut in _cuts(shape):
-        for base, its in bases:
-            if (its.replicas, its.parts, its.chunks) == cut:
-                return Prediction(step_s[base.key] * shape.share / its.share, base)
-    return None
-
-
-def explain(wanted: Trial, base: Trial, figures: Mapping[str, float], cores: int | None) -> list[str]:
-    """Say how much of a difference was waiting, and what else applies that the formula leaves out.
-
-    Args:
-        base: what was predicted from.
-        figures: `off`, the relative difference; `bubble`, the measured one, if there is one.
-        cores: that the ranks share; None where they compute on GPUs.
-    """
-    shape, its = Shape.of(wanted), Shape.of(base)
-    assert shape is not None
-    assert its is not None
-    found = []
-    if "bubble" in figures and shape.bubble is not None:
-        waiting = (1 - shape.bubble) / (1 - figures["bubble"])
-        rest = (1 + figures["off"]) / waiting
-        found.append(
-            f"stages waited, sent and received for {figures['bubble']:.0%} of it and not {shape.bubble:.0%}: "
-            f"{waiting - 1:+.0%}; all else: {rest - 1:+.0%}"
-        )
-    threads = wanted.ranks * wanted.threads
-    if cores is not None and threads > cores:
-        found.append(f"{threads} threads on {cores} {'core' if cores == 1 else 'cores'}")
-    if shape.replicas > its.replicas:
-        found.append(f"{shape.replicas} copies of the model work at once, and exchange gradients")
-    if shape.chunks > its.chunks:
-        found.append(f"chunks of {-(-shape.batch_size // shape.chunks)} samples, one after the other")
+    found = {}
+    for trial, shape in shapes:
+        fixed = _fixed(trial, shape)
+        alike = [(base, its) for base, its in bases if base.key != trial.key and _fixed(base, its) == fixed]
+        by_cut = {(its.replicas, its.parts, its.chunks): (base, its) for base, its in reversed(alike)}
+        # (replicas, parts, chunks) of what a prediction starts from, the nearest first.
+        one_piece = [(replicas, 1, chunks) for replicas in (shape.replicas, 1) for chunks in (shape.chunks, 1)]
+        for cut in (*one_piece, (shape.replicas, shape.parts, 1)):
+            if cut in by_cut:
+                base, its = by_cut[cut]
+                found[trial.key] = Prediction(measured[base.key] * shape.share / its.share, base)
+                break
     return found
-
-
-def _cuts(shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """(replicas, parts, chunks) of what a prediction starts from, the nearest first."""
-    for replicas in (shape.replicas, 1):
-        for chunks in (shape.chunks, 1):
-            yield replicas, 1, chunks
-    yield shape.replicas, shape.parts, 1
 
 
 def _fixed(trial: Trial, shape: Shape) -> dict[str, Any]:
     """Return all that a base must have in common with a trial."""
     options = {name: value for name, value in trial.variant.identity["options"].items() if name not in CUTTING}
     return {"entry": trial.entry.name, "threads": trial.threads, "batch of a replica": shape.batch_size, **options}
+
+
+def explain(wanted: Trial, base: Trial, off: float, waited: float | None, cores: int | None) -> list[str]:
+    """Say how much of a difference was waiting, and what else applies that the formula leaves out.
+
+    Args:
+        base: what was predicted from.
+        off: the relative difference.
+        waited: the measured bubble, if there is one.
+        cores: that the ranks share; None where they compute on GPUs.
+    """
+    shape, its = Shape.of(wanted), Shape.of(base)
+    assert shape is not None
+    assert its is not None
+    found = []
+    if waited is not None and shape.bubble is not None:
+        waiting = (1 - shape.bubble) / (1 - waited)
+        found.append(
+            f"stages waited, sent and received for {waited:.0%} of it and not {shape.bubble:.0%}: "
+            f"{waiting - 1:+.0%}; all else: {(1 + off) / waiting - 1:+.0%}"
+        )
+    threads = wanted.ranks * wanted.threads
+    if cores is not None and threads > cores:
+        found.append(f"{threads} threads on {plural(cores, 'core')}")
+    if shape.replicas > its.replicas:
+        found.append(f"{shape.replicas} copies of the model work at once, and exchange gradients")
+    if shape.chunks > its.chunks:
+        found.append(f"chunks of {-(-shape.batch_size // shape.chunks)} samples, one after the other")
+    return found

@@ -10,25 +10,28 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
+from hvd_trainer.tools.compare.equal_work import Side
 from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
-from hvd_trainer.tools.compare.trials import Trial, axes_of
+from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.runs import RunRecord
-from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER, STEP_PARTS
+from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {
-    "data": "fetching data",
-    "forward": "forward",
-    "backward": "backward",
-    "exchange": "exchanging gradients",
-    "straggler": "waiting for the slowest rank",
-    "step": "the optimizer's update",
-    "other": "the rest",
+    "data_s": "fetching data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exchange_s": "exchanging gradients",
+    "straggler_s": "waiting for the slowest rank",
+    "update_s": "the optimizer's update",
+    "other_s": "the rest",
 }
+"""The parts of a step, by the names of their figures."""
+FIRST = ("train_loss", "last_loss", "test_loss", "test_accuracy")
+"""Figures of which the first round's is shown: between two runs there is no loss that a training has had."""
 MIN_SHARE = 0.15
 """A part of a step is named if it makes at least this share of a difference."""
 MAX_DEVIATION = 0.1
@@ -64,31 +67,27 @@ class TrialResult:
         """Whether nothing is left to measure."""
         return self.state == "impossible" or (self.state == "done" and not self.note)
 
+    @cached_property
+    def rounds(self) -> dict[int, dict[str, Any]]:
+        """The figures of each run by round, the parts of a step and the start-up among them."""
+        found = {}
+        for number, run in self.runs.items():
+            parts = {f"{name}_s": seconds for name, seconds in run.figures.get("parts", {}).items()}
+            # The part called step is the update; step_s is the whole step.
+            found[number] = {**parts, "update_s": parts.get("step_s"), "step_s": None, **run.figures}
+            if "first_step_at" in run.figures:
+                # From the launcher's start to the end of the slowest rank's first step.
+                found[number]["startup_s"] = run.figures["first_step_at"] - run.began_at
+        return found
+
     def by_round(self, name: str) -> dict[int, float]:
         """Return a figure of each run that has it."""
-        return {
-            number: run.figures[name] for number, run in self.runs.items() if run.figures.get(name) is not None
-        }
+        return {number: its[name] for number, its in self.rounds.items() if its.get(name) is not None}
 
     def median(self, name: str) -> float | None:
-        values = self.by_round(name).values()
-        return median(values) if values else None
-
-    def first(self, name: str) -> float | None:
-        """Return a figure of the first run: between two runs there is no loss that a training has had."""
-        return next(iter(self.by_round(name).values()), None)
-
-    def part(self, name: str) -> float | None:
-        """Return the median seconds of one part of a step."""
-        parts = [run.figures.get("parts", {}) for run in self.runs.values()]
-        values = [its[name] for its in parts if name in its]
-        return median(values) if values else None
-
-    @property
-    def startup_s(self) -> float | None:
-        """From the launcher's start to the end of the slowest rank's first step."""
-        values = [run.figures["first_step_at"] - run.began_at for run in self.runs.values()]
-        return median(values) if values else None
+        """Return the median of a figure over the rounds, or of a `FIRST` one that of the first round."""
+        values = list(self.by_round(name).values())
+        return None if not values else values[0] if name in FIRST else median(values)
 
     @property
     def weights(self) -> str | None:
@@ -98,8 +97,7 @@ class TrialResult:
 
     @property
     def global_batch_size(self) -> int | None:
-        sizes = (run.figures["work"].get("global_batch_size") for run in self.runs.values())
-        return next(sizes, None)
+        return next((run.figures["work"].get("global_batch_size") for run in self.runs.values()), None)
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Pair:
         if not self.speed.is_clear:
             return None
         slow, fast = (self.other, self.one) if self.speed.value > 1 else (self.one, self.other)
-        parts = {name: (slow.part(name), fast.part(name)) for name in STEP_PARTS}
+        parts = {name: (slow.median(name), fast.median(name)) for name in PART_TEXTS}
         more = {name: a - b for name, (a, b) in parts.items() if a is not None and b is not None}
         total = sum(more.values())
         if not more or total <= 0:
@@ -149,9 +147,9 @@ class Pair:
         if left == right and left not in ("differ", RANKS_DIFFER):
             return "Both have trained the same weights, to the last bit."
         for name in ("train_loss", "last_loss"):
-            losses = [its for one in (self.one, self.other) if (its := one.first(name)) is not None]
-            if len(losses) == 2:
-                return f"Their weights differ; the final training losses are {losses[0]:.6f} and {losses[1]:.6f}."
+            one, other = self.one.median(name), self.other.median(name)
+            if one is not None and other is not None:
+                return f"Their weights differ; the final training losses are {one:.6f} and {other:.6f}."
         return "Their weights differ."
 
 
@@ -185,40 +183,56 @@ class Comparison:
     @property
     def axes(self) -> list[Axis]:
         """Engines, ranks, and the axes of `--vary`."""
-        return axes_of([its.trial for its in self.results], self.varied)
+        values = [its.trial.values for its in self.results]
+        own = [Axis(name, tuple(dict.fromkeys(its[name] for its in values))) for name in (ENTRIES, RANKS)]
+        return [*own, *self.varied]
 
-    def check_work(self) -> None:
-        """Check that all runs of a variant have done the same work.
+    @cached_property
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """All figures by the keys of trials, and by their names in comparison.csv; None: not measured."""
+        return {its.trial.key: self._figures_of(its) for its in self.results}
 
-        Raises:
-            OptionError: two have not.
-        """
-        sides = [side_of(its.trial, run) for its in self.results for run in its.runs.values()]
-        for one, other in combinations(sides, 2):
-            refuse_unequal(one, other, self.strong)
+    def _figures_of(self, its: TrialResult) -> dict[str, Any]:
+        rate, step_s, speed_up = its.median("samples_per_s"), its.median("step_s"), self.speed_up(its)
+        rates = its.by_round("samples_per_s").values()
+        off, prediction = self.deviation(its), self.predictions.get(its.trial.key)
+        shape = Shape.of(its.trial) if its.runs else None
+        return {
+            "samples_per_s": rate,
+            # Of a script whose samples are not seen.
+            "steps_per_s": 1 / step_s if step_s is not None and rate is None else None,
+            "lowest": min(rates, default=None),
+            "highest": max(rates, default=None),
+            "tokens_per_s": its.median("tokens_per_s"),
+            "per_rank": None if rate is None else rate / its.trial.ranks,
+            "speed_up": speed_up,
+            "efficiency": None if speed_up is None else speed_up / its.trial.ranks,
+            **{name: its.median(name) for name in ("step_s", "step_p50_s", "step_p95_s", *PART_TEXTS)},
+            "predicted_step_s": None if off is None or prediction is None else prediction.step_s,
+            "off": off,
+            "bubble": its.median("bubble"),
+            "bubble_formula": None if shape is None else shape.bubble,
+            **{name: its.median(name) for name in ("startup_s", "peak_memory_mb", "base_memory_mb", *FIRST)},
+            "loss_to_first": self.loss_to_first(its),
+            "weights": its.weights,
+        }
 
     def speed_up(self, its: TrialResult) -> float | None:
         """Return the speed as a multiple of that of the same entry and variant on one rank."""
-        place = (1, its.trial.entry, its.trial.variant)
-        bases = (o for o in self.results if (o.trial.ranks, o.trial.entry, o.trial.variant) == place)
+        bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == its.trial.series)
         rounds = [pair for base in bases for pair in _common_rounds(its, base)]
         return median(one / other for one, other in rounds) if rounds else None
-
-    def efficiency(self, its: TrialResult) -> float | None:
-        """Return the speed-up by the number of ranks."""
-        speed_up = self.speed_up(its)
-        return None if speed_up is None else speed_up / its.trial.ranks
 
     def loss_to_first(self, its: TrialResult) -> float | None:
         """Return the relative difference of the training loss from the first trial's with the same global batch.
 
         None without `--vary`. Steps of another size make another training, whose loss is not comparable.
         """
-        loss = its.first("train_loss")
+        loss = its.median("train_loss")
         if loss is None or not self.varied:
             return None
         alike = (other for other in self.results if other.global_batch_size == its.global_batch_size)
-        first = next(value for other in alike if (value := other.first("train_loss")) is not None)
+        first = next(value for other in alike if (value := other.median("train_loss")) is not None)
         return loss / first - 1 if loss != first else 0.0
 
     @cached_property
@@ -235,6 +249,10 @@ class Comparison:
                 found.append(Pair(one, other, ratio(*zip(*rounds, strict=True))))
         return found
 
+    def verdicts(self) -> list[str]:
+        """Return a text for each pair."""
+        return [" ".join(filter(None, (pair.verdict(), pair.why(), pair.same_model()))) for pair in self.pairs]
+
     @property
     def unseen(self) -> list[str]:
         """A sentence for each thing that cannot be seen of a script."""
@@ -250,10 +268,6 @@ class Comparison:
             found.append("The final weights of a script differ between its ranks: it may not exchange gradients.")
         return found
 
-    def verdicts(self) -> list[str]:
-        """Return a text for each pair."""
-        return [" ".join(filter(None, (pair.verdict(), pair.why(), pair.same_model()))) for pair in self.pairs]
-
     @cached_property
     def predictions(self) -> dict[str, Prediction]:
         """The step times that the formula of the pipeline predicts, by the keys of trials."""
@@ -265,29 +279,23 @@ class Comparison:
         step_s, prediction = its.median("step_s"), self.predictions.get(its.trial.key)
         return None if step_s is None or prediction is None else step_s / prediction.step_s - 1
 
-    def bubble_formula(self, its: TrialResult) -> float | None:
-        """Return the fraction of a step that stages wait by the formula, of a trial that was measured."""
-        shape = Shape.of(its.trial) if its.runs else None
-        return None if shape is None else shape.bubble
-
     def deviations(self) -> list[str]:
         """Return lines about the trials whose steps take another time than predicted, the farthest off first."""
-        off = {its.trial.key: value for its in self.results if (value := self.deviation(its)) is not None}
-        if not off:
+        found = [(off, its) for its in self.results if (off := self.deviation(its)) is not None]
+        if not found:
             return []
-        far = [its for its in self.results if abs(off.get(its.trial.key, 0.0)) > MAX_DEVIATION]
+        far = [(off, its) for off, its in found if abs(off) > MAX_DEVIATION]
         text = f"Measured and predicted step times differ by more than {MAX_DEVIATION:.0%} in"
-        lines = [f"{text} {len(far)} of {len(off)}{':' if far else '.'}"]
+        lines = [f"{text} {len(far)} of {len(found)}{':' if far else '.'}"]
         cores = None if "gpus" in self.machine else self.machine.get("cores", os.cpu_count())
-        for its in sorted(far, key=lambda its: -abs(off[its.trial.key])):
-            prediction, deviation = self.predictions[its.trial.key], off[its.trial.key]
+        for off, its in sorted(far, key=lambda pair: -abs(pair[0])):
+            prediction = self.predictions[its.trial.key]
             lines.append(
                 f"  {its.trial.label}: {milliseconds(its.median('step_s') or 0)} ms, predicted "
-                f"{milliseconds(prediction.step_s)} ms ({more_or_less(deviation)}) from {prediction.base.label}"
+                f"{milliseconds(prediction.step_s)} ms ({more_or_less(off)}) from {prediction.base.label}"
             )
-            bubble = its.median("bubble")
-            figures = {"off": deviation} | ({} if bubble is None else {"bubble": bubble})
-            lines += [f"    {reason}" for reason in explain(its.trial, prediction.base, figures, cores)]
+            reasons = explain(its.trial, prediction.base, off, its.median("bubble"), cores)
+            lines += [f"    {reason}" for reason in reasons]
         return lines
 
 

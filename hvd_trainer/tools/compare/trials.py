@@ -20,16 +20,70 @@ from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError, UserError
 from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
-from hvd_trainer.tools.compare.entries import Entry
-from hvd_trainer.tools.compare.job_options import with_values
-from hvd_trainer.tools.compare.variants import Axis, Variant
-from hvd_trainer.tools.runner.command import script_checksum
+from hvd_trainer.tools.compare.variants import Variant, with_values
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, script_checksum
 from hvd_trainer.tools.runner.measured import measured_start, read_measured
 from hvd_trainer.tools.runner.runs import Start, key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
 """The axes that every comparison has."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine under the job, or a script beside it that brings its own."""
+
+    name: str
+    engine: str
+    script: tuple[str, ...] | None = None
+    """the words that follow `python`, of a `--baseline`, whose engine is not replaced; None: the job's"""
+
+    @property
+    def is_job(self) -> bool:
+        return self.script is None
+
+
+def read_entries(
+    engines: Sequence[str], baselines: Sequence[str], *, max_ranks: int, num_gpus: int
+) -> list[Entry]:
+    """Return the entries in the order of the tables.
+
+    Args:
+        engines: names, as typed.
+        baselines: an engine and a script each, as typed.
+        max_ranks: the largest number of ranks.
+        num_gpus: that are visible.
+
+    Raises:
+        OptionError: a name is unknown or comes twice, a baseline names no launcher or file, or GPUs are too few.
+    """
+    entries = []
+    for name in engines:
+        if name not in LAUNCHER_OF:
+            raise OptionError(f"--engines {name}: there are {', '.join(LAUNCHER_OF)}")
+        if name == "data-parallel" and not 2 <= max_ranks <= num_gpus:
+            raise OptionError(
+                f"--engines data-parallel needs as many GPUs as ranks, two at least (here: {num_gpus}, and --np "
+                f"{max_ranks}): leave it out"
+            )
+        entries.append(Entry(name, name))
+    for text in baselines:
+        engine, *words = text.split()
+        if engine not in ("horovod", "ddp") or not words:
+            raise OptionError(
+                f"--baseline {text!r}: say what starts it, and the script with its arguments, such as "
+                f"--baseline 'ddp examples/mnist/plain_ddp.py --epochs 1'"
+            )
+        if words[0] != "-m" and not Path(words[0]).is_file():
+            raise OptionError(f"--baseline {text!r}: there is no file {words[0]}")
+        script = words[1] if words[0] == "-m" and len(words) > 1 else Path(words[0]).name
+        entries.append(Entry(script, engine, tuple(words)))
+    names = [entry.name for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(f"{name} takes part twice: leave one out, or give the file another name")
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +97,23 @@ class Trial:
     variant: Variant
     conditions: Mapping[str, Any]
     """what else decides on its figures: versions, steps that do not count"""
-    options: TrainerOptions | None = None
-    """the job's options on its engine; None without `--vary`"""
     steps: int | None = None
     """that each run makes, warm-up included; None: as many as the job does by itself"""
-    reason: str | None = None
-    """why it cannot be; None if it can, as far as is known without starting it"""
+
+    @cached_property
+    def options(self) -> TrainerOptions | None:
+        """The job's options on its engine; None without `--vary`."""
+        return self.variant.options and with_values(self.variant.options, {"backend": self.entry.engine})
+
+    @cached_property
+    def reason(self) -> str | None:
+        """Why it cannot be; None if it can, as far as is known without starting it."""
+        return None if self.options is None else why_impossible(self.options, self.ranks)
+
+    @property
+    def series(self) -> str:
+        """`ddp, chunks 4`: its entry and variant."""
+        return ", ".join(filter(None, (self.entry.name, self.variant.label)))
 
     @property
     def label(self) -> str:
@@ -61,34 +126,37 @@ class Trial:
         return {ENTRIES: self.entry.name, RANKS: str(self.ranks), **self.variant.values}
 
     @property
-    def processes(self) -> int:
-        """Return how many processes it consists of: the ranks of DataParallel are GPUs of one."""
-        return 1 if self.entry.engine == "data-parallel" else self.ranks
-
-    @property
     def job(self) -> tuple[str, ...]:
         """The words that follow `python`."""
         return self.entry.script or self.variant.words
 
+    @property
+    def processes(self) -> int:
+        """How many processes it consists of: the ranks of DataParallel are GPUs of one."""
+        return 1 if self.entry.engine == "data-parallel" else self.ranks
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides on its figures, in plain JSON."""
+        script = self.entry.script
+        job = self.variant.identity if script is None else {"words": [*script], "script": script_checksum(script)}
+        own = {"entry": self.entry.name, "engine": self.entry.engine, "ranks": self.ranks}
+        return {**own, "threads": self.threads, "steps": self.steps, **job, **self.conditions}
+
+    @cached_property
+    def key(self) -> str:
+        return key_of(self.identity)
+
     def start(self, log: Path) -> Start:
         """Return how to start a run of it."""
-        start = measured_start(
-            self.job,
-            engine=self.entry.engine,
-            ranks=self.ranks,
-            log=log,
-            threads=self.threads,
-            steps=self.steps,
-            native=not self.entry.is_job,
-        )
-        return start._replace(variables={**start.variables, **self._visible_gpus()})
-
-    def _visible_gpus(self) -> dict[str, str]:
-        """Hide GPUs from DataParallel, which takes all that it sees."""
-        if self.entry.engine != "data-parallel":
-            return {}
+        engine, native = self.entry.engine, not self.entry.is_job
+        how: dict[str, Any] = {"threads": self.threads, "steps": self.steps, "native": native}
+        start = measured_start(self.job, engine=engine, ranks=self.ranks, log=log, **how)
+        if engine != "data-parallel":
+            return start
+        # DataParallel takes all GPUs that it sees.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
-        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
+        return start._replace(variables={"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])})
 
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run of it; None if it did not come to its end.
@@ -121,25 +189,6 @@ class Trial:
                 f"give the job more --epochs, or type a lower --warmup-steps"
             )
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """All that decides on its figures, in plain JSON."""
-        script = self.entry.script
-        job = self.variant.identity if script is None else {"words": [*script], "script": script_checksum(script)}
-        return {
-            "entry": self.entry.name,
-            "engine": self.entry.engine,
-            "ranks": self.ranks,
-            "threads": self.threads,
-            "steps": self.steps,
-            **job,
-            **self.conditions,
-        }
-
-    @cached_property
-    def key(self) -> str:
-        return key_of(self.identity)
-
 
 def make_trials(
     entries: Sequence[Entry],
@@ -154,31 +203,10 @@ def make_trials(
 
     `single` is on one rank only, `data-parallel` never is.
     """
-    trials = []
-    for ranks, variant, entry in itertools.product(numbers, variants, entries):
-        if entry.engine == ("data-parallel" if ranks == 1 else "single"):
-            continue
-        options = variant.options and with_values(variant.options, {"backend": entry.engine})
-        trials.append(
-            Trial(
-                entry=entry,
-                ranks=ranks,
-                threads=threads,
-                variant=variant,
-                conditions=conditions,
-                steps=steps,
-                options=options,
-                reason=None if options is None else why_impossible(options, ranks),
-            )
-        )
-    return trials
-
-
-def axes_of(trials: Sequence[Trial], varied: Sequence[Axis]) -> list[Axis]:
-    """Return all axes: engines, ranks, and those of `--vary`."""
     return [
-        *(Axis(name, tuple(dict.fromkeys(trial.values[name] for trial in trials))) for name in (ENTRIES, RANKS)),
-        *varied,
+        Trial(entry=entry, ranks=ranks, threads=threads, variant=variant, conditions=conditions, steps=steps)
+        for ranks, variant, entry in itertools.product(numbers, variants, entries)
+        if entry.engine != ("data-parallel" if ranks == 1 else "single")
     ]
 
 

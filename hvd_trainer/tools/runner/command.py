@@ -69,7 +69,8 @@ def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str,
         raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")
     if job[0].startswith("-") and job[0] != "-m":
         raise OptionError(f"-- {job[0]}: begin with the job, such as: -- -m hvd_trainer.mnist --epochs 1")
-    if job[0] == "-m" and not _is_there(job[1].partition(".")[0]):
+    package = job[1].partition(".")[0] if job[0] == "-m" else ""
+    if job[0] == "-m" and (not package or importlib.util.find_spec(package) is None):
         raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
@@ -78,10 +79,6 @@ def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str,
     if taken:
         raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
     return tuple(job)
-
-
-def _is_there(package: str) -> bool:
-    return bool(package) and importlib.util.find_spec(package) is not None
 
 
 def script_checksum(job: Sequence[str]) -> str | None:
@@ -112,20 +109,6 @@ def option_values(job: Sequence[str], option: str) -> list[str]:
     """Return the values that a job's words give to an option, each time that it comes."""
     places = [place for place, word in enumerate(job) if option_of(word) == option]
     return [job[p].partition("=")[2] if "=" in job[p] else "".join(job[p + 1 : p + 2]) for p in places]
-
-
-def with_steps(job: Sequence[str], steps: int, words: Sequence[str] = ()) -> list[str]:
-    """Return the job's words with further ones and those of a run of so many steps, however much data it has."""
-    return with_options(job, [*ENDLESS, *words, "--max-steps", str(steps)])
-
-
-def measured_job(job: Sequence[str], engine: str, log: Path) -> list[str]:
-    """Return a job's words with those of a measured run: it keeps the times of its steps, and saves nothing unless
-    the job asks for it."""
-    given = {option_of(word) for word in job}
-    pairs = zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True)
-    unsaved = [word for name, value in pairs if name not in given for word in (name, value)]
-    return [*job, *unsaved, "--backend", engine, "--log-dir", str(log), "--record-steps"]
 
 
 def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:

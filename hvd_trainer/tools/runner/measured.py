@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for, measured_job, with_options, with_steps
+from hvd_trainer.tools.runner.command import ENDLESS, LAUNCHER_OF, NOT_SAVED, command_for, option_of, with_options
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.runs import Start as Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
@@ -45,9 +45,15 @@ def measured_start(
     """
     launcher = LAUNCHER_OF[engine]
     if not native and is_trainer_job(job):
-        further = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
-        words = with_options(job, further) if steps is None else with_steps(job, steps, further)
-        return Start(command_for(launcher, ranks, measured_job(words, engine, log)), threads=threads)
+        words = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
+        if steps is not None:
+            words = [*ENDLESS, *words, "--max-steps", str(steps)]
+        words = with_options(job, words)
+        given = {option_of(word) for word in words}
+        for name, value in zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True):
+            words += () if name in given else (name, value)
+        words += ["--backend", engine, "--log-dir", str(log), "--record-steps"]
+        return Start(command_for(launcher, ranks, words), threads=threads)
     backend = "ddp" if engine == "single" else engine
     words = ["-m", "hvd_trainer", "run", "--backend", backend, *options, "--"]
     if native:

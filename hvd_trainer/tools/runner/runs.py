@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -72,10 +72,6 @@ class RunRecord:
     @property
     def key(self) -> str:
         return key_of(self.identity)
-
-    def ended(self, state: Literal["failed", "killed"], note: str, output: str) -> RunRecord:
-        """Return the record of the same run, if it did not come to its end."""
-        return replace(self, state=state, note=note, output=output)
 
     def why(self, folder: Path) -> str:
         """Return why it failed, and where its output is.

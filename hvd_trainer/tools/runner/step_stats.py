@@ -11,6 +11,7 @@ what the others wait beyond that, they wait for it:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +37,7 @@ EXCHANGE_PARTS = ("exchange", "straggler")
 RANKS_DIFFER = "ranks differ"
 """Stands for the checksum of final weights that are not the same on all ranks."""
 SPEEDS = ("step_s", "step_p50_s", "step_p95_s", "samples_per_s", "tokens_per_s")
-LISTS = ("computing_s", "cpu_s", "percentiles_s")
+LISTS = ("computing_s", "percentiles_s")
 MAX_CURVE_POINTS = 200
 """Points of a curve."""
 MAX_STEPS = 10_000_000
@@ -112,14 +113,15 @@ def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | N
         warmup_steps: that do not count.
     """
     with suppress(OSError, ValueError, KeyError, IndexError):
-        records = [json.loads(line) for line in (log / METRICS).read_text().splitlines()]
-        end, everyone = records[-1], read_steps(log)
+        end = json.loads((log / METRICS).read_text().splitlines()[-1])
+        everyone = read_steps(log)
         if end["event"] != "end" or len(everyone) != ranks:
             return None
-        work = json.loads((log / FACTS).read_text()) | _work(everyone)
+        first = everyone[0]
+        samples, skipped = int(first["samples"].sum()), int(first["skipped"].sum())
+        work = {**json.loads((log / FACTS).read_text()), "samples": samples, "skipped_steps": skipped}
         results = {name: end[name] for name in RESULTS if isinstance(end.get(name), int | float)}
-        known = {"work": work, "curve": curve(everyone), "weights": checksum(log)}
-        figures = known | results | _started(everyone) | speed(everyone, warmup_steps)
+        figures = {**_common(everyone, work), "weights": checksum(log), **results, **speed(everyone, warmup_steps)}
         length = yaml.safe_load((log / CONFIG).read_text()).get("sequence_length")
         if isinstance(length, int) and "samples_per_s" in figures:
             # Padding counts: it is computed like any other token.
@@ -135,35 +137,39 @@ def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | No
         if len(everyone) != ranks:
             return None
         first = everyone[0]
+        work = {"parameters": int(first["parameters"]), "world_size": int(first["world_size"])}
         # Each rank has its own; `speed` counts those of all. Without a DataLoader none are seen.
         samples = sum(rank["samples"] for rank in everyone)
         known = {"samples": samples} if samples.all() else {}
+        if known:
+            work |= {"samples": int(samples.sum()), "global_batch_size": int(samples.max())}
         everyone = [{name: rank[name] for name in rank if name != "samples"} | known for rank in everyone]
-        work = {
-            "steps": len(first["step"]),
-            **({"samples": int(samples.sum()), "global_batch_size": int(samples.max())} if known else {}),
-            "parameters": int(first["parameters"]),
-            "world_size": int(first["world_size"]),
-            **json.loads(str(first["facts"])),
-            "rates": _run_lengths(first["lr"].tolist()),
-        }
         figures = speed(everyone, warmup_steps)
         for its in (figures, figures.get("typical", {})):
             if its.get("parts", {}).get("exchange") == 0:  # DistributedDataParallel waits within the backward pass
                 del its["computing_s"]
                 for part in EXCHANGE_PARTS:
                     del its["parts"][part]
-        figures["peak_memory_mb"] = max(float(rank["peak_memory_mb"]) for rank in everyone)
-        losses, digests = curve(everyone), {str(rank["weights"]) for rank in everyone}
+        common = _common(everyone, work | json.loads(str(first["facts"])))
+        weights = {str(rank["weights"]) for rank in everyone}
         return {
-            "work": work,
-            "curve": losses,
-            "weights": digests.pop() if len(digests) == 1 else RANKS_DIFFER,
-            **({"last_loss": losses[-1][1]} if losses else {}),
-            **_started(everyone),
+            **common,
+            "weights": weights.pop() if len(weights) == 1 else RANKS_DIFFER,
+            **({"last_loss": common["curve"][-1][1]} if common["curve"] else {}),
+            "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in everyone),
             **figures,
         }
     return None
+
+
+def _common(ranks: Sequence[Steps], work: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that both kinds of job have; steps and learning rates are added to the work."""
+    rates = [[rate, len(list(same))] for rate, same in itertools.groupby(ranks[0]["lr"].tolist())]
+    return {
+        "work": {**work, "steps": len(ranks[0]["step"]), "rates": rates},
+        "curve": curve(ranks),
+        "first_step_at": max(float(rank["first_step_at"]) for rank in ranks),
+    }
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:
@@ -173,32 +179,6 @@ def are_figures(figures: Mapping[str, Any]) -> bool:
     except msgspec.ValidationError:
         return False
     return True
-
-
-def _started(ranks: Sequence[Steps]) -> dict[str, float]:
-    return {"first_step_at": max(float(rank["first_step_at"]) for rank in ranks)}
-
-
-def _work(ranks: Sequence[Steps]) -> dict[str, Any]:
-    """Return the work that a run has done, beside the facts about its set-up."""
-    first = ranks[0]
-    return {
-        "steps": len(first["step"]),
-        "samples": int(first["samples"].sum()),
-        "skipped_steps": int(first["skipped"].sum()),
-        "rates": _run_lengths(first["lr"].tolist()),
-    }
-
-
-def _run_lengths(values: Sequence[float]) -> list[list[float]]:
-    """Return run lengths: `[[0.1, 3], [0.05, 2]]` for 0.1 three times and then 0.05 twice."""
-    runs: list[list[float]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1][1] += 1
-        else:
-            runs.append([value, 1])
-    return runs
 
 
 def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
@@ -220,7 +200,6 @@ def speed(ranks: Sequence[Steps], warmup_steps: int) -> dict[str, Any]:
         "step_p50_s": float(np.percentile(steps, 50)),
         "step_p95_s": float(np.percentile(steps, 95)),
         "counted_steps": len(steps),
-        "cpu_s": [float(rank["cpu_s"][warmup_steps:].mean()) for rank in ranks],
         "percentiles_s": [float(value) for value in np.percentile(steps, range(0, 101, 2))],
         # The middle half of the steps leaves out what happens now and then, such as other programs' time slices.
         "typical": times(seconds[:, (low <= steps) & (steps <= high)]),

@@ -14,9 +14,10 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from hvd_trainer.tools.runner.runs import (
     RUNS,
@@ -104,9 +105,9 @@ class TrialRunner:
         """Seconds that are left of the budget."""
         return self._deadline - time.monotonic()
 
-    def is_done(self, trial: Trial, round_: int) -> bool:
-        """Return whether a run came to its end, now or before."""
-        run = self.last.get((key_of(trial.identity), round_))
+    def is_done(self, identity: Mapping[str, Any], round_: int) -> bool:
+        """Return whether a run of the trial with this identity came to its end, now or before."""
+        run = self.last.get((key_of(identity), round_))
         return run is not None and run.state == "done"
 
     def has_failed(self, trial: Trial) -> bool:
@@ -117,7 +118,7 @@ class TrialRunner:
     def to_do(self, trials: Sequence[T], rounds: int, *, retry_failed: bool = True) -> list[tuple[int, T]]:
         """Return (round, trial) of the runs that are not done yet, in the order of `in_rounds`."""
         left = [trial for trial in trials if retry_failed or not self.has_failed(trial)]
-        return [(number, trial) for number, trial in in_rounds(left, rounds) if not self.is_done(trial, number)]
+        return [(n, trial) for n, trial in in_rounds(left, rounds) if not self.is_done(trial.identity, n)]
 
     def run_all(
         self, plan: Sequence[tuple[int, T]], *, describe: Callable[[RunRecord], str]
@@ -159,7 +160,7 @@ class TrialRunner:
             keep: a folder that the run's log folder becomes, however the run ends.
             limit_s: after which it is killed, whatever the budget; None: as the runner has it.
         """
-        if self.is_done(trial, round_):
+        if self.is_done(trial.identity, round_):
             return self.last[key_of(trial.identity), round_]
         clear(self.folder)
         place = running(self.folder)
@@ -181,18 +182,15 @@ class TrialRunner:
         figures = trial.read(log_dir(self.folder)) if code == 0 else None
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
         if figures is None:
-            run = self._not_done(run, code, f"had not ended after {limit:g} s ({option})")
+            was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
+            if code is not None:
+                note = f"killed by signal {-code}" if was_killed else why_it_failed(place, code)
+            state: Literal["killed", "failed"] = "killed" if was_killed else "failed"
+            run = replace(run, state=state, note=note, output=keep_output(self.folder))
         append_run(self.folder, run)
         self.last[run.key, round_] = run
         clear(self.folder)
         return run
-
-    def _not_done(self, run: RunRecord, code: int | None, late: str) -> RunRecord:
-        """Return the record of a run that did not come to its end, and keep its output."""
-        if code is None or code < 0:
-            note = late if code is None else f"killed by signal {-code}"
-            return run.ended("killed", note, keep_output(self.folder))
-        return run.ended("failed", why_it_failed(running(self.folder), code), keep_output(self.folder))
 
     def expected_s(self, key: str) -> float:
         """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none.

@@ -21,8 +21,7 @@ from hvd_trainer import (
     backends,
 )
 from hvd_trainer.backends.data_parallel import DataParallelBackend
-from hvd_trainer.tools.compare.entries import read_entries
-from hvd_trainer.tools.compare.trials import make_trials
+from hvd_trainer.tools.compare.trials import make_trials, read_entries
 from hvd_trainer.tools.compare.variants import make_variants
 
 JOB = ("-m", "hvd_trainer.mnist")

@@ -15,9 +15,8 @@ import pytest
 from hvd_trainer import cli
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import report as compare_report
-from hvd_trainer.tools.compare.entries import Entry
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.trials import make_trials
+from hvd_trainer.tools.compare.trials import Entry, make_trials
 from hvd_trainer.tools.compare.variants import Axis, make_variants
 from hvd_trainer.tools.estimate.cli import Options, estimate, main
 from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, fit, interval

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.runs import (
     MARK,
     RunRecord,
@@ -30,6 +32,7 @@ from hvd_trainer.tools.runner.runs import (
     read_runs,
     why_it_failed,
 )
+from hvd_trainer.tools.runner.step_stats import curve, speed
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 
 TRAINER = "from hvd_trainer import Trainer\n"
@@ -84,20 +87,12 @@ def test_failure_reason_is_one_line(message: str | None, output: str, reason: st
     assert why_it_failed(tmp_path, 3) == reason
 
 
-def test_locked_folder_refuses_a_second_command(tmp_path: Path) -> None:
-    code = (
-        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
-        "print('locked', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(OptionError, match="another one is using it"), locked_folder(tmp_path):
-            pass
-        other.communicate()
-    with locked_folder(tmp_path):
-        pass
+def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
+    """A job lives on when its command is killed, and must not disturb the next one's."""
+    left = subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path)})
+    with locked_folder(tmp_path) as folder:
+        assert folder == tmp_path
+        assert left.wait(10) is not None
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="cannot be written to"), locked_folder(tmp_path / "file"):
         pass
@@ -239,3 +234,69 @@ def test_launched_ends_all_processes(tmp_path: Path) -> None:
         assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
         assert find_processes(tmp_path)
     assert not find_processes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Name the job behind --"),
+        (["-m"], "Name the job behind --"),
+        (["--epochs", "1"], "begin with the job"),
+        (["nowhere.py"], "there is no such file. A module is named by -m: -- -m nowhere.py"),
+        (["-m", "nowhere.job"], "-m nowhere.job: there is no such module"),
+        (["-m", ".job"], "-m .job: there is no such module"),
+        ([*JOB, "--backend", "ddp"], "Leave --backend out of the job"),
+        ([*JOB, "--log_dir=x"], "Leave --log_dir=x out of the job"),
+    ],
+)
+def test_read_job_refuses_impossible_jobs(words: Sequence[str], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read_job(words)
+    assert message in str(caught.value)
+
+
+def test_read_job_accepts_python_in_front() -> None:
+    assert read_job(["python", *JOB, "--epochs", "1"]) == (*JOB, "--epochs", "1")
+
+
+def recorded(seconds: Sequence[Sequence[Sequence[float]]], **more: Any) -> list[dict[str, Any]]:
+    """What ranks keep: by rank and step, the seconds of data, forward, backward, reduce, step and other."""
+    samples = np.full(len(seconds[0]), 8)
+    return [{"seconds": np.array(its), "samples": samples, **more} for its in seconds]
+
+
+def test_speed_tells_exchange_from_straggler() -> None:
+    quick = [[0.0, 1.0, 1.0, 5.0, 1.0, 0.0]] * 3
+    slow = [[3.0, 1.0, 1.0, 2.0, 1.0, 0.0]] * 3
+    warm = [[9.0] * 6]
+    figures = speed(recorded([[*warm, *quick], [*warm, *slow]]), 1)
+    assert figures["parts"]["exchange"] == 2.0
+    assert figures["parts"]["straggler"] == 1.5
+    assert figures["parts"]["data"] == 1.5
+    assert sum(figures["parts"].values()) == figures["step_s"] == 8.0
+    assert (figures["samples_per_s"], figures["counted_steps"]) == (1.0, 3)
+    assert figures["computing_s"] == [3.0, 6.0]
+    assert speed(recorded([quick]), 3) == {}
+
+
+def test_curve_averages_ranks_that_have_a_loss() -> None:
+    nan = float("nan")
+    losses = ([nan, nan, nan, nan], [4.0, 3.0, nan, 1.0])
+    ranks = [{"step": np.arange(1, 5), "loss": np.array(its)} for its in losses]
+    assert curve(ranks) == [[1, 4.0], [2, 3.0], [4, 1.0]]
+    long = [{"step": np.arange(1000), "loss": np.arange(1000.0)}]
+    assert len(curve(long)) == 200
+    assert curve(long)[0] == [2.0, 2.0]
+
+
+def test_ratio_is_clear_only_above_the_noise() -> None:
+    assert ratio([1.0], [2.0]).low is None
+    clear = ratio([110, 111, 109, 112, 110], [100, 100, 100, 101, 100])
+    assert clear.is_clear
+    assert clear.low is not None
+    assert 1.08 < clear.low <= clear.value <= (clear.high or 0) < 1.13
+    noisy = ratio([110, 90, 105, 95, 100], [100, 100, 100, 100, 100])
+    assert not noisy.is_clear
+    assert ratio([3, 3, 3], [2, 2, 2]).is_clear
+    # What t(4) is wider than the normal distribution: Phi(-2.776 x sqrt(5 / 4)).
+    assert interval_quantiles(5)[0] == pytest.approx(0.00096, abs=1e-5)

@@ -1,0 +1,84 @@
+"""What all tools do that run jobs: they refuse mistakes before a run, lock their folder, and end on Ctrl-C.
+
+That they go on from their folder, pass over torn lines and keep to time limits is tested of their runner in
+test_runs.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.compare import cli as compare
+from hvd_trainer.tools.diagnose import cli as diagnose
+from hvd_trainer.tools.parity import cli as parity
+from hvd_trainer.tools.runner import trial_runner
+from hvd_trainer.tools.tune import cli as tune
+
+JOB = ("-m", "hvd_trainer.mnist")
+TOOLS = (compare, diagnose, parity, tune)
+every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.split(".")[-2])
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        *((tool, ["--"], "Name the job behind --") for tool in TOOLS),
+        *((tool, ["--", *JOB, "--log-dir", "x"], "Leave --log-dir out of the job") for tool in TOOLS),
+        (compare, ["--np", "1,x"], "type numbers of ranks with commas"),
+        (compare, ["--np", "0"], "type numbers of ranks with commas"),
+        (
+            compare,
+            ["--rounds", "-1", "--threads", "0", "--timeout-s", "0"],
+            "--rounds must .*; --threads must .*; --timeout",
+        ),
+        (compare, ["--steps", "0"], "--steps must be 1 or more"),
+        (diagnose, ["--np", "1", "--budget", "0"], "--np must be 2 or more.*; --budget must"),
+        (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
+        (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
+        (parity, ["--engines", "ddp"], "name two or three"),
+        (tune, ["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
+        (tune, ["--engines", "ddp,single"], "type horovod, ddp, or both"),
+        (tune, ["--engines", "ddp,ddp"], "type horovod, ddp, or both"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_runs(
+    tool: Any, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    job = [] if "--" in arguments else ["--", *JOB]
+    with pytest.raises(OptionError, match=message):
+        tool.main(["--out", str(tmp_path / "out"), *arguments, *job])
+    assert not (tmp_path / "out").exists()
+
+
+@every_tool
+def test_a_folder_that_another_command_uses_is_refused(tool: Any, tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(OptionError, match="another one is using it"):
+            tool.main(["--out", str(tmp_path), "--", *JOB])
+        other.communicate()
+
+
+@every_tool
+def test_ctrl_c_leaves_no_run_behind(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial_runner, "run_to_end", interrupt)
+    # Without a run diagnose has no verdict, and parity passes the interrupt on.
+    with suppress(OptionError, KeyboardInterrupt):
+        assert tool.main(["--out", str(tmp_path), "--", *JOB]) == 130
+    assert not (tmp_path / "running").exists()
