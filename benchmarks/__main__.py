@@ -17,6 +17,7 @@ from torchvision import datasets
 from benchmarks.contestants import CONTESTANTS, JOBS, RESNET, Contestant
 from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
 from benchmarks.run import RunError, run
+from hvd_trainer.tools.runner.runs import in_rounds
 
 
 def parse_args() -> argparse.Namespace:
@@ -60,26 +61,18 @@ def _chosen(jobs: list[str], patterns: list[str]) -> list[Contestant]:
 
 
 def measure(args: argparse.Namespace) -> list[Series]:
-    """All contestants in each round, forwards in one and backwards in the next (A B C C B A).
-
-    So each has the same mean position in time, and a drift of the machine favours nobody.
-    """
+    """All contestants in each round, forwards in one and backwards in the next (A B C C B A)."""
     series = [Series(contestant, ranks) for ranks in args.ranks for contestant in args.contestants]
-    for number in range(args.rounds):
-        for one in series if number % 2 == 0 else reversed(series):
-            label = f"round {number + 1}/{args.rounds}, {one.ranks} ranks, {one.contestant.name}"
-            try:
-                result = run(one.contestant, one.ranks, args.data_dir, limit_s=args.limit_s)
-            except RunError as error:
-                print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
-                one.rounds.append(None)
-            else:
-                print(
-                    f"{label}: {result.images_per_s:,.0f} images/s, first step after {result.startup_s:.1f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                one.rounds.append(result)
+    for number, one in in_rounds(series, args.rounds):
+        label = f"round {number}/{args.rounds}, {one.ranks} ranks, {one.contestant.name}"
+        result = None
+        try:
+            result = run(one.contestant, one.ranks, args.data_dir, limit_s=args.limit_s)
+            said = f"{result.images_per_s:,.0f} images/s, first step after {result.startup_s:.1f} s"
+        except RunError as error:
+            said = f"FAILED: {error}"
+        print(f"{label}: {said}", file=sys.stderr, flush=True)
+        one.rounds.append(result)
     return series
 
 

@@ -10,46 +10,34 @@ from __future__ import annotations
 
 import argparse
 import collections
-import os
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from benchmarks import NO_GPUS
+from benchmarks.run import python_path
+from hvd_trainer.tools.runner.command import command_for
+from hvd_trainer.tools.runner.runs import Start, run_to_end
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 WORDS = ("terminate called", "Traceback", "Fatal", "Signal", "error:")
 """What a bad end prints, also where the launcher's exit code hides it."""
 
 
-def command(launcher: str, ranks: int, job: list[str]) -> list[str]:
-    """The command line of one run."""
-    if launcher == "torchrun":
-        return [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            *job,
-        ]
-    return [str(Path(sys.executable).with_name("horovodrun")), "-np", str(ranks), sys.executable, *job]
-
-
 def end_of_one_run(line: list[str], limit_s: float) -> str:
     """`clean`, or in short what was wrong."""
-    environ = {**os.environ, **NO_GPUS, "OMP_NUM_THREADS": "1"}
-    try:
-        run = subprocess.run(line, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryDirectory(prefix="hvd-exit-runs-") as name:
+        folder = Path(name)
+        environment = {**NO_GPUS, **python_path()}
+        code = run_to_end(Start(line, environment, threads=1), folder, folder / "output", limit_s=limit_s)
+        said = (folder / "output").read_text(errors="replace").splitlines()
+    if code is None:
         return f"no end in {limit_s:g} s"
-    said = [text for text in (run.stdout + run.stderr).splitlines() if any(word in text for word in WORDS)]
-    if run.returncode == 0 and not said:
+    bad = [text for text in said if any(word in text for word in WORDS)]
+    if code == 0 and not bad:
         return "clean"
-    return f"exit code {run.returncode}: {said[0][:100] if said else 'no words'}"
+    return f"exit code {code}: {bad[0][:100] if bad else 'no words'}"
 
 
 def main() -> int:
@@ -63,7 +51,7 @@ def main() -> int:
     parser.add_argument("--job", nargs=argparse.REMAINDER, help="what follows python, instead of the MNIST job")
     options = parser.parse_args()
     job = options.job or [*JOB, "--backend", options.backend]
-    line = command(options.launcher, options.ranks, job)
+    line = command_for(options.launcher, options.ranks, job)
     print("$", " ".join(line), flush=True)
     ends: collections.Counter[str] = collections.Counter()
     began = time.perf_counter()

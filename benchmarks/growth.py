@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import NO_GPUS
 from benchmarks.run import python_path
 from hvd_trainer.tools.runner.measured import measured_start
-from hvd_trainer.tools.runner.runs import run_to_end
+from hvd_trainer.tools.runner.runs import in_rounds, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 SIZES = {
@@ -137,11 +137,10 @@ def main() -> int:
     everything = list(cases(args.what))
     measured: dict[Case, list[Figures | None]] = {case: [] for case in everything}
     with tempfile.TemporaryDirectory(prefix="hvd-growth-") as folder:
-        for number in range(args.rounds):
-            for case in everything[:: 1 if number % 2 == 0 else -1]:
-                figures = run(case, Path(folder), args.limit_s)
-                print(f"round {number + 1}/{args.rounds}, {case}: {figures}", file=sys.stderr, flush=True)
-                measured[case].append(figures)
+        for number, case in in_rounds(everything, args.rounds):
+            figures = run(case, Path(folder), args.limit_s)
+            print(f"round {number}/{args.rounds}, {case}: {figures}", file=sys.stderr, flush=True)
+            measured[case].append(figures)
     print(table(measured))
     return int(any(None in its for its in measured.values()))
 
