@@ -11,8 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +41,9 @@ DARK = 0.5
 """The lightness, from 0 to 1, below which a colour needs white figures."""
 EMPTY: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0}
 IMPOSSIBLE: dict[str, Any] = {**EMPTY, "hatch": "////"}
-STYLE = {"hatch.linewidth": 0.6, "font.size": 9}
+TEXT_STYLE: dict[Any, Any] = {"svg.fonttype": "none"}
+"""Text stays text in the SVG: it can be searched, and read aloud."""
+STYLE: dict[Any, Any] = {"hatch.linewidth": 0.6, "font.size": 9}
 
 
 class Quantity(NamedTuple):
@@ -69,8 +70,11 @@ def write(comparison: Comparison, quantity: Quantity, heading: str, folder: Path
 
     Nothing is written where `draw` returns None.
     """
+    from matplotlib import rc_context
+
     files = [folder / f"{quantity.name}.{kind}" for kind in ("png", "svg")]
-    with drawing_style(quantity.name, STYLE):
+    # The same figures have the same names in the SVG.
+    with rc_context({**TEXT_STYLE, **STYLE, "svg.hashsalt": quantity.name}):
         if (figure := draw(comparison, quantity)) is None:
             return [], ""
         element = as_element(figure)
@@ -78,20 +82,6 @@ def write(comparison: Comparison, quantity: Quantity, heading: str, folder: Path
         for file in files:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files, element
-
-
-def drawing_style(salt: str, style: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which figures must be drawn and saved, too.
-
-    Args:
-        salt: from which names in the SVG are made, so that the same figures have the same ones.
-        style: settings of matplotlib.
-    """
-    from matplotlib import rc_context
-
-    # Text stays text in the SVG: it can be searched, and read aloud.
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, **style}
-    return rc_context(settings)
 
 
 def as_element(figure: Figure) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvd_trainer.tools.compare import heat_map
 from hvd_trainer.tools.compare.result import PART_TEXTS, Comparison, TrialResult
@@ -25,7 +25,7 @@ WHISKERS = {"whislo": 5, "q1": 25, "med": 50, "q3": 75, "whishi": 95}
 """The percentiles of a box."""
 MAX_ROWS = 24
 """Bars or boxes of one picture; with more there is none."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -51,10 +51,11 @@ def pictures(comparison: Comparison) -> list[Picture]:
 
 def _svg(comparison: Comparison, draw: Callable[[Axes, Comparison], bool]) -> str:
     """Return a drawing as an element of a page; empty if there is nothing to draw."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     rows = len(_timed(comparison)) if draw in (_draw_step_times, _draw_breakdown) else 0
-    with heat_map.drawing_style(draw.__name__, STYLE):
+    with rc_context({**heat_map.TEXT_STYLE, **STYLE, "svg.hashsalt": draw.__name__}):
         figure = Figure((WIDTH, max(HEIGHT, 0.9 + ROW_HEIGHT * rows)), layout="constrained")
         return heat_map.as_element(figure) if rows <= MAX_ROWS and draw(figure.subplots(), comparison) else ""
 
