@@ -51,7 +51,6 @@ LONGEST = (
     "test_compare",
     "test_doctor",
     "test_parity_tool",
-    "test_parity_scripts",
     "test_horovod_own_tests",
     "test_run",
     "test_probe",

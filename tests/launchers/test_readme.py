@@ -120,7 +120,7 @@ TYPED_ELSEWHERE = {
         *("test_parity_tool.py", '"hvd_trainer.mnist"'),
     ),
     "hvd-trainer parity -np 2 -- train.py --epochs 1": (
-        *("test_parity_scripts.py", "test_parity_of_a_script_from_the_command_to_the_exit_code"),
+        *("test_parity_tool.py", "test_parity_from_the_command_to_the_exit_code"),
     ),
     "hvd-trainer doctor": ("test_doctor.py", '"doctor"'),
     "hvd-trainer doctor --run": ("test_doctor.py", '"--run"'),

@@ -20,7 +20,7 @@ torch.manual_seed(42 + (hvd.rank() if fault == "seed by rank on both" else 0))
 points = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(points, points[:, :4].argmax(dim=1))
 sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
-loader = DataLoader(dataset, batch_size=8, sampler=None if fault == "no sampler" else sampler)
+loader = DataLoader(dataset, batch_size=8, sampler=sampler)
 
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (hvd.size() if fault == "rate" else 1), momentum=0.5)

@@ -1,9 +1,9 @@
-"""Make traces of runs for test_parity_tool.py that are equal but for what a test edits."""
+"""Make traces of runs for test_parity_tool.py that are equal but for what a test changes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from hvd_trainer.observe.checksums import checksum
 from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
 
-Edit = Callable[[int, str, dict[str, Any], dict[str, Tensor]], None]
-"""Given the rank, the moment (`step 2`), its line and its tensors; changes them."""
+Change = Callable[[int, dict[str, Any], dict[str, Tensor]], None]
+"""Given a rank, its line and its tensors at a moment; changes them."""
 FACTS = {
     "device": "cpu",
     "threads": 1,
@@ -31,9 +31,41 @@ OPTIONS = {
     "accumulate": 1,
     "sync_batch_norm": False,
     "lr_scaling": "none",
-    "backend": "ddp",
 }
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
+
+
+def set_line(**changes: Any) -> Change:
+    return lambda rank, line, values: line.update(changes)
+
+
+def set_tensor(name: str, *numbers: float) -> Change:
+    return lambda rank, line, values: values.update({name: torch.tensor(numbers)})
+
+
+def multiply(factor: float, *names: str, only: int | None = None) -> Change:
+    """Multiply the tensors whose names begin so, on all ranks or on one."""
+
+    def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
+        if only in (None, rank):
+            values.update({name: its * factor for name, its in values.items() if name.startswith(names)})
+
+    return change
+
+
+def combine(*changes: Change) -> Change:
+    def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
+        for its in changes:
+            its(rank, line, values)
+
+    return change
+
+
+def set_samples(value_of: Callable[[int, int], str]) -> Change:
+    """Replace the samples, given the rank and the place in its batch."""
+    return lambda rank, line, values: line.update(
+        samples=[value_of(rank, place) for place in range(len(line["samples"]))]
+    )
 
 
 def draw_tensor(text: str, count: int) -> Tensor:
@@ -41,33 +73,22 @@ def draw_tensor(text: str, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def make_line(rank: int, ranks: int, moment: Moment, per_rank: int) -> dict[str, Any]:
+def make_line(rank: int, ranks: int, moment: Moment) -> dict[str, Any]:
     """Make the line of a rank at a moment, without its checksums."""
     its: dict[str, Any] = {"event": moment.name, "step": moment.step}
     if moment.name == "start":
-        return its | {
-            "copy": rank,
-            "copies": ranks,
-            "stride": 1,
-            "shapes": {name: str(shape) for name, shape in SHAPES.items()},
-            "sliced": [],
-            "dropout": [],
-            "batch_norm": [],
-            "settings": [{"momentum": "0.9", "weight_decay": "0.0"}],
-        }
+        shapes = {name: str(shape) for name, shape in SHAPES.items()}
+        settings = [{"momentum": "0.9", "weight_decay": "0.0"}]
+        its |= {"copy": rank, "copies": ranks, "stride": 1, "shapes": shapes, "settings": settings}
+        return its | {"sliced": [], "dropout": [], "batch_norm": []}
     if moment.name == "evaluation":
         return its | {"figures": {"test_loss": 0.5, "test_accuracy": 0.75}}
     # Of each step of 8, rank r of n takes every n-th sample.
-    samples = range((moment.step - 1) * 8 + rank, moment.step * 8, ranks)
-    return its | {
-        "epoch": 1 + (moment.step > 2),
-        "samples": [f"x{number}-y{number % 4}" for number in samples],
-        "counts": [per_rank],
-        "losses": [1.0 / moment.step],
-        "lr": [0.1],
-        "grad_norm": 2.0,
-        "skipped": False,
-    }
+    samples = [
+        f"x{number}-y{number % 4}" for number in range((moment.step - 1) * 8 + rank, moment.step * 8, ranks)
+    ]
+    its |= {"samples": samples, "counts": [len(samples)], "losses": [1.0 / moment.step]}
+    return its | {"lr": [0.1], "grad_norm": 2.0, "skipped": False}
 
 
 def make_tensors(rank: int, moment: Moment) -> dict[str, Tensor]:
@@ -85,22 +106,26 @@ def make_tensors(rank: int, moment: Moment) -> dict[str, Tensor]:
 
 def make_trace(
     name: str = "ddp",
-    edit: Edit | None = None,
+    changes: Mapping[str, Change] | None = None,
     *,
     ranks: int = 2,
     steps: int = 4,
     facts: Any = None,
     **options: Any,
 ) -> Trace:
-    """Make the trace of two epochs of two steps each, with an evaluation at its end."""
+    """Make the trace of two epochs of two steps each, with an evaluation at its end.
+
+    Args:
+        changes: by moment, such as `step 2`.
+    """
     moments = [Moment(0, 0), *(Moment(step, 1) for step in range(1, steps + 1)), Moment(steps, 2)]
     everyone = []
     for rank in range(ranks):
         its = {}
         for moment in moments:
-            line, values = make_line(rank, ranks, moment, 8 // ranks), make_tensors(rank, moment)
-            if edit is not None:
-                edit(rank, f"{moment.name} {moment.step}", line, values)
+            line, values = make_line(rank, ranks, moment), make_tensors(rank, moment)
+            if (change := (changes or {}).get(f"{moment.name} {moment.step}")) is not None:
+                change(rank, line, values)
             sums: dict[str, dict[str, str]] = {}
             for key, value in values.items():
                 kind, _, rest = key.partition("/")

@@ -1,7 +1,8 @@
-"""A job with a mistake on one engine, which `python -m hvd_trainer parity` must find: see test_parity_tool.py."""
+"""A job for test_parity_tool.py with a mistake on one engine, such as FAULT="ddp: scaled rate"."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,21 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hvd_trainer import RunView, Trainer, TrainerOptions, run_job
+from hvd_trainer import Trainer, TrainerOptions, run_job
 from hvd_trainer.backends.ddp import BUFFERS_IN_FORWARD
-from hvd_trainer.observe.callback import Callback
 
 SAMPLES = 304  # of a step 64: four steps and one of 48 in an epoch
 
 
 @dataclass(frozen=True)
-class FaultOptions:
-    """The planted mistake and where it is."""
+class NormOptions:
+    """The normalisation of the model."""
 
-    fault: str = "none"
-    """which mistake; none by itself"""
-    on: str = "horovod"
-    """the engine that has it"""
     batch_norm: bool = False
     """whether the model has batch norm"""
 
@@ -32,7 +28,7 @@ class FaultOptions:
 class Options(TrainerOptions):
     """Train a few layers on random points."""
 
-    wrong: FaultOptions = field(default_factory=FaultOptions)
+    norm: NormOptions = field(default_factory=NormOptions)
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
@@ -55,11 +51,12 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 def train(options: Options) -> None:
     """Train with the mistake on the engine that shall have it."""
-    fault = options.wrong.fault if options.engine.backend == options.wrong.on else "none"
+    engine, _, fault = os.environ.get("FAULT", "").partition(": ")
+    fault = fault if engine == options.engine.backend else ""
     with Trainer(options) as trainer:
         if fault == "other start":
             torch.rand(1)
-        norm = nn.BatchNorm1d(16) if options.wrong.batch_norm else nn.Identity()
+        norm = nn.BatchNorm1d(16) if options.norm.batch_norm else nn.Identity()
         model = nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Linear(16, 4))
         lr = 0.05 * (trainer.world.size if fault == "scaled rate" else 1)
         optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=0.01)
@@ -67,48 +64,24 @@ def train(options: Options) -> None:
             import horovod.torch as hvd
 
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        if fault == "crash":
-            raise RuntimeError("a mistake in the job")
-        plant(fault, trainer)
-        callbacks = [OneRank()] if fault == "one rank" else []
+        plant(fault, trainer.backend)
         data = Points(counts=fault == "wrong shard")
-        trainer.fit(model, optimizer, nn.functional.cross_entropy, data, Points(), callbacks=callbacks)
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, data, Points())
 
 
-def plant(fault: str, trainer: Trainer) -> None:
+def plant(fault: str, backend: Any) -> None:
     """Plant a mistake inside the engine."""
-    backend: Any = trainer.backend
-    finish, prepare = backend._finish_exchange, backend.prepare
+    prepare = backend.prepare
 
-    def summed(optimizer: torch.optim.Optimizer) -> None:
-        finish(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(trainer.world.size)
+    def sending(model: nn.Module, optimizer: torch.optim.Optimizer, exchange: bool) -> Any:
+        prepared = prepare(model, optimizer, exchange=exchange)
+        setattr(prepared[0], BUFFERS_IN_FORWARD, True)
+        return prepared
 
     if fault == "buffers":
         backend.average_buffers = lambda model: None
-    elif fault == "no average":
-        backend.prepare = lambda model, optimizer, exchange: prepare(model, optimizer, exchange=False)
     elif fault == "sent buffers":
-
-        def sending(model: nn.Module, optimizer: torch.optim.Optimizer, exchange: bool) -> Any:
-            prepared = prepare(model, optimizer, exchange=exchange)
-            setattr(prepared[0], BUFFERS_IN_FORWARD, True)
-            return prepared
-
         backend.prepare = sending
-    elif fault == "sum":
-        backend._finish_exchange = summed
-
-
-class OneRank(Callback):
-    """A callback that changes a weight of the last rank after the third step."""
-
-    def on_step_end(self, run: RunView, result: Any) -> None:
-        if run.progress.step == 3 and run.world.rank == run.world.size - 1:
-            with torch.no_grad():
-                next(run.model.parameters())[0, 0] += 1e-6
 
 
 if __name__ == "__main__":

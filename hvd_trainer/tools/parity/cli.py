@@ -1,11 +1,7 @@
-"""Run `python -m hvd_trainer parity`: whether both engines train the same model, and if not, where they part and
-why.
+"""Run `python -m hvd_trainer parity`: train a job on each engine, and compare the traces of its first steps.
 
-python -m hvd_trainer parity -- -m hvd_trainer.mnist --dataset digits
-
-The job is started on each engine by the engine's own launcher, one after the other, and writes a trace of its
-first steps (`observe/trace_writer.py`); a script that is not built on the Trainer as `run` starts it, with a probe
-that traces. Traces are compared in the order in which one quantity follows from another.
+The job is started by the engine's own launcher, and writes a trace (`observe/trace_writer.py`); a script that is
+not built on the Trainer as `run` starts it, with a probe that traces.
 """
 
 from __future__ import annotations
@@ -17,10 +13,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from hvd_trainer.tools.parity.pair import compare_all
+from hvd_trainer.tools.parity.comparison import compare_all
 from hvd_trainer.tools.parity.report import print_report
-from hvd_trainer.tools.parity.traced_runs import Plan, check_traced_job, parse_engines, trace_all
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, steps_of, trace_all
+from hvd_trainer.tools.runner.command import OURS, read_command
 from hvd_trainer.tools.runner.machine import threads_per_rank
 from hvd_trainer.tools.runner.runs import locked_folder
 
@@ -56,13 +52,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or there is no job.
     """
-    options, job = read_command("parity", Options, argv)
-    steps = check_traced_job(job, options.steps)
+    # All runs are new ones, from their first step.
+    options, job = read_command("parity", Options, argv, reserved=(*OURS, "--trace-steps", "--resume"))
     engines = parse_engines(options.engines, job)
     threads = options.threads or threads_per_rank(options.np)
-    plan = Plan(job, steps, options.np, threads, options.timeout_s)
-    folder = options.out.expanduser().resolve()
-    with locked_folder(folder):
+    plan = Plan(job, steps_of(job, options.steps), options.np, threads, options.timeout_s)
+    with locked_folder(options.out) as folder:
         traced = trace_all(engines, plan, folder)
         traces = [its.trace for its in traced if its.trace is not None]
         pairs = compare_all(traces, options.tolerance)

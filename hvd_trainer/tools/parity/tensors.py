@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,8 +25,7 @@ class Finding:
 
     when: Moment
     quantity: str
-    """set-up, settings, samples, order, skipped, learning rate, loss, gradients, gradient norm, parameters,
-    optimizer, buffers, evaluation, or steps"""
+    """such as the kind of a tensor, or what else `comparison.py` compares"""
     sides: tuple[str, str]
     values: tuple[Any, Any]
     """for a tensor, its elements that are farthest apart"""
@@ -42,139 +41,6 @@ class Finding:
     """the run whose ranks differ among each other; empty where two runs do"""
 
 
-class TensorPair(NamedTuple):
-    """A tensor on two ranks, of one run or of two."""
-
-    name: str
-    one: int
-    other: int
-
-
-def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
-    """Yield a finding if there are tensors that are not the same on all ranks of a run that have them whole.
-
-    Args:
-        kind: gradients, parameters, optimizer or buffers.
-        limit: the largest allowed relative difference; 0: every bit counts.
-    """
-    places, holders = [], _holders(trace, when, kind)
-    for rank, its in enumerate(trace.ranks):
-        for name in _unsliced(trace, its[when].checksums(kind)):
-            places.append(TensorPair(name, holders[name], rank))
-    yield from _KindComparison(trace, trace, when, kind).find(places, limit)
-
-
-def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
-    """Yield a finding if tensors differ between two runs.
-
-    They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
-    """
-    if one.size != other.size:
-        left, right = (_holders(trace, when, kind) for trace in (one, other))
-        names = dict.fromkeys([*left, *right])
-        places = [TensorPair(name, left.get(name, 0), right.get(name, 0)) for name in names]
-    else:
-        places = [place for rank in range(one.size) for place in _same_rank(one, other, when, kind, rank)]
-    yield from _KindComparison(one, other, when, kind).find(places, limit)
-
-
-def largest_difference(one: Trace, other: Trace, when: Moment, kind: str = "parameters") -> float:
-    """Return the largest relative difference of a tensor on rank 0 of two runs; 0 means the same bits."""
-    sides = _KindComparison(one, other, when, kind)
-    places = _same_rank(one, other, when, kind, 0)
-    return max((sides.gap(place).relative for place in places if not sides.same(place)), default=0.0)
-
-
-def _same_rank(one: Trace, other: Trace, when: Moment, kind: str, rank: int) -> list[TensorPair]:
-    names = dict.fromkeys(name for its in (one, other) for name in its.ranks[rank][when].checksums(kind))
-    return [TensorPair(name, rank, rank) for name in names]
-
-
-def _unsliced(trace: Trace, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of tensors that are not split over ranks."""
-    sliced = set(trace.start["sliced"])
-    return (name for name in names if name not in sliced and name.rpartition("/")[0] not in sliced)
-
-
-def _holders(trace: Trace, when: Moment, kind: str) -> dict[str, int]:
-    """Return the first rank that has each tensor whole, by name."""
-    found: dict[str, int] = {}
-    for rank, its in enumerate(trace.ranks):
-        for name in _unsliced(trace, its[when].checksums(kind)):
-            found.setdefault(name, rank)
-    return found
-
-
-class _KindComparison:
-    """The tensors of one kind at one moment, on all ranks of two runs, or twice of one run."""
-
-    def __init__(self, one: Trace, other: Trace, when: Moment, kind: str) -> None:
-        self._left, self._right = ([_Rank(its[when]) for its in trace.ranks] for trace in (one, other))
-        self._names, self._when, self._kind = (one.name, other.name), when, kind
-        self._run = one.name if one is other else ""
-
-    def checksums(self, place: TensorPair) -> tuple[str | None, str | None]:
-        left, right = self._left[place.one].moment, self._right[place.other].moment
-        return left.checksums(self._kind).get(place.name), right.checksums(self._kind).get(place.name)
-
-    def same(self, place: TensorPair) -> bool:
-        left, right = self.checksums(place)
-        return left == right
-
-    def gap(self, place: TensorPair) -> Distance:
-        left, right, name = self._left[place.one], self._right[place.other], f"{self._kind}/{place.name}"
-        return distance_between(left.values.get(name), right.values.get(name), left.min_norm.get(name, 0.0))
-
-    def find(self, places: Sequence[TensorPair], limit: float) -> Iterator[Finding]:
-        """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
-        differing: dict[str, tuple[TensorPair, Distance]] = {}
-        seen = set()
-        for place in places:
-            # The same two contents were compared on other ranks already.
-            known = (place.name, *self.checksums(place))
-            if place.name in differing or self.same(place) or known in seen:
-                continue
-            seen.add(known)
-            if limit == 0 and differing:
-                differing[place.name] = next(iter(differing.values()))  # only the first one's distance is reported
-            elif (its := self.gap(place)).relative > limit or limit == 0:
-                differing[place.name] = place, its
-        for place, its in [*differing.values()][:1]:
-            yield Finding(
-                self._when,
-                self._kind,
-                self._sides(place),
-                (its.left, its.right),
-                name=place.name,
-                absolute=its.absolute,
-                relative=its.relative,
-                count=len(differing),
-                total=len({place.name for place in places}),
-                run=self._run,
-            )
-
-    def _sides(self, place: TensorPair) -> tuple[str, str]:
-        if self._run:
-            return f"rank {place.one}", f"rank {place.other}"
-        one, other = (name + (f", rank {n}" if n else "") for name, n in zip(self._names, place[1:], strict=True))
-        return one, other
-
-
-class _Rank:
-    """The state of one rank at one moment, read on first use."""
-
-    def __init__(self, moment: Snapshot) -> None:
-        self.moment = moment
-
-    @cached_property
-    def values(self) -> Mapping[str, Tensor]:
-        return self.moment.values()
-
-    @cached_property
-    def min_norm(self) -> Mapping[str, float]:
-        return min_norms(self.values)
-
-
 class Distance(NamedTuple):
     """The distance of two tensors."""
 
@@ -185,6 +51,104 @@ class Distance(NamedTuple):
     left: Any
     right: Any
     """the elements that are farthest apart, or a description of a tensor without a counterpart"""
+
+
+TensorPair = tuple[str, int, int]
+"""The name of a tensor, and two ranks, of one run or of two."""
+
+
+def among_ranks(trace: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
+    """Yield a finding if there are tensors that are not the same on all ranks of a run that have them whole.
+
+    Args:
+        kind: gradients, parameters, optimizer or buffers.
+        limit: the largest allowed relative difference; 0: every bit counts.
+    """
+    first = _first_holders(trace, when, kind)
+    ranks = range(trace.size)
+    pairs = [(name, first[name], rank) for rank in ranks for name in _whole(trace, when, kind, rank)]
+    yield from _compare(trace, trace, when, kind, pairs, limit)
+
+
+def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float = 0.0) -> Iterator[Finding]:
+    """Yield a finding if tensors differ between two runs.
+
+    They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
+    """
+    if one.size == other.size:
+        pairs = [pair for rank in range(one.size) for pair in _on_rank(one, other, when, kind, rank)]
+    else:
+        left, right = (_first_holders(trace, when, kind) for trace in (one, other))
+        pairs = [(name, left.get(name, 0), right.get(name, 0)) for name in {**left, **right}]
+    yield from _compare(one, other, when, kind, pairs, limit)
+
+
+def largest_difference(one: Trace, other: Trace, when: Moment) -> float:
+    """Return the largest relative difference of a parameter on rank 0 of two runs; 0 means the same bits."""
+    left, right = one.ranks[0][when], other.ranks[0][when]
+    sums = left.checksums("parameters"), right.checksums("parameters")
+    names = [name for name in {**sums[0], **sums[1]} if sums[0].get(name) != sums[1].get(name)]
+    return max((_distance(left, right, "parameters", name).relative for name in names), default=0.0)
+
+
+def _on_rank(one: Trace, other: Trace, when: Moment, kind: str, rank: int) -> list[TensorPair]:
+    left, right = (trace.ranks[rank][when].checksums(kind) for trace in (one, other))
+    return [(name, rank, rank) for name in {**left, **right}]
+
+
+def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:
+    """Yield the names of tensors of a rank that are not split over ranks."""
+    sliced = set(trace.start["sliced"])
+    for name in trace.ranks[rank][when].checksums(kind):
+        if not {name, name.rpartition("/")[0]} & sliced:  # `fc1.weight`, or its `fc1.weight/exp_avg`
+            yield name
+
+
+def _first_holders(trace: Trace, when: Moment, kind: str) -> dict[str, int]:
+    """Return the first rank that has each tensor whole, by name."""
+    found: dict[str, int] = {}
+    for rank in range(trace.size):
+        for name in _whole(trace, when, kind, rank):
+            found.setdefault(name, rank)
+    return found
+
+
+def _compare(
+    one: Trace, other: Trace, when: Moment, kind: str, pairs: Sequence[TensorPair], limit: float
+) -> Iterator[Finding]:
+    """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
+    found: list[Finding] = []
+    differing, seen = set(), set()
+    for name, rank, other_rank in pairs:
+        left, right = one.ranks[rank][when], other.ranks[other_rank][when]
+        sums = left.checksums(kind).get(name), right.checksums(kind).get(name)
+        # The same two contents may have been compared on other ranks already.
+        if sums[0] == sums[1] or name in differing or (name, sums) in seen:
+            continue
+        seen.add((name, sums))
+        if limit > 0 or not found:
+            absolute, relative, *values = _distance(left, right, kind, name)
+            if 0 < limit >= relative:
+                continue
+            sides = _sides(one, other, rank, other_rank)
+            found.append(Finding(when, kind, sides, (values[0], values[1]), name, absolute, relative))
+        differing.add(name)
+    for its in found[:1]:
+        total, run = len({name for name, _, _ in pairs}), one.name if one is other else ""
+        yield replace(its, count=len(differing), total=total, run=run)
+
+
+def _sides(one: Trace, other: Trace, rank: int, other_rank: int) -> tuple[str, str]:
+    if one is other:
+        return f"rank {rank}", f"rank {other_rank}"
+    left, right = (f", rank {number}" if number else "" for number in (rank, other_rank))
+    return one.name + left, other.name + right
+
+
+def _distance(left: Snapshot, right: Snapshot, kind: str, name: str) -> Distance:
+    place = f"{kind}/{name}"
+    min_norm = MIN_NORM_FRACTION * norm_of_kind(left, kind_of(place))
+    return distance_between(left.values().get(place), right.values().get(place), min_norm)
 
 
 def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float = 0.0) -> Distance:
@@ -211,26 +175,23 @@ def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float =
 def _describe_tensor(tensor: Tensor | None) -> Any:
     if tensor is None:
         return NONE
-    return (
-        float(tensor)
-        if len(tensor) == 1
-        else f"{len(tensor):,} elements, norm {float(tensor.double().norm()):.4g}"
-    )
+    if len(tensor) == 1:
+        return float(tensor)
+    return f"{len(tensor):,} elements, norm {float(tensor.double().norm()):.4g}"
 
 
-def min_norms(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return for each tensor the least norm that it is measured by, from the norm of all tensors of its kind."""
-    squares: dict[str, float] = {}
-    for name, tensor in values.items():
-        squares[_kind(name)] = squares.get(_kind(name), 0.0) + float(tensor.double().square().sum())
-    return {name: MIN_NORM_FRACTION * math.sqrt(squares[_kind(name)]) for name in values}
+@lru_cache(maxsize=64)
+def norm_of_kind(snapshot: Snapshot, kind: str) -> float:
+    """Return the norm of all tensors of one kind on a rank."""
+    squares = [float(t.double().square().sum()) for n, t in snapshot.values().items() if kind_of(n) == kind]
+    return math.sqrt(sum(squares))
 
 
-def _kind(name: str) -> str:
+def kind_of(place: str) -> str:
     """Return the kind of a tensor: `gradients` of `gradients/fc1.weight`, `optimizer/exp_avg` of
     `optimizer/fc1.weight/exp_avg`.
     """
-    kind, _, rest = name.partition("/")
+    kind, _, rest = place.partition("/")
     return f"{kind}/{rest.rpartition('/')[2]}" if kind == "optimizer" else kind
 
 

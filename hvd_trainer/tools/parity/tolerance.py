@@ -30,16 +30,16 @@ FIRST_STEP_ONLY = ("gradients", "optimizer")
 
 
 class Tolerance(NamedTuple):
-    """The relative differences that are allowed between two runs."""
+    """The relative differences that are allowed between two runs; none by itself."""
 
-    loss: float
-    """for the loss of the first step"""
-    tensors: float
-    """for tensors of the first step: gradients and their norm, parameters, the optimizer's state"""
-    later: float
-    """for loss, gradient norm and parameters from the second step on"""
     why: str
-    everywhere: bool = False
+    loss: float = 0.0
+    """for the loss of the first step"""
+    tensors: float = 0.0
+    """for tensors of the first step: gradients and their norm, parameters, the optimizer's state"""
+    later: float = 0.0
+    """for loss, gradient norm and parameters from the second step on"""
+    everywhere: bool = True
     """whether gradients and optimizer state are compared in later steps, too"""
 
     @property
@@ -60,24 +60,19 @@ def expected_tolerance(one: Trace, other: Trace, asked: float | None = None) -> 
     Args:
         asked: the tolerance that the user set instead.
     """
-    options, precision = one.options, one.options["precision"]
+    options, limits = one.options, TOLERANCE_BY_PRECISION[one.options["precision"]]
     if asked is not None:
-        return Tolerance(asked, asked, asked, "--tolerance", everywhere=True)
+        return Tolerance("--tolerance", asked, asked, asked)
     if options["reproducible"] is not None:
-        return _exact("with --reproducible any number of ranks gives the same bits")
+        return Tolerance("with --reproducible any number of ranks gives the same bits")
     if one.size != other.size:
-        return Tolerance(*TOLERANCE_BY_PRECISION[precision], f"{precision}, on {one.size} and {other.size} ranks")
-    if one.facts["device"] != "cpu":
-        return Tolerance(
-            *TOLERANCE_BY_PRECISION[precision], f"{precision} on GPUs, which need not add up in one order"
-        )
-    if one.is_script and one.size > 2:
+        why = f"{options['precision']}, on {one.size} and {other.size} ranks"
+    elif one.facts["device"] != "cpu":
+        why = f"{options['precision']} on GPUs, which need not add up in one order"
+    elif one.is_script and one.size > 2:
         why = f"a script on {one.size} ranks, whose gradients the engines may add up in another order"
-        return Tolerance(*TOLERANCE_BY_PRECISION[precision], why)
-    if options["compression"] != "none":
-        return Tolerance(*COMPRESSION_TOLERANCE, f"gradients are sent as {options['compression']}")
-    return _exact("on CPUs both engines compute the same sums in the same order")
-
-
-def _exact(why: str) -> Tolerance:
-    return Tolerance(0.0, 0.0, 0.0, why, everywhere=True)
+    elif options["compression"] != "none":
+        why, limits = f"gradients are sent as {options['compression']}", COMPRESSION_TOLERANCE
+    else:
+        return Tolerance("on CPUs both engines compute the same sums in the same order")
+    return Tolerance(why, *limits, everywhere=False)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_of, option_values
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_values
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import Start, measured_start
-from hvd_trainer.tools.runner.runs import RUNS, RunRecord
-from hvd_trainer.tools.runner.trial_runner import run_once
+from hvd_trainer.tools.runner.runs import RunRecord
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 from hvd_trainer.utils.text import plural
 
 TRACES_FOLDER = "traced"
 ENGINES = ("horovod", "ddp", "single")
-RESERVED_OPTIONS = ("--trace-steps", "--resume")
-"""Options that the comparison sets: the job may not have them, nor those that `read_job` refuses."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +33,10 @@ class TracedRun:
     def done(self) -> bool:
         return self.run.state == "done"
 
-    def failure_message(self, folder: Path) -> str:
-        """Return why the run is not done, and where its output is."""
-        return f"{self.engine} {self.run.state}: {self.run.why(folder)}"
 
-
-def check_traced_job(job: Sequence[str], steps: int) -> int:
-    """Return the number of steps of each run: at most the --max-steps of a job that is built on the Trainer.
-
-    Raises:
-        OptionError: the job has an option that the comparison sets.
-    """
-    if not is_trainer_job(job):
-        return steps
-    taken = [word for word in job if option_of(word) in RESERVED_OPTIONS]
-    if taken:
-        raise OptionError(
-            f"Leave {' and '.join(taken)} out of the job: all runs are new ones, from their first step"
-        )
-    own = option_values(job, "--max-steps")
+def steps_of(job: Sequence[str], steps: int) -> int:
+    """Return the number of steps of each run: at most the --max-steps of a job that is built on the Trainer."""
+    own = option_values(job, "--max-steps") if is_trainer_job(job) else []
     return min([steps, *(int(text) for text in own if text.isdecimal() and int(text) > 0)])
 
 
@@ -100,13 +82,13 @@ class Plan:
             OptionError: the launcher is not installed.
         """
         if not is_trainer_job(self.job):
-            steps, script = self.steps, self.job
-            return measured_start(script, engine=engine, ranks=self.ranks, log=log, steps=steps, trace_steps=steps)
+            more: Any = {"threads": self.threads, "steps": self.steps, "trace_steps": self.steps}
+            return measured_start(self.job, engine=engine, ranks=self.ranks, log=log, **more)
         words = [*self.job, *NOT_SAVED, "--max-steps", str(self.steps), "--trace-steps", str(self.steps)]
         words += ["--backend", engine, "--log-dir", str(log)]
         if engine == "single" and like is not None:
             words += global_batch_options(like)
-        return Start(command_for(LAUNCHER_OF[engine], self.ranks, words), {})
+        return Start(command_for(LAUNCHER_OF[engine], self.ranks, words), threads=self.threads)
 
 
 def global_batch_options(like: Trace) -> list[str]:
@@ -125,54 +107,34 @@ def global_batch_options(like: Trace) -> list[str]:
 
 def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRun]:
     """Run the job on each engine and print each result; after a failed run the others are run all the same."""
-    for old in (folder / TRACES_FOLDER, folder / "failed"):
-        shutil.rmtree(old, ignore_errors=True)
-    (folder / RUNS).unlink(missing_ok=True)
+    shutil.rmtree(folder / TRACES_FOLDER, ignore_errors=True)
     for engine in engines:
         plan.start(engine, folder)  # raises before the first run if a launcher is missing
+    runner = TrialRunner(folder, limit_s=plan.limit_s, resume=False)  # the job may have been changed since
     done: list[TracedRun] = []
     for engine in engines:
         like = next((its.trace for its in done if its.trace is not None), None)
-        done.append(_trace(engine, plan, folder, like))
-        print(_result_line(done[-1], plan), flush=True)
+        done.append(_trace(engine, plan, runner, like))
     return done
 
 
-def _trace(engine: str, plan: Plan, folder: Path, like: Trace | None) -> TracedRun:
-    log = folder / TRACES_FOLDER / engine
-    ranks = 1 if LAUNCHER_OF[engine] == "python" else plan.ranks
+def _trace(engine: str, plan: Plan, runner: TrialRunner, like: Trace | None) -> TracedRun:
+    log, ranks = runner.folder / TRACES_FOLDER / engine, 1 if engine == "single" else plan.ranks
     start = plan.start(engine, log, like)
+
+    def read(_: Path) -> dict[str, Any] | None:
+        """Return the figures of a run that has ended; None if a rank has no trace."""
+        trace = read_trace(engine, log)
+        return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
+
     identity = {"engine": engine, "ranks": ranks, "words": start.command[1:]}
-    run = run_once(
-        start.command,
-        folder,
-        identity,
-        1,
-        threads=plan.threads,
-        limit_s=plan.limit_s,
-        read=partial(_figures, log, ranks),
-        variables=start.variables,
-    )
-    if run.state == "failed" and run.note.startswith("it ended"):
-        done = (
-            "no Trainer has trained"
-            if is_trainer_job(plan.job)
-            else "no optimizer has made a step after backward()"
-        )
-        run = replace(run, note=f"it ended, and {done} on {plural(ranks, 'rank')} in it")
+    label = f"{engine} on {plural(ranks, 'rank')}"
+    run = runner.run(JobTrial(label, identity, lambda _: start, read))
+    seconds = f"({run.seconds:.0f} s)"
+    if run.state == "done":
+        steps = run.figures["steps"]
+        more = f", as the job makes no more than {steps}" if steps < plan.steps else ""
+        print(f"{label}: {plural(steps, 'step')} {seconds}{more}", flush=True)
+    else:
+        print(f"{label}: {run.state} {seconds}", flush=True)
     return TracedRun(engine, run, read_trace(engine, log))
-
-
-def _figures(log: Path, ranks: int, _: Path) -> dict[str, Any] | None:
-    """Return the figures of a run that has ended; None if a rank has no trace."""
-    trace = read_trace("", log)
-    return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
-
-
-def _result_line(its: TracedRun, plan: Plan) -> str:
-    ranks = its.run.identity["ranks"]
-    if not its.done:
-        return f"{its.engine} on {plural(ranks, 'rank')}: {its.run.state} ({its.run.seconds:.0f} s)"
-    steps = its.run.figures["steps"]
-    more = f", as the job makes no more than {steps}" if steps < plan.steps else ""
-    return f"{its.engine} on {plural(ranks, 'rank')}: {plural(steps, 'step')} ({its.run.seconds:.0f} s){more}"

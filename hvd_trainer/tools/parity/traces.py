@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Moment(NamedTuple):
         return words.get(self.name, f"in the evaluation after step {self.step}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """The state of one rank at one moment."""
 
@@ -154,6 +154,7 @@ def _read_rank(folder: Path) -> dict[Moment, Snapshot]:
     return moments
 
 
+@lru_cache(maxsize=8)  # and not all, which may be gigabytes
 def _read_tensors(file: Path) -> Mapping[str, Tensor]:
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Find where two runs part: all that differs at the first moment at which anything does.
+"""Compare two runs: all that differs at the first moment at which anything does.
 
     start         set-up, parameters, the optimizer's settings and state, buffers
     each step     samples, learning rate, loss, gradients, their norm, parameters, the optimizer's state, buffers
@@ -11,13 +11,22 @@ is compared among them before the runs are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from hvd_trainer.config.checks import flag
 from hvd_trainer.tools.compare.equal_work import ASPECTS
-from hvd_trainer.tools.parity.tensors import NONE, Finding, among_ranks, between_runs, relative_difference
-from hvd_trainer.tools.parity.tolerance import Tolerance
+from hvd_trainer.tools.parity.tensors import (
+    NONE,
+    Finding,
+    among_ranks,
+    between_runs,
+    largest_difference,
+    relative_difference,
+)
+from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
 from hvd_trainer.utils.text import plural
 
@@ -30,10 +39,60 @@ SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
 """Options that differ between runs on different numbers of ranks."""
 
 
-def find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
-    """Return all that differs at the first moment at which anything does, in the order above; empty if nothing
-    does.
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, and where they differ."""
+
+    one: Trace
+    other: Trace
+    allowed: Tolerance
+    findings: Sequence[Finding]
+    """all that differs at the first moment at which anything does; empty if nothing does"""
+    gaps: Mapping[int, float]
+    """by step, the largest relative difference of a parameter; 0: the same bits"""
+
+    @classmethod
+    def compare(cls, one: Trace, other: Trace, asked: float | None = None) -> Pair:
+        """Compare two runs.
+
+        Args:
+            asked: the tolerance that the user set; None: the expected one.
+        """
+        allowed = expected_tolerance(one, other, asked)
+        both = sorted({*one.steps} & {*other.steps})
+        gaps = {when.step: largest_difference(one, other, when) for when in both}
+        return cls(one, other, allowed, _find_differences(one, other, allowed), gaps)
+
+    @property
+    def same(self) -> bool:
+        return not self.findings
+
+    @property
+    def equal_bits(self) -> bool:
+        return self.same and self.allowed.exact
+
+    @property
+    def name(self) -> str:
+        return f"{self.one.name} and {self.other.name}"
+
+    @property
+    def step(self) -> int | None:
+        """The step in which the runs part; 0 before the first; None if they do not."""
+        return None if self.same else self.findings[0].when.step
+
+
+def compare_all(traces: Sequence[Trace], asked: float | None = None) -> list[Pair]:
+    """Compare each run with each other; of runs that have the same bits only the first is compared with the
+    rest.
     """
+    pairs: list[Pair] = []
+    for one, other in combinations(traces, 2):
+        if not any(pair.equal_bits and pair.other is one for pair in pairs):
+            pairs.append(Pair.compare(one, other, asked))
+    return pairs
+
+
+def _find_differences(one: Trace, other: Trace, allowed: Tolerance) -> list[Finding]:
     both = sorted({*one.moments} & {*other.moments})
     first = next((when for when in both if when.name == "step"), both[-1])
     for when in both:
@@ -60,9 +119,10 @@ class _MomentComparison:
         return kinds[self._when.name]()
 
     def _compare_start(self) -> Iterator[Finding]:
-        yield from self._compare_named("set-up", *run_settings(self._one, self._other))
+        yield from self._compare_named("set-up", _run_settings(self._one, self._other))
         yield from self._compare_tensors("parameters")
-        yield from self._compare_named("settings", optimizer_settings(self._one), optimizer_settings(self._other))
+        settings = _paired(_optimizer_settings(self._one), _optimizer_settings(self._other))
+        yield from self._compare_named("settings", settings)
         yield from self._compare_tensors("optimizer")
         yield from self._compare_tensors("buffers", alike=True)
 
@@ -72,12 +132,11 @@ class _MomentComparison:
         yield from self._compare_figure("skipped", lambda line: line["skipped"])
         if not any(line["skipped"] for line in lines):  # a skipped step does not use its rate
             yield from self._compare_figure("learning rate", lambda line: tuple(line["lr"]))
-        yield from self._compare_loss()
+        yield from self._compare_losses()
         yield from self._compare_tensors("gradients")
-        if lines[0]["grad_norm"] is not None and lines[-1]["grad_norm"] is not None:
-            yield from self._compare_figure(
-                "gradient norm", lambda line: line["grad_norm"], self._limit("gradient norm")
-            )
+        if all(line["grad_norm"] is not None for line in lines):
+            limit = self._limit("gradient norm")
+            yield from self._compare_figure("gradient norm", lambda line: line["grad_norm"], limit)
         yield from self._compare_tensors("parameters")
         yield from self._compare_tensors("optimizer")
         yield from self._compare_tensors("buffers", alike=self._one.options["reproducible"] is not None)
@@ -91,9 +150,7 @@ class _MomentComparison:
             one, other = ({k: v for k, v in its.items() if k == "test_loss"} for its in (one, other))
         elif self._one.size != self._other.size:
             limit = MAX_EVALUATION_ROUNDING
-        yield from self._compare_named("evaluation", one, other, limit)
-
-    # How a quantity is compared.
+        yield from self._compare_named("evaluation", _paired(one, other), limit)
 
     def _limit(self, quantity: str) -> float:
         return self._allowed.limit(quantity, first=self._first)
@@ -102,32 +159,25 @@ class _MomentComparison:
         return Finding(self._when, quantity, (self._one.name, self._other.name), values, **more)
 
     def _compare_named(
-        self, quantity: str, one: Mapping[str, Any], other: Mapping[str, Any], limit: float = 0.0
+        self, quantity: str, pairs: Mapping[str, tuple[Any, Any]], limit: float = 0.0
     ) -> Iterator[Finding]:
-        """Yield a finding if values of equal names differ."""
-        pairs = {name: (one.get(name, NONE), other.get(name, NONE)) for name in dict.fromkeys([*one, *other])}
-        found = [name for name, pair in pairs.items() if _difference(*pair) > limit]
-        if found:
-            name = found[0]
-            relative = _difference(*pairs[name])
-            yield self._finding(
-                quantity, pairs[name], name=name, relative=relative, count=len(found), total=len(pairs)
-            )
+        """Yield a finding if values of the same name differ."""
+        apart = {name: its for name, pair in pairs.items() if (its := _difference(*pair)) > limit}
+        for name, relative in [*apart.items()][:1]:
+            more = {"count": len(apart), "total": len(pairs)}
+            yield self._finding(quantity, pairs[name], name=name, relative=relative, **more)
 
     def _compare_figure(
         self, quantity: str, value_of: Callable[[Mapping[str, Any]], Any], limit: float = 0.0
     ) -> Iterator[Finding]:
         """Yield findings about a figure that all ranks of a run have in common."""
-        for trace in (self._one, self._other):
-            its = [value_of(line) for line in trace.lines(self._when)]
-            rank = next((n for n, value in enumerate(its) if _difference(its[0], value) > 0), None)
-            if rank is not None and _exchanges_gradients(trace):
-                yield Finding(
-                    self._when, quantity, ("rank 0", f"rank {rank}"), (its[0], its[rank]), run=trace.name
-                )
+        for trace in filter(_exchanges_gradients, (self._one, self._other)):
+            first, *others = map(value_of, trace.lines(self._when))
+            for rank, value in [(n, its) for n, its in enumerate(others, 1) if _difference(first, its) > 0][:1]:
+                sides, values = ("rank 0", f"rank {rank}"), (first, value)
+                yield Finding(self._when, quantity, sides, values, run=trace.name)
         one, other = (value_of(trace.lines(self._when)[0]) for trace in (self._one, self._other))
-        if _difference(one, other) > limit:
-            yield self._finding(quantity, (one, other), relative=_difference(one, other))
+        yield from self._compare_named(quantity, {"": (one, other)}, limit)
 
     def _compare_samples(self) -> Iterator[Finding]:
         one, other, when = self._one, self._other, self._when
@@ -141,21 +191,16 @@ class _MomentComparison:
             if ranks:
                 yield self._finding("order", ("", ""), name=f"rank {ranks[0]}", count=len(ranks), total=one.size)
 
-    def _compare_loss(self) -> Iterator[Finding]:
+    def _compare_losses(self) -> Iterator[Finding]:
         one, other, limit = self._one, self._other, self._limit("loss")
-        if limit > 0 or one.size != other.size:
-            pairs = [("", one.loss(self._when), other.loss(self._when))]
-        else:
-            lines = enumerate(zip(one.lines(self._when), other.lines(self._when), strict=True))
-            pairs = [
-                (f"rank {rank}", *pair)
-                for rank, (a, b) in lines
-                for pair in zip(a["losses"], b["losses"], strict=False)
-            ]
-        for name, left, right in pairs:
-            if relative_difference(left, right) > limit:
-                yield self._finding("loss", (left, right), name=name, relative=relative_difference(left, right))
-                return
+        pairs = {"": (one.loss(self._when), other.loss(self._when))}
+        if limit == 0 and one.size == other.size:
+            pairs = {
+                f"rank {rank}, pass {number}": pair
+                for rank, lines in enumerate(zip(one.lines(self._when), other.lines(self._when), strict=True))
+                for number, pair in enumerate(zip(*(line["losses"] for line in lines), strict=False), 1)
+            }
+        yield from self._compare_named("loss", pairs, limit)
 
     def _compare_tensors(self, kind: str, *, alike: bool | None = None) -> Iterator[Finding]:
         """Yield findings about the tensors of one kind.
@@ -165,7 +210,7 @@ class _MomentComparison:
         """
         limit = self._limit(kind)
         for trace in (self._one, self._other):
-            if alike or (alike is None and kind != "buffers" and _exchanges_gradients(trace)):
+            if alike or (alike is None and _exchanges_gradients(trace)):
                 yield from among_ranks(trace, self._when, kind, limit if self._allowed.everywhere else 0.0)
         if self._one.size != self._other.size and kind == "buffers" and self._when.name != "start":
             return  # each rank has statistics of its own samples
@@ -193,25 +238,26 @@ def _describe_samples(its: Counter[str], others: Counter[str], name: str) -> str
     return text + (f", {missing:,} of which {name} does not take" if missing else "")
 
 
-def run_settings(one: Trace, other: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
+def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (one.get(name, NONE), other.get(name, NONE)) for name in {**one, **other}}
+
+
+def _run_settings(one: Trace, other: Trace) -> dict[str, tuple[Any, Any]]:
     """Return the settings that two runs must have alike, by name: of the data, the model and the options."""
     same_size = one.size == other.size
-    aspects = {
-        aspect.name: aspect.text
-        for aspect in ASPECTS
-        if same_size or aspect.across or aspect.name == "global_batch_size"
-    }
     unlike = RUN_OPTIONS if same_size else RUN_OPTIONS | SIZE_OPTIONS
-    its: list[dict[str, Any]] = []
-    for trace in (one, other):
-        facts = {text: trace.facts[name] for name, text in aspects.items() if name in trace.facts}
+    aspects = [its for its in ASPECTS if same_size or its.across or its.name == "global_batch_size"]
+
+    def settings(trace: Trace) -> dict[str, Any]:
+        facts = {aspect.text: trace.facts[aspect.name] for aspect in aspects if aspect.name in trace.facts}
         shapes = {name: shape for rank in trace.ranks for name, shape in rank[min(rank)].line["shapes"].items()}
         options = {flag(name): value for name, value in trace.options.items() if name not in unlike}
-        its.append({**facts, **shapes, **options})
-    return its[0], its[1]
+        return {**facts, **shapes, **options}
+
+    return _paired(settings(one), settings(other))
 
 
-def optimizer_settings(trace: Trace) -> dict[str, str]:
+def _optimizer_settings(trace: Trace) -> dict[str, str]:
     """Return the optimizer's settings by name: `weight_decay`, and `weight_decay of group 1`."""
     return {
         key if number == 0 else f"{key} of group {number}": value

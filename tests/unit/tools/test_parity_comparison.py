@@ -1,0 +1,402 @@
+"""Test how `python -m hvd_trainer parity` compares traces: where runs part, the causes, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_traces import (
+    Change,
+    combine,
+    make_line,
+    make_trace,
+    multiply,
+    set_line,
+    set_samples,
+    set_tensor,
+)
+from torch import nn
+
+from hvd_trainer import TrainerOptions
+from hvd_trainer.config.options import MeasureOptions
+from hvd_trainer.config.rules import check
+from hvd_trainer.errors import OptionError
+from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
+from hvd_trainer.observe.trace_writer import draws
+from hvd_trainer.tools.parity import cli
+from hvd_trainer.tools.parity.causes import find_causes
+from hvd_trainer.tools.parity.comparison import Pair, compare_all
+from hvd_trainer.tools.parity.report import as_json, conclusions, details, select_steps, table, verdict
+from hvd_trainer.tools.parity.tensors import NONE, distance_between
+from hvd_trainer.tools.parity.tolerance import expected_tolerance
+from hvd_trainer.tools.parity.traced_runs import (
+    Plan,
+    TracedRun,
+    global_batch_options,
+    parse_engines,
+    steps_of,
+)
+from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
+from hvd_trainer.tools.runner.runs import RunRecord
+
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
+DONE = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
+ALL = ("gradients", "parameters", "optimizer")
+
+
+def first_epoch_again(rank: int, line: dict[str, Any], values: Any) -> None:
+    line["samples"] = make_line(rank, 2, Moment(line["step"] - 2, 1))["samples"]
+
+
+def reverse_samples(rank: int, line: dict[str, Any], values: Any) -> None:
+    line["samples"] = line["samples"][::-1]
+
+
+def rate_by_rank(rank: int, line: dict[str, Any], values: Any) -> None:
+    line["lr"] = [0.1 + rank]
+
+
+OTHER_DECAY = {"momentum": "0.9", "weight_decay": "0.1"}
+OTHER_ACCURACY = {"test_loss": 0.5, "test_accuracy": 0.7}
+APART = combine(multiply(1.5, *ALL, only=0), multiply(0.5, *ALL, only=1))
+SUMMED = combine(multiply(2, *ALL), set_line(grad_norm=4.0))
+TRANSFORMED = set_samples(lambda rank, place: f"z{place}{rank}-y{(2 * place + rank) % 4}")
+CASES: list[tuple[str, Change, str, str]] = [
+    # before the first step
+    ("start 0", set_tensor("optimizer/a.weight/step", 1.0), "optimizer", "horovod has made a step before"),
+    ("start 0", multiply(0.9995, "parameters"), "parameters", "one side has made a step before training"),
+    ("start 0", multiply(-1, "parameters"), "parameters", "other random numbers"),
+    ("start 0", multiply(1.1, "parameters", only=1), "parameters", "made the ranks of horovod start alike"),
+    ("start 0", set_line(settings=[OTHER_DECAY]), "settings", "weight_decay is 0.1 and 0.0"),
+    # samples
+    ("step 2", set_samples(lambda rank, n: f"x{n}-y0"), "samples", "all ranks of horovod train on the same"),
+    ("step 3", first_epoch_again, "samples", "the same order in each epoch"),
+    ("step 1", TRANSFORMED, "samples", "come otherwise transformed"),
+    ("step 1", set_samples(lambda rank, n: f"z{n}{rank}-z{n}"), "samples", "the data come in another order"),
+    ("step 2", reverse_samples, "order", "on other ranks or in another order"),
+    # within a step
+    ("step 3", set_line(lr=[0.2]), "learning rate", "horovod multiplies the learning rate by its number"),
+    ("step 1", set_line(lr=[0.1 * 2**0.5]), "learning rate", "by the root of its number"),
+    ("step 2", set_line(lr=[0.07]), "learning rate", "depends on the engine"),
+    ("step 1", rate_by_rank, "learning rate", "depends on the engine, the launcher or the rank"),
+    ("step 2", set_line(skipped=True), "skipped", "one side leaves this step out"),
+    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is the sum over its batch"),
+    ("step 1", set_line(losses=[1.1]), "loss", "another loss for the same samples: train()"),
+    ("step 1", APART, "gradients", "horovod does not average its gradients"),
+    ("step 1", multiply(1.5, "gradients/a.bias", only=1), "gradients", "of some parameters, such as a.bias"),
+    ("step 1", SUMMED, "gradients", "adds up the gradients of 2"),
+    ("step 3", multiply(1.001, "parameters/b", only=1), "parameters", "the same gradients, and other weights"),
+    ("step 2", multiply(1 + 1e-6, "gradients"), "gradients", "as small as rounding"),
+    ("step 2", multiply(1.01, "gradients"), "gradients", "None of the known causes fits."),
+    # buffers and evaluation
+    ("step 2", multiply(2, "buffers", only=1), "buffers", "one side sends them round while it trains"),
+    ("evaluation 4", multiply(2, "buffers", only=1), "buffers", "horovod does not average the statistics"),
+    ("evaluation 4", set_line(figures=OTHER_ACCURACY), "evaluation", "other test data"),
+]
+
+
+@pytest.mark.parametrize(("moment", "change", "quantity", "cause"), CASES)
+def test_first_difference_and_its_cause(moment: str, change: Change, quantity: str, cause: str) -> None:
+    pair = Pair.compare(make_trace("horovod", {moment: change}), make_trace("ddp"))
+    when = pair.findings[0].when
+    assert (pair.findings[0].quantity, f"{when.name} {when.step}") == (quantity, moment)
+    said = "\n".join([verdict(pair), *details(pair)])
+    assert cause in said
+    assert len(find_causes(pair)) == (not cause.startswith("None")), said
+    assert "horovod and ddp differ" in said
+    assert "{" not in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "name", "cause"),
+    [
+        ({"train_samples": 32}, {}, "samples per epoch", "such as a part that it has cut out by itself"),
+        ({"optimizer": "Adam"}, {}, "optimizer", "sets itself up by the engine"),
+        ({}, {"compression": "fp16"}, "--compression", "make it the same on both sides: --compression"),
+    ],
+)
+def test_set_up_is_compared_first(facts: Any, options: Any, name: str, cause: str) -> None:
+    pair = Pair.compare(make_trace("horovod", facts=facts, **options), make_trace("ddp"))
+    assert (pair.findings[0].quantity, pair.findings[0].name) == ("set-up", name)
+    assert cause in "\n".join(details(pair))
+
+
+@pytest.mark.parametrize(
+    ("changes", "start", "cause"),
+    [
+        (set_line(losses=[1.1]), {"dropout": ["drop"]}, "dropout (drop) draws other numbers"),
+        (
+            set_line(losses=[1.1]),
+            {"batch_norm": ["n"]},
+            "batch norm (n) normalises the batch of each rank by itself",
+        ),
+        (set_samples(lambda rank, place: f"x{max(1, place)}-y0"), {}, "the data come in another order"),
+        (lambda rank, line, values: line["samples"].pop(), {}, "do not divide among the ranks"),
+        (combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)), {}, "ddp adds up the gradients of 2 ranks"),
+        (set_line(lr=[0.05]), {}, "--lr-scaling counts ranks and passes"),
+        (multiply(1.5, "parameters/a.bias"), {}, "AdamW divides a gradient by its size"),
+    ],
+)
+def test_causes_on_unequal_numbers_of_ranks(changes: Change, start: Any, cause: str) -> None:
+    more: Any = {"lr_scaling": "linear", "facts": {"optimizer": "AdamW"}}
+    ranks = make_trace("ddp", {"start 0": set_line(**start)}, **more)
+    single = make_trace("single", {"step 1": changes}, ranks=1, **more)
+    assert cause in "\n".join(details(Pair.compare(ranks, single)))
+
+
+def test_equal_runs_have_no_findings() -> None:
+    pair = Pair.compare(make_trace("horovod"), make_trace("ddp"))
+    assert pair.same
+    assert verdict(pair) == "horovod and ddp: the same bits through 4 steps"
+    assert not list(details(pair))
+    assert pair.gaps == {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("samples", "suspect"),
+    [
+        (
+            {f"step {n}": set_samples(lambda rank, place, n=n: f"{n}{place}-y0") for n in (1, 2, 3, 4)},
+            "on all ranks",
+        ),
+        ({"step 3": first_epoch_again}, "in the same order in each epoch"),
+    ],
+)
+def test_equal_runs_with_the_same_mistake_are_warned_of(samples: Any, suspect: str) -> None:
+    pair = Pair.compare(make_trace("horovod", samples), make_trace("ddp", samples))
+    assert pair.same
+    assert suspect in next(details(pair))
+
+
+def test_finding_has_values_and_distance() -> None:
+    """Describe the first tensor, its elements that are farthest apart, the distance, and the number of tensors."""
+    one, other = (set_tensor("gradients/a.bias", 1.0, 2.0, its) for its in (2.0, 2.5))
+    pair = Pair.compare(make_trace("horovod", {"step 2": one}), make_trace("ddp", {"step 2": other}))
+    (found,) = pair.findings
+    expected = ("a.bias", (2.0, 2.5), 0.5, 1, 3)
+    assert (found.name, found.values, found.absolute, found.count, found.total) == expected
+    assert found.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
+    assert verdict(pair) == "horovod and ddp differ in step 2, after 1 step of the same bits."
+    assert next(details(pair)) == (
+        "First: the gradients (1 of 3 differ). Of a.bias the elements that are farthest apart are 2 on horovod, "
+        "2.5 on ddp; the whole tensor's relative difference is 1.5e-01."
+    )
+
+
+def test_finding_names_the_rank_of_each_side() -> None:
+    """A stage holds layers of its own: its rank was once said of the other run, too, which has them on rank 0."""
+
+    def drop(rank: int, line: Any, values: Any) -> None:
+        if rank == 0:
+            del values["parameters/a.bias"]
+
+    staged = make_trace("ddp", {"start 0": drop})
+    single = make_trace("single", {"start 0": multiply(2, "parameters/a.bias")}, ranks=1)
+    (found,) = Pair.compare(staged, single, asked=0).findings
+    assert (found.name, found.sides) == ("a.bias", ("ddp, rank 1", "single"))
+
+
+def test_run_that_ends_early() -> None:
+    whole = make_trace("horovod")
+    ranks = [{when: its for when, its in rank.items() if when.step < 3} for rank in whole.ranks]
+    pair = Pair.compare(replace(whole, ranks=ranks), make_trace("ddp"))
+    assert pair.findings[0].values == (2, 4)
+    assert "one side has made fewer" in "\n".join(details(pair))
+
+
+def test_equal_runs_are_compared_once_with_the_others() -> None:
+    pairs = compare_all([make_trace("horovod"), make_trace("ddp"), make_trace("single", ranks=1)])
+    assert [pair.name for pair in pairs] == ["horovod and ddp", "horovod and single"]
+
+
+# Rounding.
+
+
+def test_one_process_may_differ_by_rounding() -> None:
+    figures = set_line(losses=[1 + 1e-7], grad_norm=2 + 1e-6)
+    change = combine(multiply(1 + 1e-4, *ALL), multiply(1.5, "buffers"), figures)
+    rounding = make_trace("single", {"step 1": change}, ranks=1)
+    pair = Pair.compare(make_trace("ddp"), rounding)
+    assert pair.same, pair.findings
+    apart = "alike through 4 steps. Parameters are up to 1.0e-04 apart (step 1); allowed are 0.001"
+    assert apart in verdict(pair)
+    assert pair.allowed.why == "fp32, on 2 and 1 ranks"
+    exact = Pair.compare(make_trace("ddp"), rounding, asked=0)
+    assert "sums are taken in another order (another number of ranks)" in find_causes(exact)[0].text
+
+
+def test_growing_rounding_is_allowed_and_jumps_are_not() -> None:
+    def single(scale: float) -> Trace:
+        change = combine(multiply(1 + scale, *ALL), set_line(losses=[(1 + scale) / 3]))
+        return make_trace("single", {"step 3": change}, ranks=1)
+
+    assert Pair.compare(make_trace("ddp"), single(0.02)).same
+    jump = Pair.compare(make_trace("ddp"), single(0.5))
+    assert [finding.quantity for finding in jump.findings] == ["loss", "parameters"]
+    assert "rounding that has grown" in "\n".join(details(jump))
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "ranks", "expected"),
+    [
+        ({}, {}, 2, (0, 0, 0)),
+        ({}, {"precision": "bf16"}, 2, (0, 0, 0)),
+        ({}, {"reproducible": 4}, 1, (0, 0, 0)),
+        ({}, {}, 1, (1e-5, 1e-3, 0.05)),
+        ({}, {"precision": "bf16"}, 1, (1e-2, 0.3, 0.3)),
+        ({"device": "NVIDIA H100"}, {}, 2, (1e-5, 1e-3, 0.05)),
+        ({}, {"compression": "fp16"}, 2, (1e-5, 0.01, 0.05)),
+    ],
+)
+def test_expected_tolerances(facts: Any, options: Any, ranks: int, expected: tuple[float, ...]) -> None:
+    traces = [make_trace(ranks=size, facts=facts, **options) for size in (2, ranks)]
+    allowed = expected_tolerance(*traces)
+    assert (allowed.loss, allowed.tensors, allowed.later) == expected
+    assert expected_tolerance(*traces, 0.5).limit("gradients", first=False) == 0.5
+    assert allowed.limit("gradients", first=False) == (math.inf if expected[0] else 0)
+
+
+def test_script_may_differ_by_rounding_on_more_than_two_ranks() -> None:
+    """Horovod's ring adds up the gradients of three ranks in another order than Gloo does."""
+    two, three = (replace(make_trace(ranks=ranks), options=SCRIPT_OPTIONS) for ranks in (2, 3))
+    assert expected_tolerance(two, two).exact
+    assert expected_tolerance(three, three).why.startswith("a script on 3 ranks")
+
+
+def test_distances_of_tensors() -> None:
+    nan, tensor = math.nan, torch.tensor
+    assert distance_between(tensor([1.0, nan]), tensor([1.0, nan])).relative == 0
+    assert distance_between(tensor([1.0, nan]), tensor([1.0, 2.0])).relative == math.inf
+    assert distance_between(tensor([math.inf]), tensor([math.inf])).relative == 0
+    assert distance_between(tensor([3, 4]), tensor([3, 5])).absolute == 1
+    assert distance_between(None, tensor([1.0]))[2:] == (NONE, 1.0)
+    assert distance_between(torch.zeros(0), torch.zeros(0)).relative == 0
+
+
+def test_what_is_only_rounding_beside_others_is_not_measured_by_its_own_size() -> None:
+    traces = [
+        make_trace(name, {"step 1": combine(multiply(100, "gradients"), set_tensor("gradients/a.bias", its))})
+        for name, its in (("horovod", 1e-6), ("ddp", -1e-6))
+    ]
+    assert Pair.compare(*traces).findings[0].relative < 1e-5
+
+
+# What is printed.
+
+
+def test_table_and_json() -> None:
+    change = combine(set_line(losses=[math.nan]), multiply(2, "parameters"))
+    traces = [make_trace("horovod", {"step 4": change}), make_trace("ddp")]
+    pairs = compare_all(traces)
+    lines = table(traces, pairs)
+    assert lines[0].split() == ["loss", "gradient", "norm", "parameters", "apart"]
+    assert lines[1].split() == ["step", "horovod", "ddp", "horovod", "ddp", "horovod,", "ddp"]
+    assert lines[2].split() == ["1", "1", "1", "2", "2", "same", "bits"]
+    assert lines[5].split() == ["4", "nan", "0.25", "2", "2", "5.0e-01"]
+    kept = json.loads(json.dumps(as_json([TracedRun(trace.name, DONE, trace) for trace in traces], pairs)))
+    assert not kept["same"]
+    assert kept["pairs"][0]["findings"][0]["quantity"] == "loss"
+    assert kept["steps"][1]["loss"] == {"horovod": 0.5, "ddp": 0.5}
+
+
+def test_select_steps_around_differences() -> None:
+    one = make_trace("horovod", {"step 60": set_line(lr=[0.2])}, steps=100)
+    pair = Pair.compare(one, make_trace("ddp", steps=100))
+    whens = [Moment(step, 1) for step in range(1, 101)]
+    assert [when.step for when in select_steps(whens, [pair])] == [*range(1, 9), *range(57, 64), *range(97, 101)]
+    assert len(select_steps(whens[:24], [pair])) == 24
+
+
+def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> None:
+    one = make_trace("horovod", {"start 0": set_line(stride=16)})
+    traces = [one, make_trace("ddp", {"step 1": multiply(1.5, "gradients")})]
+    lines = conclusions([TracedRun(t.name, DONE, t) for t in traces], compare_all(traces), tmp_path)
+    assert any("every 16th was kept" in line for line in lines)
+
+
+# What is run.
+
+
+def test_max_steps_of_the_job_limits_steps() -> None:
+    assert steps_of([*DIGITS, "--max-steps", "5"], 20) == 5
+    assert steps_of([*DIGITS, "--max_steps=7"], 20) == 7
+    assert steps_of([*DIGITS, "--max-steps", "500"], 20) == 20
+    assert steps_of([cli.__file__, "--max-steps", "5"], 20) == 5
+
+
+@pytest.mark.parametrize("engines", ["ddp", "ddp,ddp", "ddp,mpi", ""])
+def test_invalid_engines_are_refused(engines: str) -> None:
+    with pytest.raises(OptionError, match=f"--engines {engines}"):
+        parse_engines(engines, DIGITS)
+
+
+def test_single_comes_last_with_the_global_batch() -> None:
+    assert parse_engines("single, ddp", DIGITS) == ["ddp", "single"]
+    plan = Plan((*DIGITS, "--accumulate", "2"), 20, 4, 1, 60.0)
+    like = make_trace(ranks=4, accumulate=2)
+    words = plan.start("single", Path("log"), like).command
+    assert words[1 : 1 + len(DIGITS)] == list(DIGITS)
+    assert words[-2:] == ["--accumulate", "8"]
+    place = words.index("--max-steps")
+    assert words[place : place + 4] == ["--max-steps", "20", "--trace-steps", "20"]
+    assert "--save-every-epochs" in words
+    assert global_batch_options(make_trace(ranks=4, sync_batch_norm=True)) == ["--batch-size", "16"]
+    assert global_batch_options(make_trace(ranks=4, reproducible=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
+        (["--tolerance", "-1"], "--tolerance must be 0 or more"),
+        (["--engines", "ddp"], "name two or three"),
+        (
+            ["--", *DIGITS, "--trace_steps=3", "--resume", "auto"],
+            "Leave --trace_steps=3 and --resume out of the job",
+        ),
+        (["--", *DIGITS, "--backend", "ddp"], "Leave --backend out of the job"),
+    ],
+)
+def test_mistakes_are_reported_before_a_run(arguments: list[str], message: str, tmp_path: Path) -> None:
+    job = [] if "--" in arguments else ["--", *DIGITS]
+    with pytest.raises(OptionError, match=message):
+        cli.main(["--out", str(tmp_path / "out"), *arguments, *job])
+    assert not (tmp_path / "out").exists()
+
+
+# What ranks keep.
+
+
+def test_trace_needs_log_folder_and_steps() -> None:
+    options = TrainerOptions(measure=MeasureOptions(trace_steps=0))
+    message = "--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"
+    with pytest.raises(OptionError, match=message):
+        check(options)
+
+
+def test_samples_are_identified_by_their_bytes() -> None:
+    one = sample_checksums((torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0])))
+    other = sample_checksums(({"x": torch.arange(6.0).view(3, 2)}, torch.tensor([0, 1, 1])))
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False]
+    assert one[0].split("-")[1] == one[2].split("-")[1]
+    assert len(set(one)) == 3
+    assert len(sample_checksums((torch.zeros(4, 2), None))) == 4
+
+
+def test_draws_lists_dropout() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.1)
+    modules = (nn.Dropout(), nn.Dropout(0.0), attention, nn.GRU(2, 2, 2, dropout=0.2), nn.ReLU())
+    assert [draws(module) for module in modules] == [True, False, True, True, False]
+
+
+def test_subsample_of_large_models() -> None:
+    assert stride([torch.zeros(10, 10)], 40) == 1
+    assert stride([torch.zeros(2**20, 2**20, device="meta")], 40) == 1  # which another stage has
+    assert stride([torch.zeros(2**20)], KEPT_BYTES // 2**22) == 4
+    assert len(subsample(torch.zeros(100, 100), 16)) == 625
+    assert len(subsample(torch.zeros(50), 16)) == 50
