@@ -10,7 +10,7 @@ from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.stacks import ScriptStacks
-from hvd_trainer.tools.probe.step_kill import StepKill
+from hvd_trainer.tools.probe.step_hold import StepHold
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
 from hvd_trainer.tools.probe.trace import ScriptTrace, seed_by_rank
 
@@ -26,7 +26,7 @@ def install_probe(options: ProbeOptions) -> None:
         listeners.append(ScriptStacks(log, world.rank))
     if options.max_steps is not None:
         listeners.append(StepLimit(options.max_steps))
-    if options.kill is not None and options.kill[0] == world.rank:
-        listeners.append(StepKill(log, options.kill[1]))
+    if options.hold is not None and options.hold[0] == world.rank:
+        listeners.append(StepHold(log, options.hold[1]))
     leave_out(options.leave_out)  # first, so that what is left of it is seen
     ScriptEvents(*listeners).install()

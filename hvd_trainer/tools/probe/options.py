@@ -19,8 +19,8 @@ class ProbeOptions:
     """the log folder, on this rank's node"""
     max_steps: int | None = None
     """optimizer steps after which the script ends; None: its own end"""
-    kill: tuple[int, int] | None = None
-    """kill this rank after so many optimizer steps: (rank, steps)"""
+    hold: tuple[int, int] | None = None
+    """hold this rank after so many optimizer steps, so that it can be killed there: (rank, steps)"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()
     """run without the exchange of gradients, or without fetching data: the first batch comes again and again"""
     trace_steps: int | None = None

@@ -1,1 +1,1 @@
-"""`verify-resume`: cli.py plans kills of audit_job.py, injector.py carries them out, cli.py compares the runs."""
+"""`verify-resume`: audit.py kills audit_job.py in every phase; script.py kills a script; both by injector.py."""

@@ -1,4 +1,4 @@
-"""Kill a job at a chosen step and phase, which its ranks publish in shared memory (`faults/shared_status.py`)."""
+"""Start jobs and kill their processes, by the steps and phases that ranks publish in `faults/shared_status.py`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
 
 import psutil
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import detect
-from hvd_trainer.tools.runner.runs import end_processes, find_processes, start
+from hvd_trainer.tools.runner.runs import Start, find_processes, launched
 
 START_S, END_S, SETTLE_S = 180.0, 600.0, 10.0
 MAX_MISSED_STEPS = 8
@@ -27,176 +25,175 @@ POLL_S = 5e-5
 """Seconds between two looks at the phase: short beside most phases; without a pause it would take a whole core."""
 MAX_START_DELAY_S = 3.0
 """Kills before the training come within this time after a rank's process appears."""
+JOB = "hvd_trainer.tools.verify_resume.audit_job"
 
 
-class PlannedKill(NamedTuple):
-    """The process to kill, and the moment."""
+class RunningJob:
+    """A job that was started by `running_job`.
 
-    place: str
-    """a phase, `write` for the background write of a checkpoint, or `launcher`"""
-    rank: int
-    step: int
-    """steps that must be done before"""
-    moment: float
-    """from 0 to 1: the fraction of the start, where that is the place"""
+    Args:
+        launcher: its first process.
+        folder: in which it runs.
+    """
 
+    def __init__(self, launcher: subprocess.Popen[bytes], folder: Path) -> None:
+        self.folder, self._launcher = folder, launcher
 
-@dataclass
-class Kill:
-    """A kill, and what followed it."""
+    def error(self, what: str) -> LaunchError:
+        """Return an exception that says what the job did, and what it printed."""
+        said = (self.folder / "output").read_text(errors="replace")
+        return LaunchError(f"The job {what}:\n{said[-2000:]}")
 
-    rank: int | None
-    place: str
-    step: int
-    at: float
-    """by `time.monotonic`"""
-    left_behind: int = 0
-    """processes that had not ended some seconds after the launcher, and the launcher if it had not ended at all"""
-    recovery_s: float = 0.0
-    """from the kill to the next finished step"""
-
-
-class FaultInjector:
-    """Starts a job and kills its processes as planned; all of them are ended when the context is closed."""
-
-    def __init__(self, command: Sequence[str], folder: Path, size: int) -> None:
-        self._size, self._folder = size, folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._output = folder / "output"
-        self._launcher = start(command, folder, self._output)
-        self._statuses: dict[int, SharedStatus] = {}
-        self._ranks: dict[int, psutil.Process] = {}
-
-    def __enter__(self) -> FaultInjector:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        end_processes(self._folder)
-        self._launcher.wait()
-        for status in self._statuses.values():
-            status.close()
-
-    def output(self) -> str:
-        """Return what the job has printed."""
-        return self._output.read_text(errors="replace")
-
-    def finish(self) -> None:
+    def finish(self, limit_s: float) -> None:
         """Wait for the job's end.
 
         Raises:
             LaunchError: it failed, or takes too long.
         """
         try:
-            code = self._launcher.wait(END_S)
+            code = self._launcher.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"The job had not ended after {END_S:g} s:\n{self.output()[-2000:]}") from None
+            raise self.error(f"had not ended after {limit_s:g} s") from None
         if code != 0:
-            raise LaunchError(f"The job ended with code {code}:\n{self.output()[-2000:]}")
+            raise self.error(f"ended with code {code}")
+
+    def wait_until(
+        self, is_so: Callable[[], bool], what: str, *, limit_s: float = START_S, interval_s: float = 5e-4
+    ) -> None:
+        """Ask again and again until the answer is yes.
+
+        Raises:
+            LaunchError: the limit is over, or the job has ended: it `what`, such as `made no step`.
+        """
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            if time.monotonic() > deadline or self._launcher.poll() is not None:
+                raise self.error(what)
+            time.sleep(interval_s)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the job but the launcher."""
+        return [process for process in find_processes(self.folder) if process.pid != self._launcher.pid]
+
+    def kill(self, rank: int | None) -> None:
+        """Kill a rank, by the number of its process, or the launcher."""
+        with suppress(ProcessLookupError):
+            os.kill(self._launcher.pid if rank is None else rank, signal.SIGKILL)
+
+    def left_behind(self) -> int:
+        """Wait for the job's end after a kill, and return how many processes outlive the launcher by some seconds;
+        and the launcher, if it does not end at all.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(START_S)
+        deadline = time.monotonic() + SETTLE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return len(left) + (self._launcher.poll() is None)
+
+
+@contextmanager
+def running_job(start: Start, folder: Path) -> Iterator[RunningJob]:
+    """Start a job in a folder; all its processes are ended when the context is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with launched(start, folder, folder / "output") as launcher:
+        yield RunningJob(launcher, folder)
+
+
+@dataclass
+class Kill:
+    """A planned kill, and what followed it."""
+
+    place: str
+    """a phase, `write` for the background write of a checkpoint, or `launcher`"""
+    rank: int
+    step: int
+    """steps that must be done before; after the kill: that were done"""
+    moment: float
+    """from 0 to 1: the fraction of the start, where that is the place"""
+    at: float = 0.0
+    """by `time.monotonic`"""
+    left_behind: int = 0
+    recovery_s: float = 0.0
+    """from the kill to the next finished step"""
+
+
+class FaultInjector:
+    """Watches the ranks of a job, and kills as planned.
+
+    Args:
+        job: which is running.
+        size: its ranks.
+    """
+
+    def __init__(self, job: RunningJob, size: int) -> None:
+        self._job, self._size = job, size
+        self._statuses: dict[int, SharedStatus] = {}
+        self._ranks: dict[int, psutil.Process] = {}
 
     def wait_for_a_step(self) -> float:
         """Wait until rank 0 has finished a step since this start, and return the time, by `time.monotonic`."""
         self._find_ranks(need_statuses=True)
         status = self._statuses[0]
-        first = None
-        for _ in self._poll(START_S, "made no step"):
-            step, phase = status.read()
-            if first is None:
-                first = None if phase == "start" else step
-            elif step > first:
-                break
+        self._job.wait_until(lambda: status.read()[1] != "start", "made no step")
+        first, _ = status.read()
+        self._job.wait_until(lambda: status.read()[0] > first, "made no step")
         return time.monotonic()
 
-    def inject(self, planned: PlannedKill) -> Kill | None:
-        """Kill as planned, and wait until all processes have ended; return None if the job ended by itself before.
+    def inject(self, kill: Kill) -> None:
+        """Kill as planned, wait until all processes have ended, and note in `kill` what has happened.
 
         Raises:
             LaunchError: the job does not come to the step.
         """
-        if planned.place == "start":
-            self._find_ranks(need_statuses=False)
-            kill_at = time.monotonic() + planned.moment * MAX_START_DELAY_S
-            while time.monotonic() < kill_at and not self._trains(planned.rank):
-                time.sleep(0.001)
-            return self._kill(planned.rank, "start")
-        self._find_ranks(need_statuses=True)
-        status = self._statuses[planned.rank]
-        deadline = time.monotonic() + END_S
-        while self._launcher.poll() is None:
-            if time.monotonic() > deadline:
-                said = self.output()[-2000:]
-                raise LaunchError(f"The job did not come to step {planned.step} in {END_S:g} s:\n{said}")
-            step, phase = status.read()
-            # A phase that is not seen in so many steps is given up.
-            missed = step >= planned.step + MAX_MISSED_STEPS
-            if missed or (step >= planned.step and self._is_at(planned.place, phase)):
-                place = phase if missed and planned.place == "write" else planned.place
-                return self._kill(None if planned.place == "launcher" else planned.rank, place)
-            time.sleep(POLL_S)
-        return None
+        self._find_ranks(need_statuses=kill.place != "start")
+        if kill.place == "start":
+            time.sleep(kill.moment * MAX_START_DELAY_S)
+        else:
+            self._wait_for_place(kill)
+        rank = self._ranks[kill.rank].pid
+        status = self._statuses.get(kill.rank) or SharedStatus.find(rank)
+        self._job.kill(None if kill.place == "launcher" else rank)
+        kill.at = time.monotonic()
+        kill.step, phase = (0, "start") if status is None else status.read()
+        if kill.place not in ("write", "launcher"):
+            kill.place = phase  # the planned one may have passed when the signal came
+        kill.left_behind = self._job.left_behind()
 
-    def _trains(self, rank: int) -> bool:
-        status = self._statuses.get(rank) or SharedStatus.find(self._ranks[rank].pid)
-        if status is None:
-            return False
-        self._statuses[rank] = status
-        return status.read()[1] != "start"
+    def _wait_for_place(self, kill: Kill) -> None:
+        planned = kill.step
+
+        def is_there() -> bool:
+            step, phase = self._statuses[kill.rank].read()
+            if step < planned or self._is_at(kill.place, phase):
+                return step >= planned
+            if missed := step >= planned + MAX_MISSED_STEPS:
+                kill.place = phase
+            return missed
+
+        what = f"did not come to step {planned}"
+        self._job.wait_until(is_there, what, limit_s=END_S, interval_s=POLL_S)
 
     def _is_at(self, place: str, phase: str) -> bool:
         if place == "write":
             with suppress(OSError):
-                return any(name.startswith(".step") for name in os.listdir(self._folder / "checkpoints"))
+                return any(name.startswith(".step") for name in os.listdir(self._job.folder / "checkpoints"))
             return False
         return place in (phase, "launcher")
 
-    def _kill(self, rank: int | None, place: str) -> Kill:
-        victim = self._launcher if rank is None else self._ranks[rank]
-        with suppress(psutil.Error):
-            victim.send_signal(signal.SIGKILL)
-        now = time.monotonic()
-        status = self._statuses.get(rank or 0)
-        step, phase = (0, "start") if status is None else status.read()
-        # The phase may have passed when the signal came.
-        kill = Kill(rank, place if place in ("write", "launcher") else phase, step, now)
-        with suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(START_S)
-        gone = time.monotonic() + SETTLE_S
-        while self._processes() and time.monotonic() < gone:
-            time.sleep(0.02)
-        kill.left_behind = len(self._processes()) + (self._launcher.poll() is None)
-        return kill
-
     def _find_ranks(self, *, need_statuses: bool) -> None:
         """Wait for the ranks' processes, and for the shared status that they open after the rendezvous."""
-        if len(self._statuses) == self._size:
-            return
-        for _ in self._poll(START_S, "did not start"):
-            for process in self._processes():
+
+        def are_there() -> bool:
+            for process in self._job.processes():
                 with suppress(psutil.Error, LaunchError):
                     world = detect(process.environ())
-                    if (
-                        world.size == self._size
-                        and "hvd_trainer.tools.verify_resume.audit_job" in process.cmdline()
-                    ):
+                    if world.size == self._size and JOB in process.cmdline():
                         self._ranks[world.rank] = process
             if need_statuses:
                 found = {rank: SharedStatus.find(process.pid) for rank, process in self._ranks.items()}
                 self._statuses = {rank: status for rank, status in found.items() if status is not None}
-            if len(self._statuses if need_statuses else self._ranks) == self._size:
-                return
+            return len(self._statuses if need_statuses else self._ranks) == self._size
 
-    def _poll(self, limit_s: float, what: str) -> Iterator[None]:
-        """Yield a few thousand times a second.
-
-        Raises:
-            LaunchError: the limit is over, or the job has ended.
-        """
-        deadline = time.monotonic() + limit_s
-        while True:
-            if time.monotonic() > deadline or self._launcher.poll() is not None:
-                raise LaunchError(f"The job {what}:\n{self.output()[-2000:]}")
-            yield
-            time.sleep(0.0005)
-
-    def _processes(self) -> list[psutil.Process]:
-        """Return all processes of the job but the launcher."""
-        return [process for process in find_processes(self._folder) if process.pid != self._launcher.pid]
+        if len(self._statuses) < self._size:
+            self._job.wait_until(are_there, "did not start")

@@ -7,30 +7,38 @@ is killed has another one than the undisturbed run.
 from __future__ import annotations
 
 import random
-import subprocess
-import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import LaunchError, OptionError
-from hvd_trainer.tools.probe.step_kill import MARK
+from hvd_trainer.tools.probe.step_hold import MARK
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.runs import end_processes, find_processes, start
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
+from hvd_trainer.tools.verify_resume.injector import RunningJob, running_job
 from hvd_trainer.utils.text import COMMAND, plural
 
 FOLDER = "{folder}"
 """Stands among the words of the script for the folder of a run."""
-END_S, SETTLE_S = 3600.0, 10.0
+END_S, POLL_S = 3600.0, 0.005
 
 
-def check_script(job: Sequence[str]) -> None:
-    """Check that two runs of a script can be kept apart.
+def check_script(job: Sequence[str], launcher: str | None) -> None:
+    """Check that a job is a script, and that two runs of it can be kept apart.
 
     Raises:
-        OptionError: they cannot.
+        OptionError: it is not, or they cannot.
     """
+    if is_trainer_job(job):
+        raise OptionError(
+            "A job that is built on the Trainer resumes as the job of this command does: leave out -- and all "
+            "behind it"
+        )
+    if launcher is not None:
+        raise OptionError("--launcher is for the job of this command: a script is started by its engine's own")
     if not any(FOLDER in word for word in job):
         raise OptionError(
             f"The killed run would go on with what the undisturbed one has saved. Write {FOLDER} where the script "
@@ -39,57 +47,37 @@ def check_script(job: Sequence[str]) -> None:
         )
 
 
-class ScriptRuns:
-    """Starts a script, and starts it again, in one folder for what it keeps.
+@dataclass(frozen=True)
+class Script:
+    """A script, and what it runs on."""
 
-    Args:
-        job: the words that follow `python`.
-        engine, ranks: what it runs on.
-        folder: of these runs.
-    """
+    job: Sequence[str]
+    engine: str
+    ranks: int
 
-    def __init__(self, job: Sequence[str], *, engine: str, ranks: int, folder: Path) -> None:
-        self._job = [word.replace(FOLDER, str(folder)) for word in job]
-        self._engine, self._ranks, self._folder = engine, ranks, folder
-        self._starts = 0
-        self.left_behind = 0
-        """processes that had not ended some seconds after the launcher"""
-
-    def run(self, kill: tuple[int, int] | None = None) -> dict[str, Any] | None:
-        """Run it to its end, and return its figures; None if it was killed.
-
-        Args:
-            kill: the rank to be killed, and after how many steps.
-
-        Raises:
-            LaunchError: it failed by itself, takes too long, or makes fewer steps.
-        """
-        self._starts += 1
-        place = self._folder / f"start-{self._starts}"
-        place.mkdir(parents=True)
-        log = place / "log"
-        command, variables, _ = measured_start(
-            self._job, engine=self._engine, ranks=self._ranks, log=log, kill=kill
+    def start(self, place: Path, hold: tuple[int, int] | None = None) -> AbstractContextManager[RunningJob]:
+        """Start it; what it keeps is in the folder above `place`, which is that of this start."""
+        words = [word.replace(FOLDER, str(place.parent)) for word in self.job]
+        return running_job(
+            measured_start(words, engine=self.engine, ranks=self.ranks, log=place, hold=hold), place
         )
-        process = start(command, place, place / "output", variables=variables)
-        try:
-            code = process.wait(END_S)
-            settled = time.monotonic() + SETTLE_S
-            while (left := find_processes(place)) and time.monotonic() < settled:
-                time.sleep(0.02)
-            self.left_behind += len(left)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"The script had not ended after {END_S:g} s") from None
-        finally:
-            end_processes(place)
-            process.wait()
-        if (log / MARK).exists():
-            return None
-        figures = read_measured(log, job=self._job, ranks=self._ranks, warmup_steps=0)
-        if code != 0 or figures is None:
-            said = (place / "output").read_text(errors="replace")[-2000:]
-            raise LaunchError(f"The script ended with code {code}, and took no step or failed:\n{said}")
+
+    def finish(self, place: Path) -> dict[str, Any]:
+        """Run it to its end, and return its figures."""
+        with self.start(place) as its:
+            its.finish(END_S)
+        figures = read_measured(place, job=self.job, ranks=self.ranks, warmup_steps=0)
+        if figures is None:
+            raise its.error("took no step")
         return figures
+
+    def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> int:
+        """Start it, kill a rank, or the launcher, after so many steps, and return how many processes are left."""
+        late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
+        with self.start(place, (rank, steps)) as its:
+            its.wait_until((place / MARK).exists, late, limit_s=END_S, interval_s=POLL_S)
+            its.kill(None if launcher else int((place / MARK).read_text()))
+            return its.left_behind()
 
 
 def verify_script(
@@ -100,21 +88,22 @@ def verify_script(
     Raises:
         LaunchError: the script fails without a kill, or does not resume.
     """
-    undisturbed = ScriptRuns(job, engine=engine, ranks=ranks, folder=folder / "undisturbed").run()
-    assert undisturbed is not None
+    script, left = Script(job, engine, ranks), 0
+    undisturbed = script.finish(folder / "undisturbed" / "start-1")
     steps = undisturbed["work"]["steps"]
     print(f"undisturbed: {plural(steps, 'step')} of {ranks} ranks on {engine}", flush=True)
-    runs = ScriptRuns(job, engine=engine, ranks=ranks, folder=folder / "killed")
     most = steps // (kills + 1)  # of each start, so that some are left for the last one
     if most < 1:
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
-    for number in range(1, kills + 1):
+    victims = [("a rank", "the launcher")[number % 2] for number in range(kills)]
+    draw.shuffle(victims)
+    for number, victim in enumerate(victims, 1):
         rank, step = draw.randrange(ranks), draw.randrange((most + 1) // 2, most + 1)
-        if runs.run((rank, step)) is not None:
-            raise LaunchError(f"The script ended before kill {number}: let it train longer, or type fewer --kills")
-        print(f"kill {number}: rank {rank}, {plural(step, 'step')} after the start", flush=True)
-    disturbed = runs.run()
-    assert disturbed is not None
+        launcher = victim == "the launcher"
+        left += script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher)
+        who = victim if launcher else f"rank {rank}"
+        print(f"kill {number}: {who}, {plural(step, 'step')} after the start", flush=True)
+    disturbed = script.finish(folder / "killed" / f"start-{kills + 1}")
     again = disturbed["work"]["steps"]
     print(f"after the last kill: {plural(again, 'step')} to the end")
     if again >= steps:
@@ -124,6 +113,6 @@ def verify_script(
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
     print(f"final weights: {'the same, to the last bit' if same else 'other ones than in the undisturbed run'}")
-    if runs.left_behind:
-        print(f"left behind: {plural(runs.left_behind, 'process', 'processes')}")
-    return int(not same or runs.left_behind > 0)
+    if left:
+        print(f"left behind: {plural(left, 'process', 'processes')}")
+    return int(not same or left > 0)

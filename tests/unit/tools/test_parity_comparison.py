@@ -349,26 +349,6 @@ def test_single_comes_last_with_the_global_batch() -> None:
     assert global_batch_options(make_trace(ranks=4, reproducible=4)) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
-        (["--tolerance", "-1"], "--tolerance must be 0 or more"),
-        (["--engines", "ddp"], "name two or three"),
-        (
-            ["--", *DIGITS, "--trace_steps=3", "--resume", "auto"],
-            "Leave --trace_steps=3 and --resume out of the job",
-        ),
-        (["--", *DIGITS, "--backend", "ddp"], "Leave --backend out of the job"),
-    ],
-)
-def test_mistakes_are_reported_before_a_run(arguments: list[str], message: str, tmp_path: Path) -> None:
-    job = [] if "--" in arguments else ["--", *DIGITS]
-    with pytest.raises(OptionError, match=message):
-        cli.main(["--out", str(tmp_path / "out"), *arguments, *job])
-    assert not (tmp_path / "out").exists()
-
-
 # What ranks keep.
 
 

@@ -43,6 +43,7 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
         (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
         (parity, ["--engines", "ddp"], "name two or three"),
+        (parity, ["--", *JOB, "--trace_steps=3", "--resume", "auto"], "Leave --trace_steps=3 and --resume out"),
         (tune, ["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
         (tune, ["--engines", "ddp,single"], "type horovod, ddp, or both"),
         (tune, ["--engines", "ddp,ddp"], "type horovod, ddp, or both"),

@@ -1,21 +1,23 @@
-"""Kill a rank of a script after so many steps."""
+"""Hold a rank of a script after so many steps, so that a tool can kill it, or its launcher, at that step."""
 
 from __future__ import annotations
 
 import os
-import signal
+import time
 from pathlib import Path
 
 from torch.optim.optimizer import Optimizer
 
 from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.utils.files import atomic_write
 
-MARK = "killed"
-"""The file in the log folder that says so."""
+MARK = "held"
+"""The file in the log folder that has the number of the held process."""
+HOLD_S = 60.0
 
 
-class StepKill(ScriptListener):
-    """Ends this process by SIGKILL after so many optimizer steps, and leaves a mark.
+class StepHold(ScriptListener):
+    """Waits after so many optimizer steps, and leaves a mark.
 
     Args:
         log: the log folder.
@@ -29,5 +31,6 @@ class StepKill(ScriptListener):
         self._left -= 1
         if self._left == 0:
             self._log.mkdir(parents=True, exist_ok=True)
-            (self._log / MARK).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            with atomic_write(self._log / MARK) as temporary:
+                temporary.write_text(str(os.getpid()))
+            time.sleep(HOLD_S)
