@@ -27,7 +27,6 @@ from hvd_trainer.tools.estimate.job import (
     CannotKnowError,
     Job,
     job_from_comparison,
-    job_from_figures,
     reference_job,
 )
 from hvd_trainer.tools.estimate.model import Setup
@@ -164,22 +163,38 @@ def select_job(options: Options, measured: Measured) -> Job:
                 f"nothing about a {options.device}: leave out --device, or compare there"
             )
         return job
-    device = options.device or "gpu"
-    if options.images_per_s is not None or options.step_ms is not None or options.parameters_mb is not None:
-        return job_from_figures(
-            device,
-            step_ms=options.step_ms,
-            images_per_s=options.images_per_s,
-            batch_size=options.batch_size,
-            parameters_mb=options.parameters_mb,
-        )
-    job = reference_job(device, measured)
+    if any(value is not None for value in (options.images_per_s, options.step_ms, options.parameters_mb)):
+        return job_from_figures(options)
+    job = reference_job(options.device or "gpu", measured)
     if options.batch_size not in (None, job.batch_size):
         raise CannotKnowError(
             f"how fast {job.name} is at batch {options.batch_size}; it is known at {job.batch_size}: type "
             f"--step-ms or --images-per-s, and --parameters-mb"
         )
     return job
+
+
+def job_from_figures(options: Options) -> Job:
+    """Build a job from the figures that were given.
+
+    Raises:
+        CannotKnowError: a figure is missing that the others do not replace.
+    """
+    missing, seconds, batch_size = [], 0.0, options.batch_size
+    if options.step_ms is not None:
+        seconds = options.step_ms / 1000
+    elif options.images_per_s is None:
+        missing.append("how long a rank alone takes for such a batch: type --step-ms or --images-per-s")
+    elif batch_size is None:
+        missing.append(f"how long a pass takes at {options.images_per_s:g} images/s: type --batch-size")
+    else:
+        seconds = batch_size / options.images_per_s
+    if options.parameters_mb is None:
+        missing.append("how many bytes are exchanged: type --parameters-mb, 4 bytes for each parameter")
+    if missing or options.parameters_mb is None:
+        raise CannotKnowError("\n".join(missing))
+    times = dict.fromkeys(ENGINES, seconds)
+    return Job("a job of your own", times, batch_size, options.parameters_mb, options.device or "gpu")
 
 
 def find_reasons(options: Options, job: Job, measured: Measured) -> list[str]:

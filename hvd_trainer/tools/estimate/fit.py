@@ -37,42 +37,38 @@ class Prior(NamedTuple):
     high: float = inf
 
 
-class Priors(NamedTuple):
-    """A prior for each of the `Costs`."""
-
-    fixed_s: Prior
-    latency_s: Prior
-    link_factor: Prior
-    byte_s: Prior
-    overlap: Prior
-    rounds: Prior
-    spread: Prior
-
-
 LATENCY_US = 10.0
 """NCCL's own cost model has 9.6 us for a message of a ring between hosts (graph/tuning.cc of NCCL 2.8)."""
-# NCCL over NVLink, and InfiniBand or RoCE between hosts. NVLink of a V100 moves some 50 GB/s. A rank's steps vary
-# by a few percent: data, clocks, the system.
-GPU_PRIORS = Priors(
-    fixed_s=Prior(0.0, 2e-3),
-    latency_s=Prior(LATENCY_US * 1e-6, 10e-6),
-    link_factor=Prior(1.2, 0.4, low=1.0),
-    byte_s=Prior(2e-11, 2e-11),
-    overlap=Prior(0.9, 0.15, high=1.0),
-    rounds=Prior(1.0, 1.0),
-    spread=Prior(0.03, 0.02),
-)
-# Gloo over TCP: a message costs system calls and a thread's waking; a byte is copied and added up by the CPU,
-# which computing needs as well.
-CPU_PRIORS = Priors(
-    fixed_s=Prior(0.0, 5e-3),
-    latency_s=Prior(2e-4, 2e-4),
-    link_factor=Prior(1.1, 0.3, low=1.0),
-    byte_s=Prior(1e-9, 2e-9),
-    overlap=Prior(0.5, 0.3, high=1.0),
-    rounds=Prior(2.0, 4.0),
-    spread=Prior(0.03, 0.03),
-)
+PRIORS = {
+    # NCCL over NVLink, and InfiniBand or RoCE between hosts. NVLink of a V100 moves some 50 GB/s. A rank's steps
+    # vary by a few percent: data, clocks, the system.
+    "gpu": {
+        "fixed_s": Prior(0.0, 2e-3),
+        "latency_s": Prior(LATENCY_US * 1e-6, 10e-6),
+        "link_factor": Prior(1.2, 0.4, low=1.0),
+        "byte_s": Prior(2e-11, 2e-11),
+        "overlap": Prior(0.9, 0.15, high=1.0),
+        "rounds": Prior(1.0, 1.0),
+        "spread": Prior(0.03, 0.02),
+    },
+    # Gloo over TCP: a message costs system calls and a thread's waking; a byte is copied and added up by the CPU,
+    # which computing needs as well.
+    "cpu": {
+        "fixed_s": Prior(0.0, 5e-3),
+        "latency_s": Prior(2e-4, 2e-4),
+        "link_factor": Prior(1.1, 0.3, low=1.0),
+        "byte_s": Prior(1e-9, 2e-9),
+        "overlap": Prior(0.5, 0.3, high=1.0),
+        "rounds": Prior(2.0, 4.0),
+        "spread": Prior(0.03, 0.03),
+    },
+}
+"""What is known of each of the `Costs`, by the ranks' device."""
+
+
+def _priors(device: str) -> Any:
+    """Return the priors as an array of shape (4, costs): typical values, widths, lower and upper bounds."""
+    return np.array([PRIORS[device][name] for name in Costs._fields]).T
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,14 @@ class Fit:
     costs: Costs
     covariance: Any
     """covariance of the costs in widths of their priors: an array of shape (costs, costs)"""
-    priors: Priors
+    device: str
     noise: float
     """root mean square of the points' `log_error`; at least `MIN_NOISE`"""
 
     @cached_property
     def draws(self) -> list[Costs]:
         """Costs drawn from the fit's distribution, with a fixed seed."""
-        _, widths, lows, highs = np.array(self.priors).T
+        _, widths, lows, highs = _priors(self.device)
         drawn = np.random.default_rng(0).multivariate_normal(np.zeros(len(widths)), self.covariance, NUM_DRAWS)
         values = np.clip(np.array(self.costs) + drawn * widths, lows, highs)
         return [Costs(*map(float, row)) for row in values]
@@ -102,20 +98,20 @@ class Fit:
         """
         place, covariance = Costs._fields.index(name), self.covariance.copy()
         covariance[place, :] = covariance[:, place] = 0.0
-        covariance[place, place] = (uncertainty * value / self.priors[place].width) ** 2
+        covariance[place, place] = (uncertainty * value / PRIORS[self.device][name].width) ** 2
         return replace(self, costs=self.costs._replace(**{name: value}), covariance=covariance)
 
 
 @cache
-def fit(points: tuple[Point, ...], priors: Priors) -> Fit:
+def fit(points: tuple[Point, ...], device: str) -> Fit:
     """Return the costs that fit the points best; without points those of the priors.
 
     Errors are relative: a step of 10 ms counts as much as one of 10 s.
     """
-    found, _ = _solve(points, priors, MIN_NOISE)
+    found, _ = _solve(points, device, MIN_NOISE)
     errors = [log_error(found, point) for point in points]
     noise = max(MIN_NOISE, float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0)
-    return Fit(*_solve(points, priors, noise), priors, noise)
+    return Fit(*_solve(points, device, noise), device, noise)
 
 
 def log_error(costs: Costs, point: Point) -> float:
@@ -136,10 +132,10 @@ def interval(setup: Setup, fitted: Fit, noise: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _solve(points: Sequence[Point], priors: Priors, noise: float) -> tuple[Costs, Any]:
+def _solve(points: Sequence[Point], device: str, noise: float) -> tuple[Costs, Any]:
     from scipy.optimize import least_squares
 
-    typical, widths, lows, highs = np.array(priors).T
+    typical, widths, lows, highs = _priors(device)
 
     def residuals(scaled: Any) -> Any:
         costs = Costs(*(scaled * widths).tolist())

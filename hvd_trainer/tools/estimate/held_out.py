@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, Priors, fit, interval
+from hvd_trainer.tools.estimate.fit import fit, interval
 from hvd_trainer.tools.estimate.model import predict_step
 from hvd_trainer.tools.estimate.points import Measured, Point, published_points, published_series
 
@@ -95,24 +95,19 @@ def run_trials(engines: Sequence[str], measured: Measured) -> list[Trial]:
     for engine in engines:
         found.append(Trial(f"{engine}, published, from the same table's 8 GPUs", guess_tables(engine), True))
         found.append(Trial(f"{engine}, published, 512 GPUs from tables of 32", guess_large(engine), True))
-        points, priors = measured.points_of(engine), priors_of(measured)
+        points, device = measured.points_of(engine), measured.device
         if len(points) > 1:
-            found.append(Trial(f"{engine}, measured, each set-up from all others", guess_groups(points, priors)))
-            edges = guess_extremes(points, priors)
+            found.append(Trial(f"{engine}, measured, each set-up from all others", guess_groups(points, device)))
+            edges = guess_extremes(points, device)
             found += [Trial(f"{engine}, measured, {name} from all others", its) for name, its in edges.items()]
     return [trial for trial in found if trial.guesses]
 
 
-def priors_of(measured: Measured) -> Priors:
-    """Return what is known beforehand of the costs of measured points."""
-    return CPU_PRIORS if measured.device == "cpu" else GPU_PRIORS
-
-
 def guess_points(
-    unseen: Iterable[Point], seen: Iterable[Point], priors: Priors, from_host: float | None = None
+    unseen: Iterable[Point], seen: Iterable[Point], device: str, from_host: float | None = None
 ) -> list[Guess]:
     """Guess the efficiency of points by a fit to others."""
-    its = fit(tuple(seen), priors)
+    its = fit(tuple(seen), device)
     found = []
     for point in unseen:
         low, high = interval(point.setup, its, its.noise)
@@ -127,35 +122,35 @@ def guess_tables(engine: str) -> list[Guess]:
         unseen = [point for point in series.points if point.setup.ranks > CALIBRATION_GPUS]
         for seen in series.points:
             if series.engine == engine and seen.setup.ranks == CALIBRATION_GPUS:
-                found += guess_points(unseen, [seen], GPU_PRIORS, seen.efficiency)
+                found += guess_points(unseen, [seen], "gpu", seen.efficiency)
     return found
 
 
 def guess_large(engine: str) -> list[Guess]:
     """Guess hundreds of GPUs on a slower network from the tables."""
-    return _guess_group(published_points(engine), GPU_PRIORS, lambda point: point.setup.ranks >= MIN_LARGE_GPUS)
+    return _guess_group(published_points(engine), "gpu", lambda point: point.setup.ranks >= MIN_LARGE_GPUS)
 
 
 def guess_groups(
-    points: Sequence[Point], priors: Priors, group: Callable[[Point], Any] = attrgetter("series")
+    points: Sequence[Point], device: str, group: Callable[[Point], Any] = attrgetter("series")
 ) -> list[Guess]:
     """Guess each group of points, by default each series, from all others."""
     found = []
     for value in dict.fromkeys(map(group, points)):
         seen = (point for point in points if group(point) != value)
-        found += guess_points((point for point in points if group(point) == value), seen, priors)
+        found += guess_points((point for point in points if group(point) == value), seen, device)
     return found
 
 
-def guess_extremes(points: Sequence[Point], priors: Priors) -> dict[str, list[Guess]]:
+def guess_extremes(points: Sequence[Point], device: str) -> dict[str, list[Guess]]:
     """Guess the points with the most hosts, and with the slowest link, from all others.
 
     Return the guesses by what was left out; nothing where all points have the same.
     """
     most, slowest = max(p.setup.hosts for p in points), min(p.setup.link_gbit for p in points)
     found = {
-        "the most hosts": _guess_group(points, priors, lambda point: point.setup.hosts == most),
-        "the slowest link": _guess_group(points, priors, lambda point: point.setup.link_gbit == slowest),
+        "the most hosts": _guess_group(points, device, lambda point: point.setup.hosts == most),
+        "the slowest link": _guess_group(points, device, lambda point: point.setup.link_gbit == slowest),
     }
     return {name: guesses for name, guesses in found.items() if len(guesses) < len(points)}
 
@@ -169,7 +164,7 @@ def unexplained_error(guesses: Sequence[Guess]) -> float:
     return float(np.sqrt(np.mean(np.square(off))))
 
 
-def _guess_group(points: Sequence[Point], priors: Priors, is_unseen: Callable[[Point], bool]) -> list[Guess]:
+def _guess_group(points: Sequence[Point], device: str, is_unseen: Callable[[Point], bool]) -> list[Guess]:
     """Guess the points of a group from all others."""
     unseen = [point for point in points if is_unseen(point)]
-    return guess_points(unseen, (point for point in points if not is_unseen(point)), priors)
+    return guess_points(unseen, (point for point in points if not is_unseen(point)), device)

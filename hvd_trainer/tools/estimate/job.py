@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 
 import msgspec
 from msgspec import Struct
@@ -58,37 +58,9 @@ def reference_job(device: str, measured: Measured) -> Job:
         return Job(name, dict.fromkeys(ENGINES, its.compute_s), its.batch_size, its.gradient_mb, "gpu")
     pass_s = median(point.setup.compute_s / point.setup.passes for point in measured.points)
     name = f"the job that was measured ({measured.machine})"
-    return Job(name, dict.fromkeys(ENGINES, pass_s), measured.batch_size, measured.gradient_mb, "cpu")
-
-
-def job_from_figures(
-    device: str,
-    *,
-    step_ms: float | None,
-    images_per_s: float | None,
-    batch_size: int | None,
-    parameters_mb: float | None,
-) -> Job:
-    """Build a job from a few figures.
-
-    Raises:
-        CannotKnowError: a figure is missing that the others do not replace.
-    """
-    missing = []
-    seconds = 0.0
-    if step_ms is not None:
-        seconds = step_ms / 1000
-    elif images_per_s is None:
-        missing.append("how long a rank alone takes for such a batch: type --step-ms or --images-per-s")
-    elif batch_size is None:
-        missing.append(f"how long a pass takes at {images_per_s:g} images/s: type --batch-size")
-    else:
-        seconds = batch_size / images_per_s
-    if parameters_mb is None:
-        missing.append("how many bytes are exchanged: type --parameters-mb, 4 bytes for each parameter")
-    if missing or parameters_mb is None:
-        raise CannotKnowError("\n".join(missing))
-    return Job("a job of your own", dict.fromkeys(ENGINES, seconds), batch_size, parameters_mb, device)
+    batch_size = mode(entry.batch_size for entry in measured.entries)
+    gradient_mb = mode(entry.gradient_mb for entry in measured.entries)
+    return Job(name, dict.fromkeys(ENGINES, pass_s), batch_size, gradient_mb, "cpu")
 
 
 class Work(Struct):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil, inf
 from pathlib import Path
-from statistics import median, mode
-from typing import Annotated, Literal, NamedTuple
+from statistics import median
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -106,34 +106,28 @@ class Entry(Struct):
         return Point(self.backend, setup, median(self.step_ms) / 1000, series, label)
 
 
-class PointsFile(Struct):
-    """A file of points."""
+class Measured(Struct):
+    """A file of points; those of one rank, or that the formula does not cover, are left out."""
 
     machine: str
-    points: list[Entry]
-    device: str = "cpu"
+    entries: list[Entry] = msgspec.field(name="points")
+    device: Literal["gpu", "cpu"] = "cpu"
 
+    def __post_init__(self) -> None:
+        self.entries = [entry for entry in self.entries if entry.hosts * entry.ranks_per_host > 1]
 
-class Measured(NamedTuple):
-    """The points of a file that the formula covers."""
-
-    machine: str
-    device: str
-    points: Sequence[Point]
-    left_out: int
-    """number of points that the formula does not cover, or that were not timed without exchange"""
-    batch_size: int
-    """per rank, in most points"""
-    gradient_mb: float
-    """size of fp32 gradients, in most points"""
-
-    def describe(self) -> str:
-        """Describe the points in one line."""
-        left_out = f", {self.left_out} left out (PowerSGD, or not timed alone)" if self.left_out else ""
-        return f"{len(self.points)} points{left_out}, on {self.machine}"
+    @property
+    def points(self) -> list[Point]:
+        return [entry.point() for entry in self.entries if entry.is_covered]
 
     def points_of(self, engine: str) -> tuple[Point, ...]:
         return tuple(point for point in self.points if point.engine == engine)
+
+    def describe(self) -> str:
+        """Describe the points in one line."""
+        left_out = len(self.entries) - len(self.points)
+        why = f", {left_out} left out (PowerSGD, or not timed alone)" if left_out else ""
+        return f"{len(self.points)} points{why}, on {self.machine}"
 
 
 def read_points(file: Path) -> Measured:
@@ -152,17 +146,14 @@ def read_points(file: Path) -> Measured:
             )
         if content["format"] != FORMAT:
             raise OptionError(f"--fit {file} has format {content['format']}, and {FORMAT} is known here: {wanted}")
-        its = msgspec.convert(content, PointsFile)
+        its = msgspec.convert(content, Measured)
     except OSError as error:
         raise OptionError(f"--fit {file} cannot be read ({error.strerror}): {wanted}") from None
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise OptionError(f"--fit {file} is no file of points ({error!r}): {wanted}") from None
-    entries = [entry for entry in its.points if entry.hosts * entry.ranks_per_host > 1]
-    points = [entry.point() for entry in entries if entry.is_covered]
-    if not points:
+    if not its.points:
         raise OptionError(f"--fit {file} has no point with two ranks or more: {wanted}")
-    usual = mode(entry.batch_size for entry in entries), mode(entry.gradient_mb for entry in entries)
-    return Measured(its.machine, its.device, points, len(entries) - len(points), *usual)
+    return its
 
 
 @dataclass(frozen=True, kw_only=True)

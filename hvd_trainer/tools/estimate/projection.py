@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isinf, log2
 
-from hvd_trainer.tools.estimate.fit import GPU_PRIORS, Fit, fit, interval
+from hvd_trainer.tools.estimate.fit import Fit, fit, interval
 from hvd_trainer.tools.estimate.held_out import (
     Guess,
     guess_extremes,
     guess_groups,
-    priors_of,
     unexplained_error,
 )
 from hvd_trainer.tools.estimate.job import Job
@@ -156,19 +155,19 @@ def published_basis(engine: str) -> Basis:
     points = published_points(engine)
     scope = Scope.from_points(engine, points, "the published tables", PUBLISHED_REACH)
     error = unexplained_error(_by_table(engine)) * new_cluster_factor()
-    return Basis(engine, fit(points, GPU_PRIORS), scope, error)
+    return Basis(engine, fit(points, "gpu"), scope, error)
 
 
 def measured_basis(engine: str, measured: Measured) -> Basis | None:
     """Fit an engine's costs to measured points; None if none of them has several hosts."""
-    points, priors = measured.points_of(engine), priors_of(measured)
+    points, device = measured.points_of(engine), measured.device
     if not any(point.setup.hosts > 1 for point in points):
         return None
-    trials = [guess_groups(points, priors), *guess_extremes(points, priors).values()]
+    trials = [guess_groups(points, device), *guess_extremes(points, device).values()]
     # Leaving out the points with the most ranks tests the formula so far.
     ranks = [point.setup.ranks for point in points]
     scope = Scope.from_points(engine, points, "the measured points", max(ranks) / min(ranks))
-    return Basis(engine, fit(points, priors), scope, max(map(unexplained_error, trials)))
+    return Basis(engine, fit(points, device), scope, max(map(unexplained_error, trials)))
 
 
 @cache
@@ -179,14 +178,14 @@ def new_cluster_factor() -> float:
     Only Horovod has figures of two clusters; DDP's errors are assumed to grow as much.
     """
     source = {series.name: series.source for series in published_series()}
-    guesses = guess_groups(published_points("horovod"), GPU_PRIORS, lambda point: source[point.series])
+    guesses = guess_groups(published_points("horovod"), "gpu", lambda point: source[point.series])
     return max(1.0, unexplained_error(guesses) / unexplained_error(_by_table("horovod")))
 
 
 @cache
 def _by_table(engine: str) -> Sequence[Guess]:
     """Guess each published table from all others."""
-    return guess_groups(published_points(engine), GPU_PRIORS)
+    return guess_groups(published_points(engine), "gpu")
 
 
 def project_rows(job: Job, basis: Basis, asked: Setup) -> Iterator[Row]:

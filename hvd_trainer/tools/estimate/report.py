@@ -78,9 +78,9 @@ def _explain_interval(basis: Basis, row: Row) -> str:
     beyond = basis.scope.doublings(row.setup)
     further = f" (of which {beyond:.3g} are beyond {basis.scope.source}, and count twice)" if beyond else ""
     return (
-        f"  Its interval: how well the points tell the costs, and {basis.unexplained_error:.1%} of a step for "
-        f"each of {log2(row.setup.ranks):.3g} doublings{further}, by which the formula is off where it has seen "
-        f"nothing."
+        f"  Its interval: how well the points tell the costs, and {basis.unexplained_error:.1%} of a step per "
+        f"doubling of the ranks, {log2(row.setup.ranks):.3g} here{further}, by which the formula is off where it "
+        f"has seen nothing."
     )
 
 

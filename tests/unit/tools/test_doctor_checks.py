@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import re
 import resource
 import shutil
@@ -12,8 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from doctor_checks import OTHER, TORCH, plant_program, run_checks
-from launchers import REPOSITORY, requires
-from requirements import missing
-from slurm_cluster import SlurmCluster
+from launchers import requires
 
 from benchmarks import NO_GPUS
 from hvd_trainer.errors import OptionError
@@ -391,33 +386,6 @@ def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
         assert all("not needed" in finding.found for finding in found)
 
 
-INSIDE = """
-import sys
-sys.path.insert(0, "tests/support")
-import doctor_checks
-(found,) = doctor_checks.run_checks("Slurm")
-print(found.status, found.found)
-"""
-
-
-def test_slurm_inside_and_outside_of_a_job(
-    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (found,) = run_checks("Slurm", environ=slurm.environ)
-    assert found.status == "ok"
-    assert re.search(r"outside of a job; 3 nodes: 3 \w+", found.found)
-    monkeypatch.chdir(REPOSITORY)
-    inside = slurm.client("salloc", "-n1", sys.executable, "-c", INSIDE, check=False, timeout_s=60)
-    assert re.search(r"^ok \S+, inside of job \d+; srun starts tasks$", inside.stdout, re.MULTILINE), inside
-    # A cluster whose controller is down, and no cluster at all.
-    text = Path(slurm.environ["SLURM_CONF"]).read_text()
-    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", text))
-    (down,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "slurm.conf")})
-    assert (down.status, "its controller does not answer" in down.found) == ("warning", True)
-    (none,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")})
-    assert (none.status, "this machine is in no cluster" in none.found) == ("ok", True)
-
-
 # The machine.
 
 
@@ -700,68 +668,3 @@ def test_host_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [finding.status for finding in (found, ranks, clock)] == ["warning", "warning", "ok"]
     assert f"not the folder {os.getcwd()}" in found.found
     assert ranks.found == "3 ranks are to share 2 GPUs"
-
-
-@pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """Run an sshd on 127.0.0.2 that accepts one key; yield the options by which it is reached."""
-    reason = missing("sshd")
-    if reason is not None:
-        pytest.skip(reason)
-    program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    assert program is not None
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to start a server for ssh")
-    for name in ("host", "user"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
-        subprocess.run(command, check=True)
-    with socket.create_server((OTHER, 0)) as free:
-        port = free.getsockname()[1]
-    (tmp_path / "config").write_text(
-        f"Port {port}\nListenAddress {OTHER}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
-        f"AuthorizedKeysFile {tmp_path}/user.pub\nPermitRootLogin yes\nPasswordAuthentication no\n"
-    )
-    # Where Debian's sshd locks itself up; it is made where sshd is started at boot.
-    jail = Path("/run/sshd")
-    made = not jail.exists()
-    jail.mkdir(exist_ok=True)
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen([program, "-D", "-e", "-f", str(tmp_path / "config")], stderr=log)
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            socket.create_connection((OTHER, port), timeout=1).close()
-            break
-        except OSError:
-            if server.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"sshd did not start: {(tmp_path / 'log').read_text()}")
-            time.sleep(0.02)
-    yield {"ssh_port": port, "ssh_identity_file": tmp_path / "user"}
-    server.terminate()
-    server.wait(10)
-    if made:
-        jail.rmdir()
-
-
-def test_sshd_of_this_machine(sshd: dict[str, Any], tmp_path: Path) -> None:
-    reached, clock = run_checks("ssh", hosts=OTHER, **sshd)
-    assert (reached.status, clock.status) == ("ok", "ok"), reached
-    (refused,) = run_checks("ssh", hosts=OTHER, **{**sshd, "ssh_identity_file": tmp_path / "host"})
-    assert "Permission denied" in refused.found
-    assert refused.remedy.startswith(f"ssh-copy-id {OTHER}")
-
-
-def test_changed_host_key_is_refused(
-    sshd: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refuse a changed key, as a man in the middle would show it; read the known hosts and write none."""
-    known = tmp_path / ".ssh/known_hosts"
-    known.parent.mkdir()
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path)))
-    for key, status in (("host", "ok"), ("user", "error")):
-        line = f"[{OTHER}]:{sshd['ssh_port']} {(tmp_path / f'{key}.pub').read_text()}"
-        known.write_text(line)
-        found = run_checks("ssh", hosts=OTHER, **sshd)[0]
-        assert found.status == status, found
-        assert known.read_text() == line
-    assert "Host key verification failed" in found.found

@@ -19,7 +19,7 @@ from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import Entry, make_trials
 from hvd_trainer.tools.compare.variants import Axis, make_variants
 from hvd_trainer.tools.estimate.cli import Options, estimate, main
-from hvd_trainer.tools.estimate.fit import CPU_PRIORS, GPU_PRIORS, fit, interval
+from hvd_trainer.tools.estimate.fit import PRIORS, fit, interval
 from hvd_trainer.tools.estimate.held_out import (
     Errors,
     Guess,
@@ -133,7 +133,7 @@ def make_points(noise: float, costs: Costs = COSTS) -> tuple[Point, ...]:
 
 def test_fit_finds_planted_costs() -> None:
     wanted = Costs(2e-3, 5e-4, 1.4, 4e-9, 0.5, 2.0, 0.05)
-    found = fit(make_points(0.02, wanted), CPU_PRIORS)
+    found = fit(make_points(0.02, wanted), "cpu")
     for name in ("latency_s", "link_factor", "byte_s", "rounds"):
         assert getattr(found.costs, name) == pytest.approx(getattr(wanted, name), rel=0.35), name
     assert found.costs.link_factor == pytest.approx(1.4, rel=0.05)
@@ -144,14 +144,14 @@ def test_fit_finds_planted_costs() -> None:
 def test_undetermined_costs_keep_their_prior() -> None:
     """Keep the overlap's prior where there is one piece: nothing can be hidden, so no point has it."""
     overlap = Costs._fields.index("overlap")
-    assert fit(make_points(0.02), CPU_PRIORS).covariance[overlap, overlap] == pytest.approx(1.0, rel=0.05)
+    assert fit(make_points(0.02), "cpu").covariance[overlap, overlap] == pytest.approx(1.0, rel=0.05)
     link = Costs._fields.index("link_factor")
-    assert fit(make_points(0.02), CPU_PRIORS).covariance[link, link] < 0.05
-    assert fit((), GPU_PRIORS).costs.link_factor == pytest.approx(GPU_PRIORS.link_factor.typical)
+    assert fit(make_points(0.02), "cpu").covariance[link, link] < 0.05
+    assert fit((), "gpu").costs.link_factor == pytest.approx(PRIORS["gpu"]["link_factor"].typical)
 
 
 def test_interval_widens_with_uncertainty() -> None:
-    fitted = fit(make_points(0.02), CPU_PRIORS)
+    fitted = fit(make_points(0.02), "cpu")
     setup = replace(SETUP, hosts=2)
     narrow, wide = interval(setup, fitted, 0.01), interval(setup, fitted, 0.1)
     assert wide[0] < narrow[0] < predict_step(setup, fitted.costs).efficiency < narrow[1] < wide[1] <= 1
@@ -161,12 +161,12 @@ def test_interval_widens_with_uncertainty() -> None:
 
 
 def test_held_out_errors_equal_noise() -> None:
-    errors = Errors.summarize(guess_groups(make_points(0.03), CPU_PRIORS))
+    errors = Errors.summarize(guess_groups(make_points(0.03), "cpu"))
     assert errors.number == 24
     assert errors.median < 0.04
     assert errors.is_better
     assert errors.inside >= 18
-    edges = guess_extremes(make_points(0.0), CPU_PRIORS)
+    edges = guess_extremes(make_points(0.0), "cpu")
     assert set(edges) == {"the most hosts", "the slowest link"}
     assert all(Errors.summarize(guesses).largest < 0.15 for guesses in edges.values())
 
@@ -261,7 +261,7 @@ def test_read_points(tmp_path: Path) -> None:
     assert (one.step_s, one.label) == (0.41, "2 x 1 ranks, 100 Mbit/s, 5 ms, 4 MB")
     assert other.setup == Setup(2, 1, inf, 0.03, 2 * 2**20, 1, passes=4)
     assert other.label == "2 x 1 ranks, no limit, bf16, 4 passes, 4 MB"
-    assert (its.left_out, its.device, its.batch_size) == (2, "cpu", 64)
+    assert its.describe() == "2 points, 2 left out (PowerSGD, or not timed alone), on a test"
     assert (count_pieces(97.5), count_pieces(97.5, 2), count_pieces(0.1)) == (4, 2, 1)
 
 
@@ -294,7 +294,7 @@ def test_shipped_points_have_both_engines_on_several_links() -> None:
         scope = Scope.from_points(engine, its.points_of(engine), "them", 1.0)
         assert scope.ranks >= 3
         assert scope.slowest_gbit < scope.fastest_gbit
-        errors = Errors.summarize(guess_groups(its.points_of(engine), CPU_PRIORS))
+        errors = Errors.summarize(guess_groups(its.points_of(engine), "cpu"))
         assert errors.is_better
 
 
