@@ -30,7 +30,7 @@ _SET_BY_IMPORTS = {
 }
 
 LONGEST = (
-    "test_diagnose",
+    "test_diagnose_jobs",
     "test_failures",
     "test_matrix",
     "test_setup_errors",

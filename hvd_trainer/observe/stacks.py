@@ -9,40 +9,34 @@ A thread looks every few milliseconds where the main thread is. What the system 
 
 from __future__ import annotations
 
-import ast
-import json
-import linecache
 import os
 import random
 import resource
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch
 from hvd_trainer.observe.callback import Observer, RunView
+from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Place, Record, StackCount, describe_frame
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
 
-FOLDER = "stacks"
 PERIOD_S = 0.005
 """Mean time between two looks; it varies, so that it does not keep in step with the training's own period."""
 WARMUP_STEPS = 5
 """Steps at the beginning that do not count, unless the training ends with them."""
 WRITE_EVERY_S = 2.0
 """So that a rank that is killed leaves its stacks."""
-WORKER = "worker"
-"""The phase of a loader's process."""
 WRITE_WORKER_EVERY_S = 0.5
 """A loader's process is always killed, or ends without a word."""
 SWITCH_S = 0.00005
@@ -55,30 +49,9 @@ MIN_CPU_S = 0.0002
 MIN_SLOW_RATIO, MIN_SLOW_S = 2.5, 0.02
 """How many times as long as a typical step, and how much longer, a step must be to count as slow."""
 MAX_FRAMES = 200
-LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>")
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
-OURS = str(Path(__file__).resolve().parents[1]) + "/"
 
-Place = tuple[CodeType, int]
-"""A code object, and the offset of the instruction in it."""
 Stack = tuple[str, str, tuple[Place, ...]]
 """A thread's name, the phase, and the places from the outermost on."""
-
-
-@dataclass
-class Count:
-    """The seconds in which a thread had one stack."""
-
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    queued_s: float = 0.0
-    """ready to run, without a CPU"""
-    gil_s: float = 0.0
-    """another thread had the GIL"""
-    slow_s: float = 0.0
-    """in slow steps"""
-    squares: float = 0.0
-    """sum of the squares of its seconds in each step"""
 
 
 class Clocks:
@@ -147,7 +120,7 @@ class StackSampler:
 
     def _clear(self) -> None:
         """Forget what was counted."""
-        self._counts: dict[Stack, Count] = {}
+        self._counts: dict[Stack, StackCount] = {}
         self._step: dict[Stack, float] = {}
         self._blocks, self._folded = 0, len(self._ends)
         self._usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -155,10 +128,9 @@ class StackSampler:
         self._began = time.perf_counter()
         self._elements_before = self.elements
 
-    def start(self) -> None:
-        """Begin to sample, also each process that is forked from now on."""
+    def sample_children(self) -> None:
+        """Sample the main thread of each process that is forked from now on, too."""
         os.register_at_fork(after_in_child=self._sample_child)
-        self._start()
 
     def _sample_child(self) -> None:
         if self._is_stopped.is_set() or self.phase == WORKER:
@@ -166,9 +138,10 @@ class StackSampler:
         file = self._file.with_name(f"{self._file.stem}.worker-{os.getpid()}.json")
         worker = StackSampler(file, WRITE_WORKER_EVERY_S)
         worker.phase = WORKER
-        worker._start()
+        worker.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin to sample."""
         self._ends.append(time.perf_counter())
         self._clear()
         self._thread.start()
@@ -216,7 +189,7 @@ class StackSampler:
             sys.setswitchinterval(switch_s if others_s else SWITCH_S)
             cpu, queued = main_clocks.since_last()
             gil = min(others_s, max(wall - cpu - queued, 0.0)) if is_late else 0.0
-            stack = "main", phase, _places(frames[main.ident])
+            stack = MAIN, phase, _places(frames[main.ident])
             self._add(stack, wall, cpu, queued, gil)
             self._step[stack] = self._step.get(stack, 0.0) + wall
             del frames
@@ -234,7 +207,9 @@ class StackSampler:
             each.close()
 
     def _add(self, stack: Stack, wall: float, cpu: float, queued: float, gil: float = 0.0) -> None:
-        count = self._counts.setdefault(stack, Count())
+        if stack not in self._counts:
+            self._counts[stack] = StackCount(stack[0], stack[1])
+        count = self._counts[stack]
         count.wall_s += wall
         count.cpu_s += cpu
         count.queued_s += queued
@@ -255,34 +230,26 @@ class StackSampler:
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self._file) as file:
-            file.write_text(json.dumps(self._record()))
+            file.write_bytes(msgspec.json.encode(self._record()))
 
-    def _record(self) -> dict[str, Any]:
+    def _record(self) -> Record:
         numbers: dict[Place, int] = {}
-        stacks = [
-            {
-                "thread": thread,
-                "phase": phase,
-                "frames": [numbers.setdefault(place, len(numbers)) for place in places],
-                **vars(count),
-            }
-            for (thread, phase, places), count in self._counts.items()
-        ]
-        usage, durations = resource.getrusage(resource.RUSAGE_SELF), self._durations
-        return {
-            "pid": os.getpid(),
-            "uses_gpu": not accelerator.is_host(self.device),
-            "blocks": self._blocks,
-            "seconds": time.perf_counter() - self._began,
-            "durations": durations,
-            "elements": self.elements - self._elements_before,
-            "cpu_s": usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
-            "major_faults": usage.ru_majflt - self._usage.ru_majflt,
-            "preempted": usage.ru_nivcsw - self._usage.ru_nivcsw,
-            "queued_s": _queued_of_threads() - self._queued,
-            "frames": [describe_frame(*place) for place in numbers],
-            "stacks": stacks,
-        }
+        for (_, _, places), count in self._counts.items():
+            count.frames = [numbers.setdefault(place, len(numbers)) for place in places]
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return Record(
+            uses_gpu=not accelerator.is_host(self.device),
+            blocks=self._blocks,
+            seconds=time.perf_counter() - self._began,
+            durations=self._durations,
+            elements=self.elements - self._elements_before,
+            cpu_s=usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
+            system_s=usage.ru_stime - self._usage.ru_stime,
+            major_faults=usage.ru_majflt - self._usage.ru_majflt,
+            queued_s=_queued_of_threads() - self._queued,
+            frames=[describe_frame(*place) for place in numbers],
+            stacks=list(self._counts.values()),
+        )
 
 
 def slow_from(durations: Sequence[float]) -> float:
@@ -309,45 +276,6 @@ def _queued_of_threads() -> float:
     return total / 1e9
 
 
-def describe_frame(code: CodeType, instruction: int) -> dict[str, Any]:
-    """Return file, line, function, the called expression (empty if it is no call), and whose code it is."""
-    line, text = code.co_firstlineno, ""
-    if sys.version_info >= (3, 11):
-        start, end, first, last = list(code.co_positions())[instruction // 2]
-        if start is not None and end is not None:
-            line = start
-            lines = [linecache.getline(code.co_filename, number) for number in range(start, end + 1)]
-            lines[-1] = lines[-1].encode()[:last].decode(errors="replace")
-            lines[0] = lines[0].encode()[first:].decode(errors="replace")
-            text = "".join(lines)
-    else:
-        line = next((n for a, b, n in code.co_lines() if a <= instruction < b and n is not None), line)
-        text = linecache.getline(code.co_filename, line)
-    return {
-        "file": code.co_filename,
-        "line": line,
-        "function": getattr(code, "co_qualname", code.co_name),
-        "call": called_expression(text),
-        "owner": _owner(code.co_filename),
-    }
-
-
-def called_expression(text: str) -> str:
-    """Return what a call's source calls, such as `time.sleep`; empty if it is no call."""
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(text.strip())):
-            if isinstance(node, ast.Call):
-                return ast.unparse(node.func)
-    return ""
-
-
-def _owner(file: str) -> str:
-    """Return whose code a file is: library, hvd_trainer or user."""
-    if any(part in file for part in LIBRARIES) or file.startswith(STANDARD_LIBRARY):
-        return "library"
-    return "hvd_trainer" if file.startswith(OURS) else "user"
-
-
 class StackSamples(Observer):
     """Samples the stacks of this rank while the training loop runs.
 
@@ -365,6 +293,7 @@ class StackSamples(Observer):
         listeners = run.backend.activity.listeners
         listeners.append(self._enter)
         self._sampler.device = run.device
+        self._sampler.sample_children()
         self._sampler.start()
         try:
             yield

@@ -133,7 +133,7 @@ TYPED_ELSEWHERE = {
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
     "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
     "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        "test_diagnose.py",
+        "test_diagnose_jobs.py",
         '"diagnose"',
     ),
     "hvd-trainer tune --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (

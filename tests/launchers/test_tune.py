@@ -134,6 +134,13 @@ def test_race_drops_a_candidate_that_does_not_run() -> None:
 # Searches, on machines that are made up.
 
 
+def search(
+    measure: Any, fixed: Any = (), *, rounds: int = 3, least_gain: float = 0.02, lossy: bool = False, **facts: Any
+) -> Found:
+    settings: dict[str, Any] = {"rounds": rounds, "least_gain": least_gain, "lossy": lossy}
+    return Search("ddp", FACTS | facts, fixed, measure, **settings).run()
+
+
 def searched(
     effects: Mapping[str, float], noise: float = 0.01, seed: int = 0, lossy: bool = False, **facts: Any
 ) -> tuple[Found, list[str]]:
@@ -147,8 +154,7 @@ def searched(
             speed *= effects.get(word.replace("=", " "), 1.0)
         return speed or None
 
-    settings: dict[str, Any] = {"rounds": 5, "least_gain": 0.02, "lossy": lossy}
-    return Search("ddp", FACTS | facts, (), measure, **settings).run(), ran
+    return search(measure, rounds=5, lossy=lossy, **facts), ran
 
 
 BOUNDS = {"--leave-out exchange": 1.5, "--leave-out data": 1.3}
@@ -183,15 +189,13 @@ def test_search_ignores_noise_of_much_shorter_steps() -> None:
         "before": iter([220, 221, 219]),
         "tuned": iter([440, 450, 460]),
     }
-    found = Search(
-        "ddp",
-        {**FACTS, "world_size": 1, "cores": 2},
-        {"threads", "prefetch"},
+    found = search(
         lambda label, settings: next(speeds[label]) if label in speeds else None,
-        rounds=3,
+        {"threads", "prefetch"},
         least_gain=0.3,
-        lossy=False,
-    ).run()
+        world_size=1,
+        cores=2,
+    )
     assert found.settings == {"workers": 2}
     assert found.noise < 0.1
 
@@ -199,15 +203,7 @@ def test_search_ignores_noise_of_much_shorter_steps() -> None:
 def test_search_learns_noise_from_an_undecided_bound() -> None:
     """With nothing else to race: once two runs differed by infinitely much."""
     speeds = {AS_IT_IS: iter([100.0, 100.0, 100.0]), "--leave-out exchange": iter([96.0, 107.0, 97.0])}
-    found = Search(
-        "ddp",
-        {**FACTS, "in_memory": True, "device": "a GPU"},
-        (),
-        lambda label, settings: next(speeds[label]),
-        rounds=3,
-        least_gain=0.02,
-        lossy=False,
-    ).run()
+    found = search(lambda label, settings: next(speeds[label]), in_memory=True, device="a GPU")
     assert "exchange" in found.untried
     assert 0.03 < found.noise < 0.1
 
@@ -248,15 +244,7 @@ def test_search_passes_over_settings_that_do_not_run() -> None:
 def test_search_stops_when_adopted_settings_fail() -> None:
     speeds = iter([1000.0, 1500.0, 1500.0, None])
     with pytest.raises(OptionError, match="with settings that it has run with before"):
-        Search(
-            "ddp",
-            {**FACTS, "in_memory": True},
-            (),
-            lambda label, settings: next(speeds),
-            rounds=3,
-            least_gain=0.02,
-            lossy=False,
-        ).run()
+        search(lambda label, settings: next(speeds), in_memory=True)
 
 
 def test_settling_steps_wait_for_adopted_autotune() -> None:
@@ -273,20 +261,6 @@ def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
 
 
 # From the command on.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
-        (["--engines", "ddp,single"], "type horovod, ddp, or both"),
-        (["--engines", "ddp,ddp"], "type horovod, ddp, or both"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_runs(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=message):
-        cli.main(["--out", str(tmp_path / "out"), *arguments, "--", "-m", "hvd_trainer.mnist"])
-    assert not (tmp_path / "out").exists()
 
 
 def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
 
 SAMPLES = 4096
 PAGES = 2**14
+TOUCHED = 2**28
+"""Bytes of memory that are used in each step."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,17 @@ class Sleep(Callback):
         time.sleep(0.05)  # planted: callback
 
 
+class Touch(Callback):
+    """Needs more memory than there is."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, TOUCHED)
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        for place in range(0, TOUCHED, mmap.PAGESIZE):
+            self._memory[place] = run.progress.step % 256  # planted: swap
+
+
 class Failing(Sleep):
     def on_step_end(self, run: Any, result: Any) -> None:
         super().on_step_end(run, result)
@@ -230,6 +243,9 @@ def main(options: PlantedOptions) -> None:
         if planted == "overhead":
             layers = [nn.Linear(64, 64)] + [nn.LayerNorm(64) for _ in range(200)]
             width = 64
+        if planted == "one bucket":
+            width = 1024
+            layers = [nn.Linear(64, width), *(nn.Linear(width, width) for _ in range(5))]
         if planted == "forward":
             layers.append(Wait(0.04))
         if planted == "backward":
@@ -250,6 +266,7 @@ def main(options: PlantedOptions) -> None:
             "computing callback": [Compute()],
             "callback of one rank": [OneRank()],
             "callback hiccups": [Checks()],
+            "swap": [Touch()] if planted == "swap" else [],
         }
         trainer.fit(
             model,

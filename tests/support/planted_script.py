@@ -25,6 +25,10 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if PLANTED == "disk":
             time.sleep(0.002)  # planted: disk
+        if PLANTED == "two slow workers":
+            time.sleep(0.06)  # planted: two slow workers
+        if PLANTED == "slow decode":  # 2 s for a batch, so that a run has few steps
+            sum(pixel * 31 % 251 for pixel in bytes(900_000))  # planted: slow decode
         if PLANTED == "decode":
             sum(pixel * 31 % 251 for pixel in bytes(20_000))  # planted: decode
         return torch.randn(64), index % 2
@@ -43,11 +47,11 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 2)))
     kind = SlowUpdate if PLANTED == "update" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.01)
-    data = Images()
+    data, workers = Images(), 2 if PLANTED == "two slow workers" else 0
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     for epoch in range(100):
         sampler.set_epoch(epoch)
-        for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler):
+        for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler, num_workers=workers):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()

@@ -1,12 +1,13 @@
-"""Advice about lost time: what to change, and the gain to expect. Pure functions."""
+"""The causes of lost time in words, and the advice about each: what to change, and the gain to expect."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from hvd_trainer.tools.diagnose.causes import ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import ONE_THREAD, SIGMAS, Cause, Evidence
 from hvd_trainer.utils.text import plural
 
 MAX_ACTIONS = 3
@@ -37,7 +38,7 @@ class Action:
     high: float = 1.0
     """its 95 % interval"""
     words: tuple[str, ...] = ()
-    """further options of the job"""
+    """further options of the job; of a script, of `run`"""
     threads: int | None = None
     """of each rank"""
     batch_factor: int = 1
@@ -47,6 +48,10 @@ class Action:
     def can_be_tried(self) -> bool:
         return bool(self.words) or self.threads is not None
 
+    @property
+    def title(self) -> str:
+        return self.text.partition(":")[0]
+
 
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
     """Return the best few actions, that with the largest gain first; none whose gain may be noise.
@@ -55,12 +60,21 @@ def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
         causes: those that `find_causes` returns.
         evidence: by which they were found.
     """
-    made = [action for cause in causes for action in ACTIONS[cause.kind](cause, evidence)]
+    made = [action for cause in causes for action in _advice(cause, evidence)]
     useful = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
     return sorted(useful, key=lambda action: -action.speed)[:MAX_ACTIONS]
 
 
-def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = None, **further: object) -> Action:
+def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    advice = CAUSES[cause.kind].advice
+    if callable(advice):
+        yield from advice(cause, evidence)
+    else:
+        text = advice.format(**{**cause.details, "where": _at(cause), "rank": cause.rank})
+        yield _action(cause, evidence, text, cause.details.get("saved_s"))
+
+
+def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = None, **further: Any) -> Action:
     """Return an action that saves `saved` of the cause's seconds; all of them if that is None."""
     step, all_s = evidence.step_s, cause.seconds if saved is None else saved
     error = cause.error * all_s / max(cause.seconds, 1e-9)
@@ -68,147 +82,100 @@ def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = N
     def speed(seconds: float) -> float:
         return step / max(step - min(max(seconds, 0.0), MAX_SAVED * step), 1e-9)
 
-    bounds = {"low": speed(all_s - SIGMAS * error), "high": speed(all_s + SIGMAS * error)}
-    return Action(cause=cause.kind, text=text, speed=speed(all_s), **bounds, **further)  # type: ignore[arg-type]
+    low, high = speed(all_s - SIGMAS * error), speed(all_s + SIGMAS * error)
+    return Action(cause=cause.kind, text=text, speed=speed(all_s), low=low, high=high, **further)
 
 
 def _at(cause: Cause) -> str:
-    return str(cause.where or cause.details.get("library") or "the line")
+    return str(cause.line or cause.details.get("where") or "the line")
 
 
 def _workers(cause: Cause, evidence: Evidence, count: int, saved: float, why: str) -> Action:
-    now = evidence.facts.get("workers")
-    if now is None and not evidence.is_trainer_job:
+    if not evidence.is_trainer_job:
         return _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
+    now = evidence.facts.get("workers")
     text = f"--workers {count}: {why}{'' if now is None else f' (now {now})'}"
     return _action(cause, evidence, text, saved, words=("--workers", str(count)))
 
 
-def _about_waiting_data(cause: Cause, evidence: Evidence) -> list[Action]:
+def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     if evidence.facts.get("in_memory"):
         text = (
             "the data is in memory, so that its time goes into taking batches from it and into its transform, if "
             "it has one: make that cheaper, or do once what it does again for each batch"
         )
-        return [_action(cause, evidence, text)]
-    now = max(1, evidence.facts.get("workers") or 0)
+        yield _action(cause, evidence, text)
+        return
+    now = max(1, evidence.facts.get("workers") or evidence.profiles[0].processes)
     # A worker for as long as a sample takes longer to fetch than to train on.
     ratio = cause.seconds / max(evidence.step_s - cause.seconds, 1e-9)
-    count = now * (1 + min(MAX_WORKERS - 1, math.ceil(ratio)))
+    count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
     why = f"that many processes per rank wait for data while it trains, at {_at(cause)}"
-    return [_workers(cause, evidence, count, cause.seconds * (1 - now / count), why)]
+    yield _workers(cause, evidence, count, cause.seconds * (1 - now / count), why)
 
 
-def _about_computing_data(cause: Cause, evidence: Evidence) -> list[Action]:
+def _about_computing_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     free = evidence.free_cores / evidence.ranks
-    now = evidence.facts.get("workers") or 0
     if free >= MIN_FREE_CORES and not evidence.facts.get("in_memory"):
-        count = now + max(1, math.floor(free + 0.3))
+        count = (evidence.facts.get("workers") or 0) + max(1, math.floor(free + 0.3))
         saved = min(cause.seconds * (1 - 1 / (1 + free)), evidence.step_s * MAX_SAVED)
         why = f"{plural(round(free * evidence.ranks), 'core')} are free to compute data in, at {_at(cause)}"
-        return [_workers(cause, evidence, count, saved, why)]
+        yield _workers(cause, evidence, count, saved, why)
+        return
     text = (
         f"make {_at(cause)} cheaper, or store its results: it computes, and none of "
         f"{plural(evidence.cores, 'core')} is free for loader processes"
     )
-    return [_action(cause, evidence, text)]
+    yield _action(cause, evidence, text)
 
 
-def _about_line(todo: str) -> Callable[[Cause, Evidence], list[Action]]:
-    def make(cause: Cause, evidence: Evidence) -> list[Action]:
-        return [_action(cause, evidence, f"{_at(cause)}: {todo}")]
-
-    return make
-
-
-def _about_update(cause: Cause, evidence: Evidence) -> list[Action]:
-    todo = "update all parameters at once (foreach=True or fused=True), not one by one in Python"
-    return [_action(cause, evidence, f"{_at(cause)}: {todo}", None if cause.where else cause.seconds / 2)]
-
-
-def _about_gil(cause: Cause, evidence: Evidence) -> list[Action]:
-    text = (
-        f"{_at(cause)}: move the thread {cause.details['thread']!r} of rank {cause.rank} to a process of its own; "
-        f"while it has the GIL, no other thread runs Python"
-    )
-    return [_action(cause, evidence, text)]
-
-
-def _about_programs(cause: Cause, evidence: Evidence) -> list[Action]:
-    named = f": {cause.details['programs']}" if cause.details.get("programs") else ""
-    return [_action(cause, evidence, f"end the other programs on these cores, or move them to others{named}")]
-
-
-def _about_throttling(cause: Cause, evidence: Evidence) -> list[Action]:
-    return [
-        _action(cause, evidence, "raise the CPU limit of the container or the batch job, or start fewer threads")
-    ]
-
-
-def _about_swap(cause: Cause, evidence: Evidence) -> list[Action]:
-    text = "the machine swaps: use less memory (a smaller --batch-size, fewer --workers), or end other programs"
-    return [_action(cause, evidence, text)]
-
-
-def _about_more_work(cause: Cause, evidence: Evidence) -> list[Action]:
-    text = (
-        f"give all ranks the same: rank {cause.rank} has {cause.details['ratio']:.3g} times the elements per "
-        f"batch; sort or group samples by their length"
-    )
-    return [_action(cause, evidence, text, cause.seconds / evidence.ranks * (evidence.ranks - 1))]
-
-
-def _about_slow_line(cause: Cause, evidence: Evidence) -> list[Action]:
-    return [
-        _action(
-            cause, evidence, f"{_at(cause)}: rank {cause.rank} spends its time there, and all others wait for it"
+def _about_overlap(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    details = cause.details
+    if not details["by_size"]:
+        text = (
+            "the order of gradients: the exchange waits for one that backward finishes late. Register modules in "
+            "the order in which forward uses them, and leave out what backward does not reach, so that "
+            "find_unused_parameters is not needed"
         )
-    ]
+        yield _action(cause, evidence, text)
+        return
+    size = details["best_mb"]
+    why = (
+        f"{plural(details['best_pieces'], 'bucket')} of gradients, all but the last exchanged while the backward "
+        f"pass goes on (now {details['pieces']})"
+    )
+    option = "--bucket-mb"
+    if not evidence.is_trainer_job and evidence.facts.get("uses_hvd"):
+        option = "--fusion-threshold-mb"
+    of = "" if evidence.is_trainer_job else " of `hvd-trainer run`"
+    if not evidence.is_trainer_job and option == "--bucket-mb":
+        of += f", or bucket_cap_mb={size:g} of DistributedDataParallel"
+    yield _action(cause, evidence, f"{option} {size:g}{of}: {why}", words=(option, f"{size:g}"))
 
 
-def _about_slow_rank(cause: Cause, evidence: Evidence) -> list[Action]:
-    look = f"look at rank {cause.rank}'s machine"
-    limits = "clock rate, temperature, limits, programs beside it"
-    if "line" in cause.details:
-        text = f"{look} ({limits}), or at what it has to do more than the others at {cause.details['line']}"
-    else:
-        text = f"{look}: it has the same work as the others and is slower in all of it ({limits})"
-    return [_action(cause, evidence, text)]
-
-
-def _about_hiccups(cause: Cause, evidence: Evidence) -> list[Action]:
-    period = cause.details["period"]
-    often = f"every {period:.0f} steps" if period else "now and then"
-    what = _at(cause) if cause.where else f"its {cause.details['role']}"
-    size = f"{1000 * cause.details['size_s']:.0f} ms {often}"
-    text = f"{what}: it takes {size}; do it less often, or in a thread or process"
-    return [_action(cause, evidence, text)]
-
-
-def _about_exchange(cause: Cause, evidence: Evidence) -> list[Action]:
-    facts, made = evidence.facts, []
+def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    facts, fewer_s = evidence.facts, cause.seconds * (1 - 1 / ADVISED_ACCUMULATE)
     latency, bandwidth = (cause.details.get(name, 0.0) for name in ("latency_s", "bandwidth_s"))
-    if "passes" not in facts and not evidence.is_trainer_job:
+    if not evidence.is_trainer_job:
         text = (
             "exchange less often (several backward passes per optimizer step: no_sync, or "
             "backward_passes_per_step), or compress the gradients"
         )
-        return [_action(cause, evidence, text, cause.seconds * (1 - 1 / ADVISED_ACCUMULATE))]
+        yield _action(cause, evidence, text, fewer_s)
+        return
     if facts.get("passes", 1) == 1:
-        saved = cause.seconds * (1 - 1 / ADVISED_ACCUMULATE)
         text = (
             f"--accumulate {ADVISED_ACCUMULATE}: exchange once in {ADVISED_ACCUMULATE} passes; the global batch "
             f"is then {ADVISED_ACCUMULATE} times as large, so look at the learning rate"
         )
         words = ("--accumulate", str(ADVISED_ACCUMULATE))
-        made.append(_action(cause, evidence, text, saved, words=words, batch_factor=ADVISED_ACCUMULATE))
+        yield _action(cause, evidence, text, fewer_s, words=words, batch_factor=ADVISED_ACCUMULATE)
     if facts.get("compression", "none") == "none" and bandwidth > latency:
         text = "--compression fp16: half the bytes on the wire; the last bits of gradients are lost"
-        made.append(_action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16")))
-    return made
+        yield _action(cause, evidence, text, bandwidth / 2, words=("--compression", "fp16"))
 
 
-def _about_contention(cause: Cause, evidence: Evidence) -> list[Action]:
+def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     threads, cores, ranks = evidence.facts.get("threads", 1), evidence.cores, evidence.ranks
     one = evidence.figure(ONE_THREAD)
     if threads > 1 and threads * ranks > cores:
@@ -217,48 +184,97 @@ def _about_contention(cause: Cause, evidence: Evidence) -> list[Action]:
             f"{plural(cores, 'core')}, and wait for each other's turn"
         )
         saved = cause.seconds if one is None else evidence.step_s - one[0]
-        return [_action(cause, evidence, text, saved, threads=1)]
-    if ranks > cores:
+        yield _action(cause, evidence, text, saved, threads=1)
+    elif ranks > cores:
         text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them gets on faster by it"
-        return [Action(cause=cause.kind, text=text)]
-    text = "the ranks share the caches and memory of a machine: fewer ranks or a larger --batch-size may help"
-    return [Action(cause=cause.kind, text=text)]
+        yield Action(cause=cause.kind, text=text)
+    else:
+        text = "the ranks share the caches and memory of a machine: fewer ranks or a larger --batch-size may help"
+        yield Action(cause=cause.kind, text=text)
 
 
-def _about_overhead(cause: Cause, evidence: Evidence) -> list[Action]:
-    batch = evidence.facts["batch_size"]
+def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    batch, more_s = evidence.facts["batch_size"], cause.details["more_s"]
     if evidence.facts.get("memory_share", 0.0) > MAX_MEMORY_SHARE:
-        return []
-    more_s = cause.details["more_s"]
+        return
     # Twice the samples in a step that is `more_s` longer take as long as two steps that are `saved` shorter each.
     saved = min((evidence.step_s - more_s) / 2, cause.seconds)
     text = (
         f"--batch-size {2 * batch}: twice the samples for a step that takes {more_s / evidence.step_s:.0%} "
         f"longer; the global batch doubles, so look at the learning rate"
     )
-    return [_action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), batch_factor=2)]
+    yield _action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), batch_factor=2)
 
 
-ACTIONS: dict[str, Callable[[Cause, Evidence], list[Action]]] = {
-    "data waits": _about_waiting_data,
-    "data computes": _about_computing_data,
-    "model": _about_line("the model waits there in each forward pass; take it out of the step"),
-    "loss": _about_line("compute the loss of a batch by operations on whole tensors"),
-    "backward": _about_line("it runs in each backward pass; make it cheaper"),
-    "update": _about_update,
-    "metric": _about_line("compute this metric less often, or by operations on whole tensors"),
-    "callback": _about_line("do this every few steps only, or in a thread of its own"),
-    "script": _about_line("do this every few steps only, or in a thread of its own"),
-    "gil": _about_gil,
-    "programs": _about_programs,
-    "throttled": _about_throttling,
-    "swap": _about_swap,
-    "more work": _about_more_work,
-    "slow line": _about_slow_line,
-    "slow rank": _about_slow_rank,
-    "hiccups": _about_hiccups,
-    "exchange": _about_exchange,
-    "contention": _about_contention,
-    "overhead": _about_overhead,
+class Described(NamedTuple):
+    """A cause in words, and what to do about it."""
+
+    name: str
+    advice: str | Callable[[Cause, Evidence], Iterator[Action]]
+    """text with `where`, `rank` and details of the cause in braces; it saves the detail `saved_s`, or all"""
+
+
+CAUSES: dict[str, Described] = {
+    "data waits": Described("waiting for data", _about_waiting_data),
+    "data computes": Described("computing the data", _about_computing_data),
+    "model": Described(
+        "waiting within the model", "{where}: the model waits there in each forward pass; take it out of the step"
+    ),
+    "loss": Described("the loss function", "{where}: compute the loss of a batch by operations on whole tensors"),
+    "backward": Described(
+        "your own code in the backward pass", "{where}: it runs in each backward pass; make it cheaper"
+    ),
+    "update": Described(
+        "the optimizer's update",
+        "{where}: update all parameters at once (foreach=True or fused=True), not one by one in Python",
+    ),
+    "metric": Described("metrics", "{where}: compute this metric less often, or by operations on whole tensors"),
+    "callback": Described("a callback", "{where}: do this every few steps only, or in a thread of its own"),
+    "script": Described(
+        "your own code between the batches", "{where}: do this every few steps only, or in a thread of its own"
+    ),
+    "gil": Described(
+        "a thread that holds the GIL",
+        "{where}: move the thread {thread!r} of rank {rank} to a process of its own; while it has the GIL, no "
+        "other thread runs Python",
+    ),
+    "programs": Described(
+        "other programs on the ranks' cores",
+        "end the other programs on these cores, or move them to others{programs}",
+    ),
+    "throttled": Described(
+        "a limit on the CPU time of this machine",
+        "raise the CPU limit of the container or the batch job, or start fewer threads",
+    ),
+    "stolen": Described(
+        "other virtual machines on this machine's cores",
+        "ask for a machine of your own, or one with cores that are not shared: the hypervisor gives its time to "
+        "others",
+    ),
+    "swap": Described(
+        "memory that is swapped to the disk",
+        "the machine swaps: use less memory (a smaller --batch-size, fewer --workers), or end other programs",
+    ),
+    "more work": Described(
+        "a rank that has more to do",
+        "give all ranks the same: rank {rank} has {ratio:.3g} times the elements per batch; sort or group samples "
+        "by their length",
+    ),
+    "slow line": Described(
+        "a rank that waits or computes longer than the others",
+        "{where}: rank {rank} spends its time there, and all others wait for it",
+    ),
+    "slow rank": Described(
+        "a rank that is slower at the same work",
+        "look at rank {rank}'s machine (clock rate, temperature, limits, programs beside it){or_at}",
+    ),
+    "hiccups": Described(
+        "slow steps now and then",
+        "{where}: it takes {size_ms:.0f} ms {often}; do it less often, or in a thread or process",
+    ),
+    "overlap": Described("an exchange that does not go on beside the backward pass", _about_overlap),
+    "exchange": Described("exchanging gradients", _about_exchange),
+    "contention": Described("ranks in each other's way on this machine's CPUs", _about_contention),
+    "overhead": Described("overhead per step, however small the batch is", _about_overhead),
 }
-"""Functions that make the advice about each cause."""
+"""All causes of lost time, by their kinds."""

@@ -5,6 +5,7 @@ ranks spend is the job's; what one rank spends beyond the others makes them wait
 the time of a step:
 
     exchange     T(normal) - T(without exchange) - waiting for the slowest rank
+    overlap      that, or what the exchange takes by itself, less what the backward pass could not hide of it
     contention   T(computing, quickest of N ranks without exchange) - T(computing, one rank alone)
     overhead     2 T(alone) - T(alone, twice the batch), less what lines of the user take in each step
 
@@ -14,17 +15,14 @@ Pure functions: nothing is started here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, median, pstdev
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, median
 from typing import Any
 
-import numpy as np
-
-from hvd_trainer.observe.stacks import WORKER
-from hvd_trainer.tools.diagnose.machine_use import MachineUse
+from hvd_trainer.observe.stack_record import MAIN, WORKER
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NOISE, NORMAL, SIGMAS, TWICE, Cause, Evidence
 from hvd_trainer.tools.diagnose.profile import (
-    MAIN,
     Blame,
     RankProfile,
     Seconds,
@@ -36,152 +34,32 @@ from hvd_trainer.tools.diagnose.profile import (
 )
 from hvd_trainer.utils.text import plural
 
-NORMAL, NO_EXCHANGE = "normal", "without exchange"
-ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"
-CAUSES = {
-    "data waits": "waiting for data",
-    "data computes": "computing the data",
-    "model": "waiting within the model",
-    "loss": "the loss function",
-    "backward": "your own code in the backward pass",
-    "update": "the optimizer's update",
-    "metric": "metrics",
-    "callback": "a callback",
-    "script": "your own code between the batches",
-    "gil": "a thread that holds the GIL",
-    "programs": "other programs on the ranks' cores",
-    "throttled": "a limit on the CPU time of this machine",
-    "swap": "memory that is swapped to the disk",
-    "more work": "a rank that has more to do",
-    "slow line": "a rank that waits or computes longer than the others",
-    "slow rank": "a rank that is slower at the same work",
-    "hiccups": "slow steps now and then",
-    "exchange": "exchanging gradients",
-    "contention": "ranks in each other's way on this machine's CPUs",
-    "overhead": "overhead per step, however small the batch is",
-}
-"""The causes of lost time, in words."""
+ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "model")
+"""What a step goes to but the exchange."""
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
 """The same fraction for an update, a loss or a metric in which no line of the user's code runs."""
+CALLS = (".step", "loss", "cross_entropy")
+"""Ends of calls by which a script's loop enters a library for it."""
 MIN_OTHER_CORES = 0.15
 """Cores that other programs use, from which they can be a cause."""
 MIN_MORE = 1.1
 """How many times as many elements a rank that has more to do must have."""
 MIN_SWAPPED = 1000
 """Pages that go to the swap or come from it in a run, from which it is a cause."""
-NOISE = 0.05
-"""Relative standard error of the time of a step in one run, at least."""
-SIGMAS = 2.0
-"""Standard errors on either side of a figure that its interval has: 95 %."""
-
-Figures = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Line:
-    """The model of an exchange's time: latency + bytes / bandwidth."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    @classmethod
-    def through(cls, pairs: Sequence[Sequence[float]]) -> Line:
-        """Return the line with the smallest relative errors, so that small exchanges count as much as large ones.
-
-        Args:
-            pairs: bytes and seconds, of two sizes at least.
-        """
-        sizes, seconds = np.array(pairs, dtype=float).T
-        weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
-        (latency, per_byte), *_ = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)
-        return cls(max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15))
-
-    def parts(self, num_bytes: float, exchanges: int) -> tuple[float, float]:
-        """Return the seconds that latency and bandwidth take of `exchanges` exchanges of `num_bytes` together."""
-        return exchanges * self.latency_s, num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """All that is known of a job."""
-
-    profiles: Sequence[RankProfile]
-    """of the normal runs, in rank order; at least one"""
-    machine: MachineUse = field(default_factory=MachineUse)
-    cores: int = 1
-    """of this machine"""
-    is_trainer_job: bool = False
-    """whether the job takes the Trainer's options, also where it ended before `facts` were known"""
-    facts: Figures = field(default_factory=dict)
-    """run.json of a Trainer job; of a script what is known of its work"""
-    runs: Mapping[str, Sequence[Figures]] = field(default_factory=dict)
-    """figures of the runs by their names, in rounds"""
-    line: Line | None = None
-    """of the exchanges on this machine"""
-
-    @property
-    def ranks(self) -> int:
-        return len(self.profiles)
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step of the normal run."""
-        return mean(profile.step_s for profile in self.profiles)
-
-    @property
-    def run_cores(self) -> float:
-        """Cores that the job keeps busy."""
-        return sum(profile.cores for profile in self.profiles)
-
-    @property
-    def free_cores(self) -> float:
-        """Cores that nothing keeps busy."""
-        return max(0.0, self.cores - self.run_cores - self.machine.other_cores)
-
-    def figure(self, trial: str, name: str = "step_s") -> tuple[float, float] | None:
-        """Return a figure's median over the runs of a trial, and its standard error; None if it was not run."""
-        values = [float(figures[name]) for figures in self.runs.get(trial, ()) if name in figures]
-        if not values:
-            return None
-        error = max(NOISE * median(values), pstdev(values)) / math.sqrt(len(values))
-        return median(values), error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """A cause of lost time."""
-
-    kind: str
-    """a key of `CAUSES`"""
-    seconds: float
-    """of a step"""
-    error: float
-    """standard error of `seconds`"""
-    evidence: str
-    """what shows it"""
-    where: Blame | None = None
-    """the line to blame"""
-    rank: int | None = None
-    """the rank that is to blame; None: all"""
-    details: Figures = field(default_factory=dict)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether it is more than the noise."""
-        return self.seconds > SIGMAS * self.error
+BUCKETS_MB = (1, 4, 12, 25, 64, 128)
+"""Sizes of buckets of gradients that may be advised."""
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
     """Return the causes that are worth an action and more than the noise, the largest first."""
-    found = [
-        *_of_roles(evidence),
-        *_of_stragglers(evidence),
-        *_of_the_machine(evidence),
-        *_of_hiccups(evidence),
-    ]
-    found += _of_other_runs(evidence, found)
+    found = list(_of_limits(evidence))
+    found += _of_roles(evidence, is_swapping=_sum(found, "swap") > 0)
+    found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
+    found += _of_queue(evidence, _sum(found, "throttled"))
+    for difference in (_of_exchange, _of_contention, _of_overhead):
+        found += difference(evidence, found)
     limit = MIN_SHARE * evidence.step_s
     return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
 
@@ -190,345 +68,312 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
 
 
-def _tables(evidence: Evidence) -> list[dict[str, Seconds]]:
-    return [profile.roles() for profile in evidence.profiles]
+def _sum(causes: Sequence[Cause], *kinds: str) -> float:
+    return sum(cause.seconds for cause in causes if cause.kind in kinds)
 
 
-def _of_roles(evidence: Evidence) -> list[Cause]:
-    """Return what all ranks spend outside of model and exchange."""
-    tables = _tables(evidence)
-    found = []
-    for role in ("data", "loss", "backward", "update", "metric", "callback", "script", "model"):
-        each = [table.get(role, Seconds()) for table in tables]
-        rank = min(range(len(each)), key=lambda r: each[r].own)
+def _most(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _blocked(its: Seconds) -> float:
+    """Return the fraction of its own time in which it waits."""
+    return its.blocked / max(its.own, 1e-9)
+
+
+def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
+    """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
+
+    Args:
+        evidence: of the normal runs.
+        is_swapping: whether the machine swaps: then that is what it waits for, but for data.
+    """
+    for role in ROLES:
+        each = [table[role] for table in evidence.tables]
+        rank = _most([-its.own for its in each])
         profile, its = evidence.profiles[rank], each[rank]
         line = blame(profile, role)
         seconds = its.own
-        if role == "backward" or (role == "script" and line is not None):
-            seconds = min(seconds, line.seconds if line else 0.0)
-        if role == "model":
-            seconds = min(its.blocked, line.seconds if line else 0.0)
-        worth = MIN_SHARE if line is not None or role == "data" else MIN_LIBRARY_SHARE
-        if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(".step"):
-            worth = MIN_LIBRARY_SHARE  # the script's own optimizer.step()
-        if seconds < worth * evidence.step_s:
+        if role in ("backward", "model") or (role == "script" and line is not None):
+            seconds = min(its.blocked if role == "model" else seconds, line.seconds if line else 0.0)
+        if is_swapping and role != "data":
+            seconds = min(seconds, its.cpu * (1 - profile.in_kernel))
+        is_own = line is not None or role == "data"
+        if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
+            is_own = False  # the script's own optimizer.step(), say
+        if seconds < (MIN_SHARE if is_own else MIN_LIBRARY_SHARE) * evidence.step_s:
             continue
-        kind = _kind_of_data(profile, its) if role == "data" else role
-        blocked = its.blocked / max(its.own, 1e-9)
-        how = "waits" if blocked > 0.5 else "computes"
-        where = str(line) if line else _library_text(profile, role)
-        text = f"{_ms(seconds)} of {_ms(evidence.step_s)} ms: {where}; it {how} (CPU time {_ms(its.cpu)} ms)"
+        where: object = line or library_line(profile, role) or role
+        kind, about = role, ""
         if role == "data":
-            text += _about_workers(profile)
+            fetching = _worker_seconds(profile) if profile.workers else its
+            kind = "data computes" if fetching.cpu > 0.5 * fetching.own else "data waits"
             line = _worker_line(profile) or line
-            where = str(line) if line else where
-            if profile.major_faults:
-                text += f"; {profile.major_faults / profile.steps:.1f} page faults from the disk a step"
-        found.append(
-            Cause(
-                kind=kind,
-                seconds=seconds,
-                error=its.error,
-                evidence=text,
-                where=line,
-                details={"blocked": blocked, "library": where, "cpu_s": its.cpu},
-            )
+            where, about = line or "the DataLoader", _about_data(profile, fetching)
+        how = "waits" if _blocked(its) > 0.5 else "computes"
+        text = (
+            f"{_ms(seconds)} of {_ms(evidence.step_s)} ms: {where}; it {how} (CPU time {_ms(its.cpu)} ms){about}"
         )
-    return found
+        saved_s = seconds / 2 if role == "update" and line is None else seconds
+        yield Cause(kind, seconds, its.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
 
-def _library_text(profile: RankProfile, role: str) -> str:
-    frame = library_line(profile, role)
-    return "" if frame is None else f"{frame.place} {frame.name}{f', {frame.call}' if frame.call else ''}"
-
-
-def _kind_of_data(profile: RankProfile, its: Seconds) -> str:
-    """Tell data that computes from data that waits, in the loader's processes if it has some."""
+def _about_data(profile: RankProfile, fetching: Seconds) -> str:
+    text = ""
     if profile.workers:
-        fetching = _worker_seconds(profile)
-        computes = fetching.cpu > 0.5 * fetching.own
-    else:
-        computes = its.cpu > 0.5 * its.own
-    return "data computes" if computes else "data waits"
-
-
-def _about_workers(profile: RankProfile) -> str:
-    if not profile.workers:
-        return ""
-    fetching = _worker_seconds(profile)
-    share = fetching.cpu / max(fetching.own, 1e-9)
-    count = plural(len(profile.workers), "loader process", "loader processes")
-    return f"; {count}: {share:.0%} of a fetch is CPU time"
+        count = plural(profile.processes, "loader process", "loader processes")
+        text = f"; {count}: {fetching.cpu / max(fetching.own, 1e-9):.0%} of a fetch is CPU time"
+    if profile.major_faults:
+        text += f"; {profile.major_faults / profile.steps:.1f} page faults from the disk a step"
+    return text
 
 
 def _worker_seconds(profile: RankProfile) -> Seconds:
     """Return the seconds that the loader's processes spend in the user's code."""
-    worker, total = RankProfile(profile.workers), Seconds()
-    for stack in worker.main():
-        if user_frames(stack):
-            total += worker.seconds_of(stack)
-    return total
+    worker = RankProfile(profile.workers)
+    return sum((worker.seconds_of(stack) for stack in worker.main() if user_frames(stack)), Seconds())
 
 
 def _worker_line(profile: RankProfile) -> Blame | None:
-    if not profile.workers:
-        return None
-    return blame(RankProfile(profile.workers), WORKER)
+    return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
 
 
-def _of_stragglers(evidence: Evidence) -> list[Cause]:
-    """Return what one rank does longer than the others."""
-    if evidence.ranks < 2:
-        return []
-    tables = _tables(evidence)
-    busy = [sum(its.own for role, its in table.items() if role != "exchange") for table in tables]
-    slowest = max(range(len(busy)), key=busy.__getitem__)
-    others = [rank for rank in range(len(busy)) if rank != slowest]
-    seconds = busy[slowest] - max(busy[rank] for rank in others)
+def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what one rank does longer than the others."""
+    tables, busy = evidence.tables, evidence.busy
+    slowest = _most(busy)
+    others = [rank for rank in range(evidence.ranks) if rank != slowest]
+    seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
     if seconds < MIN_SHARE * evidence.step_s:
-        return []
+        return
     excess = {
-        role: its.own - mean(tables[rank].get(role, Seconds()).own for rank in others)
+        role: its.own - mean(tables[rank][role].own for rank in others)
         for role, its in tables[slowest].items()
         if role != "exchange"
     }
-    role = max(excess, key=lambda name: excess[name])
+    role = max(excess, key=excess.__getitem__)
     profile, its = evidence.profiles[slowest], tables[slowest][role]
-    error = math.sqrt(sum(t.variance for rank in tables for name, t in rank.items() if name != "exchange"))
     line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
-    per_step = [p.elements / p.steps for p in evidence.profiles]
-    usual = mean(per_step[rank] for rank in others)
-    given = {"role": role, "blocked": its.blocked / max(its.own, 1e-9)}
     theirs = mean(busy[rank] for rank in others)
     text = f"rank {slowest} takes {_ms(busy[slowest])} ms of its own a step, the others {_ms(theirs)}"
-    if usual and per_step[slowest] > MIN_MORE * usual:
-        ratio = per_step[slowest] / usual
-        text += f"; its batches have {ratio:.3g} times as many elements"
-        return [_straggler("more work", seconds, error, slowest, text, line, given | {"ratio": ratio})]
+    per_step = [p.elements / p.steps for p in evidence.profiles]
+    usual = mean(per_step[rank] for rank in others)
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
-    if line is not None and is_alone and (role != "model" or its.blocked > 0.5 * its.own):
-        text += f"; {_ms(excess[role])} ms more at {line}"
-        return [_straggler("slow line", seconds, error, slowest, text, line, given)]
-    cpu = [sum(t.cpu for name, t in table.items() if name != "exchange") for table in tables]
-    if line is not None and is_alone:
-        text += f"; {_ms(excess[role])} ms more at {line}"
-        given |= {"line": str(line)}
-    text += (
-        f", for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
-        f"{_ms(mean(cpu[r] for r in others))}"
-    )
-    return [_straggler("slow rank", seconds, error, slowest, text, None, given)]
-
-
-def _straggler(
-    kind: str, seconds: float, error: float, rank: int, text: str, where: Blame | None, details: Figures
-) -> Cause:
-    return Cause(kind=kind, seconds=seconds, error=error, evidence=text, where=where, rank=rank, details=details)
-
-
-def _of_the_machine(evidence: Evidence) -> list[Cause]:
-    """Return what other threads and programs have taken from the main threads."""
-    tables, machine, found = _tables(evidence), evidence.machine, []
-    gils = [sum(its.gil for its in table.values()) for table in tables]
-    rank = max(range(len(gils)), key=gils.__getitem__)
-    if gils[rank] > MIN_SHARE * evidence.step_s:
-        thread, line = _gil_holder(evidence.profiles[rank])
-        text = (
-            f"the main thread of rank {rank} waits {_ms(gils[rank])} of {_ms(evidence.step_s)} ms for the GIL, "
-            f"which the thread {thread!r} has: {line}"
+    at_line = f"; {_ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
+    details: dict[str, Any] = {}
+    if usual and per_step[slowest] > MIN_MORE * usual:
+        kind, ratio = "more work", per_step[slowest] / usual
+        details = {"ratio": ratio, "saved_s": seconds * len(others) / evidence.ranks}
+        text += f"; its batches have {ratio:.3g} times as many elements"
+    elif at_line and (role != "model" or _blocked(its) > 0.5):
+        kind = "slow line"
+        text += at_line
+    else:
+        kind = "slow rank"
+        cpu = [sum(its.cpu for name, its in table.items() if name != "exchange") for table in tables]
+        text += (
+            f"{at_line}, for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
+            f"{_ms(mean(cpu[r] for r in others))}"
         )
-        error = gils[rank] / math.sqrt(evidence.profiles[rank].blocks)
-        details = {"thread": thread}
-        found.append(
-            Cause(
-                kind="gil",
-                seconds=gils[rank],
-                error=error,
-                evidence=text,
-                where=line,
-                rank=rank,
-                details=details,
-            )
-        )
-    queued = [sum(its.queued for role, its in table.items() if role != "exchange") for table in tables]
-    # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
-    carried = [
-        min(
-            table.get("exchange", Seconds()).own,
-            max(0.0, p.queued_s / p.steps - sum(its.queued for its in table.values())),
-        )
-        for table, p in zip(tables, evidence.profiles, strict=True)
-    ]
-    waits = [a + b for a, b in zip(queued, carried, strict=True)]
-    rank = max(range(len(waits)), key=waits.__getitem__)
-    seconds = min(waits[rank], evidence.step_s)
-    by_others = _share_of_others(evidence)
-    error = seconds / math.sqrt(evidence.profiles[rank].blocks)
-    text = f"the threads of rank {rank} are in the queue for a CPU for {_ms(seconds)} of {_ms(evidence.step_s)} ms"
-    if by_others > 0:
-        named = f" ({machine.named})" if machine.named else ""
-        busy = f"{machine.other_cores:.1f} of {plural(evidence.cores, 'core')}"
-        about = f"{text}; other programs keep {busy} busy{named}"
-        given = {"programs": machine.named}
-        found.append(
-            Cause(kind="programs", seconds=seconds * by_others, error=error, evidence=about, details=given)
-        )
-    if by_others < 1:
-        about = f"{text}; the job itself keeps {evidence.run_cores:.1f} of {plural(evidence.cores, 'core')} busy"
-        found.append(Cause(kind="contention", seconds=seconds * (1 - by_others), error=error, evidence=about))
-    if machine.throttled > MIN_SHARE:
-        about = f"a limit of the control group stopped the job for {machine.throttled:.0%} of the time"
-        found.append(Cause(kind="throttled", seconds=machine.throttled * evidence.step_s, error=0, evidence=about))
-    faults = max(p.major_faults / p.steps for p in evidence.profiles)
-    if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
-        blocked = max(
-            sum(its.blocked for role, its in table.items() if role not in ("exchange", "data")) for table in tables
-        )
-        about = f"{machine.swapped_pages} pages went to the swap or came from it; {faults:.0f} page faults a step"
-        found.append(Cause(kind="swap", seconds=blocked, error=0, evidence=about))
-    return found
+        or_at = f", or at what it has to do more than the others at {line}" if at_line else ": it is slower at the same work"
+        details, line = {"or_at": or_at}, None
+    error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name != "exchange"))
+    yield Cause(kind, seconds, error, text, line, slowest, details)
 
 
-def _share_of_others(evidence: Evidence) -> float:
-    """Return the fraction of the time in the queue that is other programs' fault."""
-    others = evidence.machine.other_cores
-    if others < MIN_OTHER_CORES:
-        return 0.0
-    crowding = max(0.0, evidence.run_cores - 0.9 * evidence.cores + others / 2)
-    return others / (others + crowding)
-
-
-def _gil_holder(profile: RankProfile) -> tuple[str, Blame | None]:
-    """Return the other thread of Python with the most CPU time, and its line."""
-    threads: dict[str, list[Stack]] = {}
+def _of_gil(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what a main thread waits for another thread of Python."""
+    gils = [sum(its.gil for its in table.values()) for table in evidence.tables]
+    rank = _most(gils)
+    profile, seconds = evidence.profiles[rank], gils[rank]
+    threads: dict[str, list[Stack]] = defaultdict(list)
     for stack in profile.stacks:
         if stack.raw.thread != MAIN:
-            threads.setdefault(stack.raw.thread, []).append(stack)
+            threads[stack.raw.thread].append(stack)
     if not threads:
-        return "", None
-    name = max(threads, key=lambda thread: sum(stack.raw.cpu_s for stack in threads[thread]))
-    return name, hottest_line(threads[name], profile)
-
-
-def _of_hiccups(evidence: Evidence) -> list[Cause]:
-    """Return what slow steps take beyond typical ones."""
-    lost = [profile.hiccups_s for profile in evidence.profiles]
-    seconds = mean(lost)
-    # The rank that is to blame is the one that does not wait for others meanwhile.
-    slow = [
-        {
-            role: sum(s.raw.slow_s for s in profile.main() if s.role == role)
-            for role in {s.role for s in profile.main()}
-        }
-        for profile in evidence.profiles
-    ]
-    worked = [sum(value for role, value in each.items() if role != "exchange") for each in slow]
-    rank = max(range(len(worked)), key=worked.__getitem__)
-    profile = evidence.profiles[rank]
-    if seconds < MIN_SHARE * evidence.step_s or not profile.slow:
-        return []
-    own = {role: value for role, value in slow[rank].items() if role != "exchange"}
-    role = max(own, key=lambda name: own[name]) if own else "exchange"
-    line = blame(profile, role, slow=True)
-    gaps = [b - a for a, b in zip(profile.slow, profile.slow[1:], strict=False)]
-    is_regular = len(gaps) >= 2 and pstdev(gaps) < 0.35 * mean(gaps)
-    if line is None and not is_regular:
-        return []  # the machine's own, such as other programs' time slices
-    size = sum(profile.durations[n] for n in profile.slow) / len(profile.slow) - profile.typical_s
-    often = (
-        f"every {mean(gaps):.0f} steps"
-        if is_regular
-        else f"{plural(len(profile.slow), 'time')} in {plural(profile.steps, 'step')}"
-    )
+        return
+    thread = max(threads, key=lambda name: sum(stack.raw.cpu_s for stack in threads[name]))
+    line = hottest_line(threads[thread], profile)
     text = (
-        f"{often} a step takes {_ms(size)} ms longer (typical: {_ms(profile.typical_s)} ms), on rank {rank} "
-        f"in its {role}"
+        f"the main thread of rank {rank} waits {_ms(seconds)} of {_ms(evidence.step_s)} ms for the GIL, which the "
+        f"thread {thread!r} has: {line}"
     )
-    if line is not None:
-        text += f": {line}"
-    details = {"role": role, "period": mean(gaps) if is_regular else None, "size_s": size}
-    error = seconds / math.sqrt(len(profile.slow)) / SIGMAS
-    return [
-        Cause(
-            kind="hiccups",
-            seconds=seconds,
-            error=error,
-            evidence=text,
-            where=line,
-            rank=None if evidence.ranks == 1 else rank,
-            details=details,
+    yield Cause("gil", seconds, seconds / math.sqrt(profile.blocks), text, line, rank, {"thread": thread})
+
+
+def _of_limits(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what a limit of the control group and the swap have taken."""
+    machine = evidence.machine
+    stopped = min(1.0, machine.throttled / min(evidence.cores, evidence.ranks))
+    text = f"a limit of the control group stopped each rank for {stopped:.0%} of the time"
+    yield Cause("throttled", stopped * evidence.step_s, NOISE * stopped * evidence.step_s, text)
+    if machine.stolen > MIN_OTHER_CORES:
+        text = f"the hypervisor gave {machine.stolen:.1f} of {plural(evidence.cores, 'core')} to other machines"
+        seconds = machine.stolen / evidence.cores * evidence.step_s
+        yield Cause("stolen", seconds, NOISE * seconds, text)
+    faults = max(profile.major_faults / profile.steps for profile in evidence.profiles)
+    if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
+        seconds = max(
+            sum(
+                its.blocked + its.cpu * p.in_kernel
+                for role, its in table.items()
+                if role not in ("exchange", "data")
+            )
+            for table, p in zip(evidence.tables, evidence.profiles, strict=True)
         )
-    ]
+        text = f"{machine.swapped_pages} pages went to the swap or came from it; {faults:.0f} page faults a step"
+        yield Cause("swap", seconds, seconds / math.sqrt(evidence.profiles[0].blocks), text)
 
 
-def _of_other_runs(evidence: Evidence, known: Sequence[Cause]) -> list[Cause]:
-    """Return what the differences between runs show: exchange, contention, overhead."""
-    found = []
-    tables = _tables(evidence)
-    straggler = sum(c.seconds for c in known if c.kind in ("more work", "slow line", "slow rank"))
-    queued = sum(c.seconds for c in known if c.kind in ("programs", "gil"))
-    exchanges = [table.get("exchange", Seconds()) for table in tables]
-    least = min(exchanges, key=lambda its: its.own)
-    seconds, error = least.own, least.error
-    text = f"{_ms(seconds)} of {_ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
+def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
+    """Yield what the threads of a rank wait for a CPU, beside what a limit has taken: for whom it is busy."""
+    waits = []
+    for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
+        queued = sum(its.queued for role, its in table.items() if role != "exchange")
+        # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
+        carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
+        waits.append(queued + min(table["exchange"].own, max(0.0, carriers)))
+    rank = _most(waits)
+    seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
+    text = f"the threads of rank {rank} are in the queue for a CPU for {_ms(seconds)} of {_ms(evidence.step_s)} ms"
+    error = seconds / math.sqrt(evidence.profiles[rank].blocks)
+    machine, cores = evidence.machine, plural(evidence.cores, "core")
+    by_others = 0.0
+    if machine.other_cores >= MIN_OTHER_CORES:
+        crowding = max(0.0, evidence.run_cores - 0.9 * evidence.cores + machine.other_cores / 2)
+        by_others = machine.other_cores / (machine.other_cores + crowding)
+    named = f": {machine.named}" if machine.named else ""
+    about = f"{text}; other programs keep {machine.other_cores:.1f} of {cores} busy{named}"
+    yield Cause("programs", seconds * by_others, error, about, details={"programs": named})
+    about = f"{text}; the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
+    yield Cause("contention", seconds * (1 - by_others), error, about)
+
+
+def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what slow steps take beyond typical ones."""
+    seconds = mean(profile.hiccups_s for profile in evidence.profiles)
+    slow: list[dict[str, float]] = []
+    for profile in evidence.profiles:
+        slow.append(defaultdict(float))
+        for stack in profile.main():
+            slow[-1][stack.role] += profile.slow_s(stack)
+    # The rank that is to blame is the one that does not wait for others meanwhile.
+    rank = _most([sum(value for role, value in each.items() if role != "exchange") for each in slow])
+    profile = evidence.profiles[rank]
+    if not profile.slow:
+        return
+    role = max((its for its in slow[rank] if its != "exchange"), key=slow[rank].__getitem__, default="exchange")
+    own = [stack for stack in profile.main() if stack.role != "exchange" and profile.slow_s(stack)]
+    line, period = hottest_line(own, profile, slow=True), _period(profile)
+    if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
+        return  # the machine's own, such as other programs' time slices
+    size_s = mean(profile.durations[n] for n in profile.slow) - profile.typical_s
+    often = f"every {period:.0f} steps" if period else "now and then"
+    when = often if period else f"{plural(len(profile.slow), 'time')} in {plural(profile.steps, 'step')}"
+    text = (
+        f"{when} a step takes {_ms(size_s)} ms longer (typical: {_ms(profile.typical_s)} ms), on rank {rank} in "
+        f"its {role}{'' if line is None else f': {line}'}"
+    )
+    details = {"often": often, "size_ms": 1000 * size_s, "where": f"its {role}"}
+    error = seconds / math.sqrt(len(profile.slow)) / SIGMAS
+    yield Cause("hiccups", seconds, error, text, line, None if evidence.ranks == 1 else rank, details)
+
+
+def _period(profile: RankProfile) -> float | None:
+    """Return after how many steps a slow one comes again; None if that is not regular."""
+    # Other programs make some steps slow, too, but less so.
+    least = profile.typical_s + 0.5 * (max(profile.durations) - profile.typical_s)
+    large = [number for number in profile.slow if profile.durations[number] > least]
+    gaps = [b - a for a, b in zip(large, large[1:], strict=False)]
+    usual = median(gaps) if len(gaps) >= 2 else 0
+    is_regular = sum(abs(gap - usual) <= 0.1 * usual for gap in gaps) > 0.6 * len(gaps) if usual else False
+    return usual if is_regular else None
+
+
+def _of_exchange(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
+    """Yield what the exchange takes beside waiting for a rank: what the backward pass could hide, and the rest."""
+    if evidence.ranks < 2:
+        return
+    queued = _sum(known, "programs", "gil")
+    least = min((table["exchange"] for table in evidence.tables), key=lambda its: its.own)
+    # What a program beside the job makes an exchange wait is no cost of the exchange.
+    seconds, error = max(0.0, least.own - queued), least.error
+    text = f"{_ms(least.own)} of {_ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
     normal, without = evidence.figure(NORMAL), evidence.figure(NO_EXCHANGE)
     if normal is not None and without is not None:
-        gained = normal[0] - without[0] - straggler - queued
-        # What a program beside the job makes an exchange wait is no cost of the exchange.
-        seconds = max(min(gained, max(seconds, gained)), 0.0)
+        seconds = max(0.0, normal[0] - without[0] - queued - _sum(known, "more work", "slow line", "slow rank"))
         error = math.hypot(normal[1], without[1])
         text = f"a step takes {_ms(without[0])} ms without the exchange, {_ms(normal[0])} with it"
-    elif queued:
-        seconds = max(0.0, seconds - queued)
-    if evidence.ranks > 1 and seconds >= MIN_SHARE * evidence.step_s:
-        found.append(
-            Cause(
-                kind="exchange",
-                seconds=seconds,
-                error=error,
-                evidence=text,
-                details=_exchange_parts(evidence, seconds),
-            )
-        )
-    alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
-    apart = evidence.figure(NO_EXCHANGE, "compute_s")
-    if alone and apart and apart[0] > alone[0]:
-        text = f"computing takes {_ms(apart[0])} ms beside the other ranks, {_ms(alone[0])} alone"
-        already = sum(c.seconds for c in known if c.kind in ("contention", "programs"))
-        error = math.hypot(alone[1], apart[1])
-        found.append(
-            Cause(
-                kind="contention",
-                seconds=max(0.0, apart[0] - alone[0] - already),
-                error=error,
-                evidence=text,
-            )
-        )
-    if alone and twice:
-        fixed = sum(c.seconds for c in known if c.kind in ("callback", "update", "script", "model", "hiccups"))
-        overhead = min(2 * alone[0] - twice[0], alone[0]) - fixed
-        error = math.hypot(2 * alone[1], twice[1])
-        text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
-        details = {"more_s": max(twice[0] - alone[0], 0.0)}
-        found.append(Cause(kind="overhead", seconds=overhead, error=error, evidence=text, details=details))
-    return found
+    details = exchange_parts(evidence, seconds)
+    overlap = _overlap(evidence, seconds, error)
+    if overlap is not None:
+        yield overlap
+        seconds -= overlap.seconds
+    yield Cause("exchange", seconds, error, text, details=details)
 
 
-BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
-"""Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
-
-
-def _exchange_parts(evidence: Evidence, seconds: float) -> dict[str, float]:
-    """Return the seconds that latency and bandwidth take of an exchange, and how much of it backward hides."""
-    if evidence.line is None or "parameters" not in evidence.facts:
+def exchange_parts(evidence: Evidence, seconds: float) -> Mapping[str, float]:
+    """Return the seconds that latency and bandwidth take of an exchange that is not hidden."""
+    if evidence.line is None or not evidence.exchanged_bytes:
         return {}
-    num_bytes = evidence.facts["parameters"] * BYTES[evidence.facts.get("compression", "none")]
-    pieces = max(1, -(-num_bytes // int(evidence.facts.get("bucket_mb", 25) * 2**20)))
-    latency, bandwidth = evidence.line.parts(num_bytes, pieces)
+    pieces = max(1, math.ceil(evidence.exchanged_bytes / (evidence.bucket_mb * 2**20)))
+    latency, bandwidth = evidence.line.parts(evidence.exchanged_bytes, pieces)
     part = seconds / (latency + bandwidth)
-    return {
-        "latency_s": latency * part,
-        "bandwidth_s": bandwidth * part,
-        "hidden": max(0.0, 1 - part),
-        "pieces": pieces,
-    }
+    return {"latency_s": latency * part, "bandwidth_s": bandwidth * part, "pieces": pieces}
+
+
+def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
+    """Return what the backward pass could hide of an exchange that takes `seconds` beside it, and does not.
+
+    All buckets but the last one can be exchanged while the backward pass goes on:
+
+        backward     |====|====|====|
+        exchange          |--1--|--2--|--3--|         what is left over: the last bucket, or what is longer than it
+    """
+    backward = evidence.figure(NO_EXCHANGE, "parts", "backward")
+    if backward is None or evidence.line is None or not evidence.exchanged_bytes:
+        return None
+    # With --accumulate, the last of several passes exchanges.
+    backward_s, num_bytes = backward[0] / evidence.facts.get("passes", 1), evidence.exchanged_bytes
+
+    def left_s(pieces: int) -> float:
+        whole = sum(evidence.line.parts(num_bytes, pieces)) if evidence.line else 0.0
+        return whole / pieces if pieces == 1 else max(whole / pieces, whole - backward_s * (pieces - 1) / pieces)
+
+    counts = {size: max(1, math.ceil(num_bytes / (size * 2**20))) for size in (evidence.bucket_mb, *BUCKETS_MB)}
+    left = {size: left_s(count) for size, count in counts.items()}
+    # Small buckets have costs of their own: the largest that is nearly as good as the best.
+    best = max(size for size in left if left[size] <= min(left.values()) + MIN_SHARE * evidence.step_s)
+    pieces = counts[evidence.bucket_mb]
+    whole = sum(evidence.line.parts(num_bytes, pieces))
+    saved = min(seconds, whole) - left[best]
+    if not any(profile.uses_gpu for profile in evidence.profiles):
+        # An exchange that keeps the cores busy cannot go on beside a backward pass that does, too.
+        saved = min(saved, evidence.free_cores / evidence.ranks * evidence.step_s)
+    if saved < MIN_SHARE * evidence.step_s:
+        return None
+    text = (
+        f"the backward pass takes {_ms(backward_s)} ms and the exchange by itself {_ms(whole)} ms, in "
+        f"{plural(pieces, 'bucket')}; together they take {_ms(saved)} ms longer than they need to"
+    )
+    by_size = left[evidence.bucket_mb] - left[best] > saved / 2
+    details = {"pieces": pieces, "best_mb": best, "best_pieces": counts[best], "by_size": by_size}
+    return Cause("overlap", saved, math.hypot(error, backward[1]), text, details=details)
+
+
+def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
+    alone, apart = evidence.figure(ALONE, "compute_s"), evidence.figure(NO_EXCHANGE, "compute_s")
+    if alone and apart:
+        text = f"computing takes {_ms(apart[0])} ms beside the other ranks, {_ms(alone[0])} alone"
+        seconds = apart[0] - alone[0] - _sum(known, "contention", "programs")
+        yield Cause("contention", max(0.0, seconds), math.hypot(alone[1], apart[1]), text)
+
+
+def _of_overhead(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
+    alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
+    if alone and twice:
+        fixed = _sum(known, "callback", "update", "script", "model", "hiccups")
+        text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
+        seconds = min(2 * alone[0] - twice[0], alone[0]) - fixed
+        details = {"more_s": max(twice[0] - alone[0], 0.0)}
+        yield Cause("overhead", seconds, math.hypot(2 * alone[1], twice[1]), text, details=details)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.tools.diagnose.profile import Frame, RankProfile
+from hvd_trainer.observe.stack_record import Frame
+from hvd_trainer.tools.diagnose.profile import RankProfile
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 MIN_WIDTH = 0.002
@@ -63,55 +64,36 @@ def _title(role: str) -> Frame:
 
 @dataclass
 class Box:
-    """A frame with what it calls."""
+    """A frame with what it calls, as nested boxes of the page."""
 
     label: str
     owner: str
     seconds: float = 0.0
-    children: dict[str, Box] = field(default_factory=dict)
+    """of a step"""
+    called: dict[str, Box] = field(default_factory=dict)
+
+    def children(self, whole_s: float) -> list[Box]:
+        """Return the boxes that are wide enough to be drawn in a graph of so many seconds, the widest first."""
+        wide = (box for box in self.called.values() if box.seconds >= MIN_WIDTH * whole_s)
+        return sorted(wide, key=lambda box: -box.seconds)
 
 
-@dataclass(frozen=True)
-class Rectangle:
-    """A box as it is drawn."""
-
-    label: str
-    title: str
-    owner: str
-    left: float
-    """of the width of the graph, in percent"""
-    width: float
-    depth: int
-
-
-def rectangles(profile: RankProfile) -> list[Rectangle]:
-    """Return the flame graph of a rank, the outermost frames first."""
+def nested_boxes(profile: RankProfile) -> Box:
+    """Return the flame graph of a rank: a box with those of the roles in it."""
     root = Box("all", "role")
     for stack in profile.main():
-        boxes = [(stack.role, "role")] + [
+        labels = [(stack.role, "role")]
+        labels += [
             (f"{frame.name} {frame.place}", frame.owner) for frame in stack.frames if frame.name not in NOISE
         ]
         if stack.frames and stack.frames[-1].call:
-            boxes.append((stack.frames[-1].call, "library"))
+            labels.append((stack.frames[-1].call, "library"))
         box = root
-        root.seconds += stack.raw.wall_s
-        for label, owner in boxes:
-            box = box.children.setdefault(label, Box(label, owner))
-            box.seconds += stack.raw.wall_s
-    found: list[Rectangle] = []
-    _place(root, 0.0, 0, root.seconds, profile.steps, found)
-    return found
-
-
-def _place(box: Box, left: float, depth: int, total: float, steps: int, found: list[Rectangle]) -> None:
-    for child in sorted(box.children.values(), key=lambda each: -each.seconds):
-        width = child.seconds / total
-        if width < MIN_WIDTH:
-            continue
-        title = f"{child.label}: {1000 * child.seconds / steps:.2f} ms a step, {width:.1%}"
-        found.append(Rectangle(child.label, title, child.owner, 100 * left, 100 * width, depth))
-        _place(child, left, depth + 1, total, steps, found)
-        left += width
+        box.seconds += stack.raw.wall_s / profile.steps
+        for label, owner in labels:
+            box = box.called.setdefault(label, Box(label, owner))
+            box.seconds += stack.raw.wall_s / profile.steps
+    return root
 
 
 def render(profiles: Sequence[RankProfile], heading: str, said: Sequence[str]) -> str:
@@ -122,5 +104,5 @@ def render(profiles: Sequence[RankProfile], heading: str, said: Sequence[str]) -
     environment = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    graphs = [rectangles(profile) for profile in profiles]
+    graphs = [nested_boxes(profile) for profile in profiles]
     return environment.get_template("page.html.j2").render(heading=heading, said=said, graphs=graphs)

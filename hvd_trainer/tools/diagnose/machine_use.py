@@ -14,6 +14,8 @@ import psutil
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
 PAGES = ("pswpin", "pswpout")
+THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
+"""Names in cpu.stat, and their units in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +48,25 @@ class MachineWatch:
         self._cpu, self._own = psutil.cpu_times(), _own_cpu_s()
         self._throttled, self._pages = _throttled_s(), _swapped_pages()
 
-    def end(self) -> MachineUse:
-        """Return what was at work since the beginning."""
+    def end(self, *, has_ended: bool = True) -> MachineUse:
+        """Return what was at work since the beginning.
+
+        Args:
+            has_ended: whether the run came to its end. If it was killed, nobody has waited for all its processes,
+                and their CPU time is unknown: then only programs count that were there the whole time.
+        """
         seconds = max(time.monotonic() - self._began, 1e-3)
         cpu = psutil.cpu_times()
         busy = sum(_busy(cpu)) - sum(_busy(self._cpu)) - (_own_cpu_s() - self._own)
-        programs: dict[str, float] = {}
-        for key, (name, used) in _cpu_of_programs().items():
-            cores = (used - self._programs[key][1]) / seconds if key in self._programs else 0.0
-            if cores >= MIN_CORES:
-                programs[f"{name} (process {key[0]})"] = cores
+        cores = {
+            f"{name} (process {key[0]})": (used - self._programs[key][1]) / seconds
+            for key, (name, used) in _cpu_of_programs().items()
+            if key in self._programs
+        }
+        named = sum(cores.values())
         return MachineUse(
-            other_cores=max(busy / seconds, sum(programs.values()), 0.0),
-            programs=programs,
+            other_cores=max(busy / seconds, named) if has_ended else named,
+            programs={name: its for name, its in cores.items() if its >= MIN_CORES},
             stolen=(getattr(cpu, "steal", 0.0) - getattr(self._cpu, "steal", 0.0)) / seconds,
             throttled=(_throttled_s() - self._throttled) / seconds,
             swapped_pages=_swapped_pages() - self._pages,
@@ -96,15 +104,25 @@ def _name(process: psutil.Process) -> str:
 
 
 def _throttled_s() -> float:
-    with suppress(OSError, ValueError):
-        for line in Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines():
-            if line.startswith("throttled_usec"):
-                return int(line.split()[1]) / 1e6
+    """Return the seconds for which a limit has stopped this process's control group, by cgroup 2 or cgroup 1."""
+    groups = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
+    places = [f"/sys/fs/cgroup{path}" for _, names, path in groups if names == ""]
+    places += [f"/sys/fs/cgroup/cpu{path}" for _, names, path in groups if "cpu" in names.split(",")]
+    # Within a container the path may be that of the host.
+    for place in (*places, "/sys/fs/cgroup", "/sys/fs/cgroup/cpu"):
+        stat = dict(line.split() for line in _lines(f"{place}/cpu.stat"))
+        for name, unit_s in THROTTLED.items():
+            if name in stat:
+                return int(stat[name]) * unit_s
     return 0.0
 
 
 def _swapped_pages() -> int:
-    with suppress(OSError, ValueError):
-        pairs = [line.split() for line in Path("/proc/vmstat").read_text().splitlines()]
-        return sum(int(value) for name, value in pairs if name in PAGES)
-    return 0
+    pairs = [line.split() for line in _lines("/proc/vmstat")]
+    return sum(int(value) for name, value in pairs if name in PAGES)
+
+
+def _lines(file: str) -> list[str]:
+    with suppress(OSError):
+        return Path(file).read_text().splitlines()
+    return []

@@ -11,9 +11,9 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from hvd_trainer.observe.stacks import FOLDER, WORKER, slow_from
+from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Frame, Record, StackCount
+from hvd_trainer.observe.stacks import slow_from
 
-MAIN = "main"
 BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
 """Phases that are no part of a step."""
 IN_TRAINER = {
@@ -44,60 +44,13 @@ INNER = (
     ("/torch/optim/", "update"),
 )
 """Roles by the folder of the code, from the innermost frame on; they come before the others in a script."""
+OTHER_PHASES = ("data", "forward", "backward")
+"""Phases in which no optimizer updates anything."""
 BY_PHASE = {"reduce": "exchange", "forward": "model", "step": "update", "callback": "callback"}
+MAX_SLOW = 0.2
+"""Fraction of steps up to which slow ones are hiccups; where more are slow, that is how the job is."""
 MIN_HOT = 0.5
 """Fraction of a role's time that a line must have, with what it calls, to be named."""
-
-
-class Frame(Struct, frozen=True):
-    """A frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-    call: str
-    """what the line calls, such as `time.sleep`; empty if it is no call"""
-    owner: str
-
-    @property
-    def place(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
-
-    @property
-    def name(self) -> str:
-        """The function without the functions that it is defined in."""
-        return self.function.rpartition("<locals>.")[2]
-
-
-class RawStack(Struct):
-    """A stack in a file."""
-
-    thread: str
-    phase: str
-    frames: list[int]
-    wall_s: float
-    cpu_s: float
-    queued_s: float
-    gil_s: float
-    slow_s: float
-    squares: float
-
-
-class Record(Struct):
-    """A file of `observe/stacks.py`."""
-
-    pid: int
-    uses_gpu: bool
-    blocks: int
-    seconds: float
-    durations: list[float]
-    elements: int
-    cpu_s: float
-    major_faults: int
-    preempted: int
-    queued_s: float
-    frames: list[Frame]
-    stacks: list[RawStack]
 
 
 class Stack(Struct):
@@ -105,7 +58,7 @@ class Stack(Struct):
 
     role: str
     frames: tuple[Frame, ...]
-    raw: RawStack
+    raw: StackCount
 
 
 class Seconds(Struct):
@@ -159,18 +112,28 @@ class RankProfile:
         self.blocks = max(1, sum(record.blocks for record in records))
         self.uses_gpu = any(record.uses_gpu for record in records)
         self.cpu_s = sum(record.cpu_s for record in records)
+        self.in_kernel = sum(record.system_s for record in records) / max(self.cpu_s, 1e-9)
+        """fraction of its CPU time"""
         self.queued_s = sum(record.queued_s for record in records)
         self.elements = sum(record.elements for record in records)
         self.major_faults = sum(record.major_faults for record in records)
         self.stacks = [stack for record in records for stack in read_stacks(record)]
         limit = slow_from(self.durations) if self.durations else math.inf
-        self.slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
+        slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
+        # Of N loader processes that are too slow, each N-th batch is late, and the others have come meanwhile.
+        most = min(MAX_SLOW, 0.8 / max(self.processes, 1)) * self.steps
+        self.slow = slow if len(slow) < most else []
+        """the numbers of steps that are slow now and then"""
 
     @property
     def cores(self) -> float:
         """Cores that this rank keeps busy, with the loader's processes."""
-        of_workers = sum(record.cpu_s / max(record.seconds, 1e-9) for record in self.workers)
-        return self.cpu_s / max(self.seconds, 1e-9) + of_workers / max(1, len(self.records))
+        return (self.cpu_s + sum(record.cpu_s for record in self.workers)) / max(self.seconds, 1e-9)
+
+    @property
+    def processes(self) -> int:
+        """How many loader processes there were at once."""
+        return math.ceil(sum(worker.seconds for worker in self.workers) / max(self.seconds, 1e-9) - 0.2)
 
     @property
     def typical_s(self) -> float:
@@ -205,10 +168,14 @@ class RankProfile:
             found[stack.role] += its
         return found
 
+    def slow_s(self, stack: Stack) -> float:
+        """Return the seconds of a stack in slow steps, all together."""
+        return stack.raw.slow_s if self.slow else 0.0
+
     def seconds_of(self, stack: Stack) -> Seconds:
         """Return the seconds of a stack in a typical step."""
         raw, steps = stack.raw, max(1, self.steps - len(self.slow))
-        kept = max(0.0, 1 - raw.slow_s / raw.wall_s) if raw.wall_s else 1.0
+        kept = max(0.0, 1 - self.slow_s(stack) / raw.wall_s) if raw.wall_s else 1.0
         variance = max(raw.squares - raw.wall_s**2 / self.blocks, 0.0) * (kept / steps) ** 2
         wall, cpu, queued, gil = (
             kept * value / steps for value in (raw.wall_s, raw.cpu_s, raw.queued_s, raw.gil_s)
@@ -268,7 +235,8 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     if not in_trainer:
         for frame in reversed(frames):
             for folder, role in INNER:
-                if folder in frame.file:
+                # A step that is given a closure, as Lightning's, calls what is another phase.
+                if folder in frame.file and (role != "update" or phase not in OTHER_PHASES):
                     return role
         for frame in frames:
             if "/torch/nn/functional.py" in frame.file and frame.name.endswith(("loss", "cross_entropy")):
@@ -292,12 +260,9 @@ class Blame(Struct, frozen=True):
     """the user's line through which it is reached"""
 
     def __str__(self) -> str:
-        """Return file, line, function, and what is called there."""
-        call = f", {self.frame.call}" if self.frame.call else ""
-        own = f"{self.frame.place} {self.frame.name}{call}"
         if (self.entry.file, self.entry.line) == (self.frame.file, self.frame.line):
-            return own
-        return f"{own} (from {self.entry.place} {self.entry.name})"
+            return str(self.frame)
+        return f"{self.frame} (from {self.entry.place} {self.entry.name})"
 
 
 BELOW = {
@@ -308,30 +273,33 @@ BELOW = {
 """Roles of which only lines count that are called from a folder, and not the line that begins it."""
 
 
-def blame(profile: RankProfile, role: str, *, slow: bool = False) -> Blame | None:
-    """Return the user's line that most of the time of a role goes to; None if no user's line has any.
-
-    Args:
-        profile: of a rank.
-        role: whose stacks count.
-        slow: only the time in slow steps counts.
-    """
-    return hottest_line([stack for stack in profile.main() if stack.role == role], profile, slow=slow)
+def blame(profile: RankProfile, role: str) -> Blame | None:
+    """Return the user's line that most of a role's time goes to; None if no user's line has any."""
+    return hottest_line([stack for stack in profile.main() if stack.role == role], profile)
 
 
-def user_frames(stack: Stack) -> list[Frame]:
-    """Return the frames of the user's code that count for a stack's role, the outermost first."""
-    first = BELOW.get(stack.role, "")
+def user_frames(stack: Stack, *, whole: bool = False) -> list[Frame]:
+    """Return the frames of the user's code that count for a stack's role, or all of them, the outermost first."""
+    first = "" if whole else BELOW.get(stack.role, "")
     begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
-    return [frame for frame in stack.frames[begin:] if frame.owner == "user" and frame.name != "<module>"]
+    found = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
+    # Of a script, the line that calls main() is in all stacks.
+    return found[1:] if len(found) > 1 and found[0].name == "<module>" else found
 
 
 def hottest_line(stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False) -> Blame | None:
-    """Return the deepest user's line that has most of the time that these stacks spend in user's lines."""
+    """Return the deepest user's line that has most of the time that these stacks spend in user's lines.
+
+    Args:
+        stacks: whose time counts.
+        profile: of the rank.
+        slow: only the time in slow steps counts, in all of the user's lines.
+    """
     own: list[tuple[float, list[Frame]]] = []
     for stack in stacks:
-        raw, frames = stack.raw, user_frames(stack)
-        seconds = raw.slow_s if slow else max(raw.wall_s - raw.slow_s - raw.queued_s - raw.gil_s, 0.0)
+        raw, frames = stack.raw, user_frames(stack, whole=slow)
+        slow_s = profile.slow_s(stack)
+        seconds = slow_s if slow else max(raw.wall_s - slow_s - raw.queued_s - raw.gil_s, 0.0)
         if frames and seconds > 0:
             own.append((seconds / profile.steps, frames))
     if not own:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from hvd_trainer.tools.diagnose.actions import Action
-from hvd_trainer.tools.diagnose.causes import ALONE, CAUSES, NORMAL, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.actions import CAUSES, Action
+from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
+from hvd_trainer.tools.runner.ratio import Ratio
+from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30
 """Length in characters of the bar for a whole step."""
-Tried = Sequence[tuple[Action, float, float]]
+OVERLAPPING = 1.02
+"""Sum of the causes' fractions of a step from which it is said that they overlap."""
+
+
+class Tried(NamedTuple):
+    """An action that was tried."""
+
+    action: Action
+    ratio: Ratio | None
+    """samples per second with it and without it; None if the job did not run"""
+    note: str = ""
+    """why it did not"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +51,8 @@ def show(report: Report) -> None:
         shown = milliseconds(step[0]) if step else "", number(rate[0]) if rate else ""
         rows.append((name, *shown, str(len(figures))))
     if rows:
-        out.print(make_table("What was run", ("", "ms per step", "samples/s", "runs"), rows))
-    parts = [(CAUSES[c.kind], c.seconds, SIGMAS * c.error) for c in report.causes]
+        out.print(make_table("What was run", ("", "ms of a typical step", "samples/s", "runs"), rows))
+    parts = [(CAUSES[c.kind].name, c.seconds, SIGMAS * c.error) for c in report.causes]
     rest = evidence.step_s - sum(seconds for _, seconds, _ in parts)
     lost = [
         (text, milliseconds(seconds), f"\u00b1 {milliseconds(error)}", *_bar(seconds / evidence.step_s))
@@ -69,30 +82,35 @@ def sentences(report: Report) -> list[str]:
     if not report.causes:
         return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
     for cause in report.causes:
-        said.append(f"{CAUSES[cause.kind]}, {cause.seconds / evidence.step_s:.0%} of a step: {cause.evidence}")
-    said[-len(report.causes)] = f"The largest loss: {said[-len(report.causes)]}"
-    for place, action in enumerate(report.advice, 1):
-        is_known = action.speed > 1
-        gain = (
-            f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
-            if is_known
-            else ""
+        said.append(
+            f"{CAUSES[cause.kind].name}, {cause.seconds / evidence.step_s:.0%} of a step: {cause.evidence}"
         )
-        said.append(f"{place}. {action.text}{gain}")
+    said[-len(report.causes)] = f"The largest loss: {said[-len(report.causes)]}"
+    share = sum(cause.seconds for cause in report.causes) / evidence.step_s
+    if share > OVERLAPPING:
+        said.append(
+            f"Together that is {share:.0%} of a step, since some of it goes on at the same time, on several "
+            f"ranks: to mend one cause may gain less than its share."
+        )
+    for place, action in enumerate(report.advice, 1):
+        gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
+        said.append(f"{place}. {action.text}{gain if action.speed > 1 else ''}")
     return said
 
 
-def show_tried(tried: Tried) -> None:
-    """Print the speeds before and after each action that was tried."""
-    for action, before, after in tried:
-        what = action.text.partition(":")[0]
-        print(
-            f"tried {what}: {number(before)} samples/s before, {number(after)} after, {after / before:.2f} times "
-            f"(expected {action.speed:.2f})"
-        )
+def describe_tried(tried: Tried) -> str:
+    """Return a sentence about an action that was tried."""
+    what, its = f"tried {tried.action.title}", tried.ratio
+    if its is None:
+        return f"{what}: {tried.note}"
+    verdict = "not told from noise" if not its.is_clear else "proved" if its.value > 1 else "it makes it slower"
+    return (
+        f"{what}: {its.value:.2f} times the samples/s, {its.low:.2f} to {its.high:.2f} (95 %, "
+        f"{plural(its.rounds, 'round')}; expected {tried.action.speed:.2f}): {verdict}"
+    )
 
 
-def as_json(report: Report, tried: Tried) -> dict[str, Any]:
+def as_json(report: Report, tried: Sequence[Tried]) -> dict[str, Any]:
     """Return the report in plain JSON."""
     evidence = report.evidence
     made: dict[str, Any] = msgspec.to_builtins(
@@ -104,25 +122,13 @@ def as_json(report: Report, tried: Tried) -> dict[str, Any]:
             "runs": {name: list(runs) for name, runs in evidence.runs.items()},
             "machine": asdict(evidence.machine) | {"cores": evidence.cores},
             "exchange": None if evidence.line is None else asdict(evidence.line),
-            "causes": [_cause_as_json(cause, evidence) for cause in report.causes],
+            "causes": [
+                {"name": CAUSES[its.kind].name, "share": its.seconds / evidence.step_s, **asdict(its)}
+                for its in report.causes
+            ],
             "advice": [asdict(action) for action in report.advice],
             "note": report.note,
-            "tried": [
-                {"action": asdict(action), "before": before, "after": after} for action, before, after in tried
-            ],
+            "tried": [its._asdict() for its in tried],
         }
     )
     return made
-
-
-def _cause_as_json(cause: Cause, evidence: Evidence) -> Mapping[str, Any]:
-    return {
-        "kind": cause.kind,
-        "name": CAUSES[cause.kind],
-        "seconds": cause.seconds,
-        "error": cause.error,
-        "share": cause.seconds / evidence.step_s,
-        "rank": cause.rank,
-        "evidence": cause.evidence,
-        "line": cause.where,
-    }

@@ -1,0 +1,184 @@
+"""The trials of a diagnosis: ways to run the job, of which the differences show what each part costs."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from hvd_trainer.tools.diagnose.causes import MIN_SHARE, find_causes
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
+from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
+from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
+from hvd_trainer.tools.doctor import all_reduce
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.runs import RunRecord, Start
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.utils.process import cpu_ids
+
+WARMUP_STEPS = 5
+"""Steps at the beginning of each run that do not count."""
+MIN_REST = 0.3
+"""Fraction of a step from which it is worth other runs to explain it."""
+EXCHANGE_BYTES = tuple(2**10 * 4**step for step in range(8))
+"""Sizes of the exchanges that are timed: 1 kB to 16 MB."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the job."""
+
+    label: str
+    ranks: int
+    threads: int | None = None
+    options: tuple[str, ...] = ()
+    """further options of a Trainer job; of a script, of `run`"""
+    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+
+
+class Trials:
+    """Runs the job in several ways, and collects what they show.
+
+    Args:
+        job: the words behind `python`.
+        engine: on which it runs.
+        normal: how it is run as it is.
+        folder: of the tool.
+        budget_s: seconds that all runs together may take.
+    """
+
+    def __init__(self, job: tuple[str, ...], engine: str, normal: Variant, folder: Path, budget_s: float) -> None:
+        self.job, self._engine, self.normal = job, engine, normal
+        self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget", resume=False)
+        self._kept = folder / "log"
+        shutil.rmtree(self._kept, ignore_errors=True)
+        self._is_trainer_job = is_trainer_job(job)
+        self._rounds: Counter[str] = Counter()
+        self.figures: dict[str, list[Mapping[str, Any]]] = {}
+        """by the variants' labels"""
+        self.profiles: list[list[RankProfile]] = []
+        """of each normal run, in rank order"""
+        self._machine = MachineUse()
+        self._line: Line | None = None
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """The facts of the job's work that its normal run recorded; empty if it has not ended."""
+        if NORMAL not in self.figures:
+            return {}
+        first = self.figures[NORMAL][0]
+        used = first.get("peak_memory_mb", 0.0) * 2**20 * self.normal.ranks
+        return dict(first["work"]) | {"memory_share": used / psutil.virtual_memory().total}
+
+    def evidence(self) -> Evidence:
+        """Return all that is known so far."""
+        return Evidence(
+            profiles=merge(self.profiles),
+            machine=self._machine,
+            cores=len(cpu_ids()),
+            is_trainer_job=self._is_trainer_job,
+            facts=self._facts,
+            runs=self.figures,
+            line=self._line,
+        )
+
+    def run(self, variant: Variant, steps: int, limit_s: float | None = None) -> RunRecord:
+        """Run a variant once, and keep its figures under its label; of a normal run also its stacks.
+
+        Args:
+            variant: to run.
+            steps: that count.
+            limit_s: after so many seconds it is ended; None: at the end of the budget.
+        """
+        is_normal = variant.label == NORMAL
+        sampled = ("--sample-stacks",) if is_normal else ()
+        options = (*NOT_SAVED, *variant.options, *sampled) if self._is_trainer_job else variant.options
+
+        def start(log: Path) -> Start:
+            return measured_start(
+                self.job,
+                engine=self._engine if variant.ranks > 1 else "single",
+                ranks=variant.ranks,
+                log=log,
+                threads=variant.threads,
+                steps=WARMUP_STEPS + steps,
+                leave_out=variant.leave_out,
+                options=options,
+                sample_stacks=is_normal,
+            )
+
+        read = partial(read_measured, job=self.job, ranks=variant.ranks, warmup_steps=WARMUP_STEPS)
+        watch = MachineWatch() if is_normal else None
+        has_ended = False
+        try:
+            run = self._run(variant.label, start, read, limit_s)
+            has_ended = run.state != "killed"
+        finally:
+            if watch is not None and (profiles := read_profiles(self._kept)):
+                self.profiles.append(profiles)
+                self._machine = watch.end(has_ended=has_ended)
+        if run.state == "done":
+            figures = dict(run.figures) | dict(run.figures.get("typical", {}))
+            if "computing_s" in figures:
+                figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
+            self.figures.setdefault(variant.label, []).append(figures)
+        return run
+
+    def measure_exchanges(self) -> None:
+        """Measure how long exchanges take by their size."""
+
+        def start(log: Path) -> Start:
+            job = [*all_reduce.JOB, "--backend", self._engine, "--log-dir", str(log)]
+            words = [*job, "--sizes", *map(str, EXCHANGE_BYTES)]
+            return Start(command_for(LAUNCHER_OF[self._engine], self.normal.ranks, words), {}, self.normal.threads)
+
+        run = self._run("exchanges", start, all_reduce.read_result)
+        if run.state == "done":
+            self._line = Line.through(run.figures["seconds"])
+
+    def _run(
+        self,
+        label: str,
+        start: Callable[[Path], Start],
+        read: Callable[[Path], Mapping[str, Any] | None],
+        limit_s: float | None = None,
+    ) -> RunRecord:
+        self._rounds[label] += 1
+        trial = JobTrial(label, {"trial": label}, start, read)
+        keep = self._kept if label == NORMAL else None
+        return self.runner.run(trial, self._rounds[label], keep=keep, limit_s=limit_s)
+
+
+def plan_variants(evidence: Evidence, normal: Variant) -> list[Variant]:
+    """Return the variants of each round: those that may explain what the normal runs have left unexplained.
+
+    Args:
+        evidence: of the normal runs.
+        normal: the job as it is.
+    """
+    facts, step_s, ranks = evidence.facts, evidence.step_s, normal.ranks
+    rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
+    if rest < MIN_REST * step_s:
+        return []
+    found = []
+    if max(table["exchange"].own for table in evidence.tables) >= MIN_SHARE * step_s:
+        found.append(Variant(NO_EXCHANGE, ranks, normal.threads, leave_out=("exchange",)))
+    if evidence.is_trainer_job:
+        # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
+        share = max(1, evidence.cores // ranks)
+        alone = min(facts["threads"], share) if facts["device"] == "cpu" else normal.threads
+        whole, batch = ("--global-batch-size", "None", "--batch-size"), facts["batch_size"]
+        found.append(Variant(ALONE, 1, alone, (*whole, str(batch))))
+        found.append(Variant(TWICE, 1, alone, (*whole, str(2 * batch))))
+        if facts["device"] == "cpu" and facts["threads"] > 1:
+            found.append(Variant(ONE_THREAD, ranks, 1))
+    # Last, for if the budget is short, its stacks are known already.
+    return [*found, normal] if found else []

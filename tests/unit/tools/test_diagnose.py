@@ -1,0 +1,519 @@
+"""`python -m hvd_trainer diagnose`: what it concludes from stacks and runs that are made up, and its sampler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hvd_trainer.observe.stack_record import Frame, Record, StackCount, called_expression
+from hvd_trainer.observe.stacks import StackSampler
+from hvd_trainer.tools.diagnose import machine_use
+from hvd_trainer.tools.diagnose.actions import Action, find_actions
+from hvd_trainer.tools.diagnose.causes import find_causes
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, TWICE, Cause, Evidence, Line
+from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
+from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
+from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of
+from hvd_trainer.tools.diagnose.report import Report, Tried, describe_tried, sentences
+from hvd_trainer.tools.diagnose.trials import Variant, plan_variants
+from hvd_trainer.tools.runner.command import with_options
+from hvd_trainer.tools.runner.ratio import ratio
+
+FACTS = {
+    **{"batch_size": 32, "threads": 1, "device": "cpu", "in_memory": False, "workers": 0, "passes": 1},
+    **{"compression": "none", "parameters": 1_000_000, "bucket_mb": 25.0},
+}
+
+LINE = Line(0.001, 1e9)
+STEPS = 50
+
+LOOP = Frame("/x/hvd_trainer/training/loop.py", 83, "TrainingLoop._train_epoch", "run.step", "hvd_trainer")
+FINISH = Frame("/x/hvd_trainer/training/loop.py", 133, "f", "callback.on_step_end", "hvd_trainer")
+MODULE = Frame("/v/site-packages/torch/nn/modules/module.py", 9, "Module._call_impl", "forward_call", "library")
+FETCH = Frame("/v/site-packages/torch/utils/data/dataloader.py", 7, "next", "self.data", "library")
+CALLBACK = Frame("/home/train.py", 34, "Save.on_step_end", "time.sleep", "user")
+DATASET = Frame("/home/train.py", 12, "Images.__getitem__", "decode", "user")
+THREAD = Frame("/home/train.py", 70, "watch", "sum", "user")
+LAYER = Frame("/home/train.py", 8, "Net.forward", "", "user")
+ENGINE = Frame("/v/site-packages/torch/autograd/graph.py", 9, "run", "run_backward", "library")
+
+
+class Part(NamedTuple):
+    """Milliseconds of each step that a rank has a stack."""
+
+    ms: float
+    frames: tuple[Frame, ...]
+    phase: str = "forward"
+    cpu: float = 0.0
+    """fraction on a CPU"""
+    queued: float = 0.0
+    gil: float = 0.0
+    thread: str = "main"
+    slow: float = 0.0
+
+
+def make_rank(
+    *parts: Part, elements: int = 100, durations_ms: Sequence[float] = (), workers: int = 0, **changed: Any
+) -> RankProfile:
+    """Return the profile of a rank whose steps are made of parts.
+
+    Args:
+        durations_ms: of steps, which are repeated; empty: all of them take as long as their parts.
+        workers: loader processes, which do nothing.
+        changed: further fields of the record.
+    """
+    frames = list(dict.fromkeys(frame for part in parts for frame in part.frames))
+    total = sum(part.ms for part in parts if part.thread == "main") / 1000
+    stacks = [
+        StackCount(
+            part.thread,
+            part.phase,
+            [frames.index(frame) for frame in part.frames],
+            *(STEPS * part.ms / 1000 * fraction for fraction in (1, part.cpu, part.queued, part.gil, part.slow)),
+            STEPS * (part.ms / 1000) ** 2,
+        )
+        for part in parts
+    ]
+    known: dict[str, Any] = {
+        "durations": [ms / 1000 for ms in durations_ms] * (STEPS // len(durations_ms))
+        if durations_ms
+        else [total] * STEPS,
+        "cpu_s": sum(stack.cpu_s for stack in stacks),
+        "queued_s": sum(stack.queued_s for stack in stacks),
+        **{"uses_gpu": False, "blocks": STEPS, "seconds": STEPS * total, "elements": elements * STEPS},
+        **{"system_s": 0.0, "major_faults": 0, "frames": frames, "stacks": stacks},
+    }
+    record = Record(**known | changed)
+    idle = Record(**known | {"stacks": []})
+    return RankProfile([record], [idle] * workers)
+
+
+COMPUTE = Part(10, (LOOP, MODULE), cpu=1.0)
+CALL = Part(50, (FINISH, CALLBACK), "step")
+LOAD = Part(20, (FETCH, DATASET), "data")
+
+
+def reduce_for(ms: float) -> Part:
+    return Part(ms, (LOOP,), "reduce")
+
+
+class Case(NamedTuple):
+    """Ranks, and what is demanded of the verdict on them."""
+
+    ranks: tuple[RankProfile, ...]
+    """one that stands for two, or all"""
+    kind: str
+    """of the largest cause; empty: there is none"""
+    ms: float = 0.0
+    """of a step"""
+    advice: str = ""
+    """the beginning of the best advice about it"""
+    shown: str = ""
+    """part of the evidence"""
+    rank: int | None = None
+    known: Mapping[str, Any] = {}
+    """further evidence"""
+
+    @property
+    def evidence(self) -> Evidence:
+        ranks = self.ranks if len(self.ranks) > 1 else self.ranks * 2
+        given = {"cores": 8, "facts": FACTS, "is_trainer_job": True} | dict(self.known)
+        return Evidence(profiles=ranks, **given)
+
+
+WAITS, COMPUTES = make_rank(COMPUTE, LOAD), make_rank(COMPUTE, LOAD._replace(cpu=1.0))
+WAITS_FOR_50 = make_rank(COMPUTE, reduce_for(50))
+QUEUED = make_rank(COMPUTE._replace(ms=40, queued=0.75, cpu=0.25))
+SWAPS = make_rank(COMPUTE._replace(ms=40, cpu=0.25), major_faults=40 * STEPS)
+BURNING = MachineUse(other_cores=1.0, programs={"burn.py": 1.0})
+GIL = make_rank(COMPUTE._replace(ms=40, gil=0.75, cpu=0.25), Part(40, (THREAD,), "", cpu=0.9, thread="prefetch"))
+AT_CALLBACK = "train.py:34 Save.on_step_end, time.sleep"
+AT_DATA = "train.py:12 Images.__getitem__, decode"
+CASES = {
+    # It was once "overhead per step, however small the batch is", with the advice to double the batch.
+    "a callback of all ranks": Case(
+        (make_rank(COMPUTE, CALL),), "callback", 50, AT_CALLBACK, f"50.0 of 60.0 ms: {AT_CALLBACK}; it waits"
+    ),
+    "data that waits": Case((WAITS,), "data waits", 20, "--workers 3: "),
+    "data that computes": Case((COMPUTES,), "data computes", 20, "--workers 3: 6 cores are free"),
+    # No core is free: it was once "--workers 3, expected 1.75 times".
+    "data that computes on busy cores": Case(
+        (COMPUTES,), "data computes", 20, f"make {AT_DATA} cheaper", known={"cores": 2}
+    ),
+    "data in memory": Case(
+        (WAITS,), "data waits", 20, "the data is in memory", known={"facts": FACTS | {"in_memory": True}}
+    ),
+    "data of a script": Case(
+        (WAITS,), "data waits", 20, "num_workers=3 in the DataLoader", known={"facts": {}, "is_trainer_job": False}
+    ),
+    # The facts of a job's work come with its end; without them, the advice was that for a script.
+    "data of a job that failed": Case((WAITS,), "data waits", 20, "--workers ", known={"facts": {}}),
+    # Two loader processes that take 40 ms each: two batches come at once. It was once "hiccups".
+    "a loader that is always too slow": Case(
+        (make_rank(COMPUTE, LOAD._replace(slow=0.9), durations_ms=(50, 10), workers=2),),
+        "data waits",
+        20,
+        "--workers",
+    ),
+    "eight loader processes that are too slow": Case(
+        (make_rank(COMPUTE, LOAD._replace(slow=0.9), durations_ms=(170, *[10] * 7), workers=8),), "data waits", 20
+    ),
+    "one rank that waits": Case(
+        (WAITS_FOR_50, make_rank(COMPUTE, CALL)), "slow line", 50, f"{AT_CALLBACK}: rank 1 spends", rank=1
+    ),
+    # There DDP waits, in C++.
+    "a script that waits in its backward pass for a rank": Case(
+        (make_rank(COMPUTE, Part(50, (ENGINE,), "backward")), make_rank(COMPUTE, Part(50, (CALLBACK,)))),
+        *("slow line", 50, f"{AT_CALLBACK}: rank 1 spends"),
+        rank=1,
+    ),
+    "more work": Case(
+        (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30), elements=300)),
+        *("more work", 20, "give all ranks the same: rank 1 has 3 times the elements"),
+        rank=1,
+    ),
+    "a slower rank": Case(
+        (make_rank(COMPUTE, reduce_for(20)), make_rank(COMPUTE._replace(ms=30))),
+        *("slow rank", 20, "look at rank 1's machine", "batches of the same size; its CPU time is 30.0 ms", 1),
+    ),
+    # A layer that did more on one rank was "slower at the same work"; only its machine was to be looked at.
+    "a rank that computes more at a line": Case(
+        (make_rank(COMPUTE, reduce_for(30)), make_rank(COMPUTE, Part(30, (LOOP, MODULE, LAYER), cpu=1.0))),
+        *(
+            "slow rank",
+            30,
+            "look at rank 1's machine (clock rate, temperature, limits, programs beside it), or at ",
+        ),
+        *("30.0 ms more at train.py:8 Net.forward", 1),
+    ),
+    # It was once "exchanging gradients 56 %", and a rank that is the slowest at 2.4 ms against 2.4.
+    "other programs": Case(
+        (make_rank(COMPUTE, reduce_for(30)), QUEUED),
+        *("programs", 30, "end the other programs on these cores, or move them to others: burn.py 1.0"),
+        known={"cores": 2, "machine": BURNING},
+    ),
+    "too many threads": Case(
+        (QUEUED,),
+        *("contention", 30, "OMP_NUM_THREADS=1: 2 ranks with 2 threads each are 4 on 1 core"),
+        known={"cores": 1, "facts": FACTS | {"threads": 2}},
+    ),
+    # A thread that is stopped by a limit is in the queue: that is counted once.
+    "a limit on the CPU time": Case(
+        (QUEUED,), "throttled", 30, "raise the CPU limit", known={"machine": MachineUse(throttled=1.5)}
+    ),
+    "a hypervisor that gives the cores to others": Case(
+        (make_rank(COMPUTE),), "stolen", 2.5, "ask for", known={"cores": 2, "machine": MachineUse(stolen=0.5)}
+    ),
+    "a thread that holds the GIL": Case(
+        (make_rank(COMPUTE, reduce_for(30)), GIL),
+        *("gil", 30, "train.py:70 watch, sum: move the thread 'prefetch' of rank 1 to a process"),
+        *("waits 30.0 of 40.0 ms for the GIL, which the thread 'prefetch' has: train.py:70", 1),
+    ),
+    "hiccups": Case(
+        (make_rank(COMPUTE, CALL._replace(slow=1.0), durations_ms=(*[10] * 9, 510)),),
+        *("hiccups", 50, f"{AT_CALLBACK}: it takes 500 ms every 10 steps"),
+        *("every 10 steps a step takes 500.0 ms longer (typical: 10.0 ms)", 0),
+    ),
+    "a machine that swaps": Case(
+        (SWAPS,), "swap", 30, "the machine swaps", known={"machine": MachineUse(swapped_pages=100_000)}
+    ),
+    "a line at which the machine swaps": Case(
+        (make_rank(COMPUTE, CALL, major_faults=40 * STEPS),),
+        *("swap", 50, "the machine swaps"),
+        known={"machine": MachineUse(swapped_pages=100_000)},
+    ),
+    "page faults without a swap": Case((SWAPS,), ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_on(name: str) -> None:
+    case = CASES[name]
+    causes = find_causes(case.evidence)
+    assert [cause.kind for cause in causes][:1] == ([case.kind] if case.kind else [])
+    if not causes:
+        return
+    first = causes[0]
+    assert (first.seconds, first.rank) == (pytest.approx(case.ms / 1000, rel=0.05), case.rank)
+    assert case.shown in first.evidence
+    advice = [action for action in find_actions(causes, case.evidence) if action.cause == case.kind]
+    assert advice[0].text.startswith(case.advice)
+    assert "--batch-size" not in advice[0].text or case.kind == "swap"
+    assert sum(cause.seconds for cause in causes) <= 1.02 * case.evidence.step_s, "a sample of time counts twice"
+
+
+def test_causes_that_go_on_at_once_are_said_to() -> None:
+    """Rank 0 waits at a line for 30 ms, and rank 1, which has more to do, in the queue for as long."""
+    busy = make_rank(COMPUTE._replace(ms=40, queued=0.75, cpu=0.25))
+    evidence = Evidence(profiles=[make_rank(COMPUTE, CALL._replace(ms=30)), busy], cores=8, facts=FACTS)
+    report = Report(evidence=evidence, causes=find_causes(evidence), advice=[], backend="ddp")
+    assert any(text.startswith("Together that is 150% of a step") for text in sentences(report))
+
+
+# What the differences between runs show.
+
+
+def runs_of(
+    step_ms: float, without_ms: float, alone_ms: float, twice_ms: float, backward_ms: float
+) -> dict[str, Any]:
+    """Return the figures of three rounds."""
+
+    def figures(ms: float) -> list[dict[str, Any]]:
+        s = ms / 1000
+        return [{"step_s": s, "compute_s": s, "parts": {"backward": backward_ms / 1000}}] * 3
+
+    kinds = (NORMAL, NO_EXCHANGE, ALONE, TWICE)
+    return dict(zip(kinds, map(figures, (step_ms, without_ms, alone_ms, twice_ms)), strict=True))
+
+
+def test_nothing_is_advised_from_a_difference_within_the_noise() -> None:
+    """It was once "expected 2.25 times" from 78.6 against 78.5 ms."""
+    rank = make_rank(COMPUTE._replace(ms=78.6))
+    runs = runs_of(78.6, 78.5, 78.5, 157, 40)
+    evidence = Evidence(profiles=[rank, rank], cores=8, facts=FACTS, runs=runs, line=LINE)
+    assert find_causes(evidence) == []
+    report = Report(evidence=evidence, causes=[], advice=[], backend="ddp")
+    assert sentences(report)[-1].startswith("Nothing takes more than a twentieth")
+
+
+def test_exchange_and_overhead_are_differences_between_runs() -> None:
+    rank = make_rank(COMPUTE, reduce_for(20))
+    runs = runs_of(30, 10, 10, 12, 0)
+    given: dict[str, Any] = {"cores": 8, "facts": FACTS, "is_trainer_job": True}
+    evidence = Evidence(profiles=[rank, rank], runs=runs, line=LINE, **given)
+    exchange, overhead = find_causes(evidence)
+    assert (exchange.kind, exchange.seconds) == ("exchange", pytest.approx(0.02))
+    assert (overhead.kind, overhead.seconds) == ("overhead", pytest.approx(0.008))
+    # 1 ms of latency and 4 ms for 4 MB at 1 GB/s.
+    assert exchange.details["latency_s"] == pytest.approx(0.004)
+    advice = find_actions([exchange, overhead], evidence)
+    assert [action.title for action in advice] == ["--accumulate 4", "--batch-size 64", "--compression fp16"]
+    speeds = [action.speed for action in advice]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+OVERLAPS = {
+    # 40 MB at 1 GB/s: 40 ms after a backward pass of 80 ms, where the last 4 of 10 MB could be all that is left.
+    "one bucket": ({"bucket_mb": 64.0}, 120, 8, "--bucket-mb 4: 10 buckets of gradients"),
+    # Ten buckets, and the exchange takes as long as if none of it were hidden.
+    "gradients in another order": ({"bucket_mb": 4.0}, 120, 8, "the order of gradients"),
+    "a script of Horovod's API": ({"uses_hvd": True, "bucket_mb": 64.0}, 120, 8, "--fusion-threshold-mb 4 of "),
+    "an exchange that is hidden": ({"bucket_mb": 4.0}, 84, 8, None),
+    "no core to exchange on": ({"bucket_mb": 64.0}, 120, 2, None),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_lack_of_overlap(name: str) -> None:
+    facts, step_ms, cores, advised = OVERLAPS[name]
+    cpu = 2.0 if cores == 2 else 1.0
+    rank = make_rank(Part(80, (LOOP, MODULE), cpu=cpu), reduce_for(step_ms - 80))
+    evidence = Evidence(
+        profiles=[rank, rank],
+        cores=cores,
+        is_trainer_job="uses_hvd" not in facts,
+        facts=FACTS | facts | {"parameters": 10_000_000},
+        runs=runs_of(step_ms, 80, 80, 160, 80),
+        line=Line(0.0001, 1e9),
+    )
+    found = {cause.kind: cause for cause in find_causes(evidence)}
+    assert ("overlap" in found) == (advised is not None)
+    if advised is not None:
+        assert found["overlap"].seconds == pytest.approx(0.036, abs=0.001)
+        assert "exchange" not in found, "a sample of time counts twice"
+        (action,) = find_actions(list(found.values()), evidence)
+        assert action.text.startswith(advised)
+        assert action.speed == pytest.approx(120 / 84, abs=0.02)
+
+
+def test_a_batch_that_does_not_fit_the_memory_is_not_advised() -> None:
+    overhead = Cause("overhead", 0.008, 0.0001, "", details={"more_s": 0.002})
+    facts = FACTS | {"memory_share": 0.6}
+    assert find_actions([overhead], Evidence(profiles=[make_rank(COMPUTE)], cores=8, facts=facts)) == []
+
+
+def test_line_fits_latency_and_bandwidth() -> None:
+    pairs = [[size, 0.0005 + size / 2e9] for size in (1024, 65536, 2**20, 2**24)]
+    line = Line.through(pairs)
+    assert (line.latency_s, line.bytes_per_s) == (pytest.approx(0.0005), pytest.approx(2e9))
+    assert line.parts(4e6, 2) == (pytest.approx(0.001), pytest.approx(0.002))
+    assert Line.through([[1024, 0.002], [2048, 0.001]]).bytes_per_s > 0
+
+
+def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> None:
+    normal = Variant(NORMAL, 2)
+    given: dict[str, Any] = {"cores": 5, "facts": FACTS | {"threads": 4}, "is_trainer_job": True}
+    assert plan_variants(Evidence(profiles=[make_rank(COMPUTE, CALL)] * 2, **given), normal) == []
+    evidence = Evidence(profiles=[make_rank(COMPUTE, reduce_for(10))] * 2, **given)
+    variants = plan_variants(evidence, normal)
+    assert [its.label for its in variants] == [NO_EXCHANGE, ALONE, TWICE, "one thread per rank", NORMAL]
+    assert [its.threads for its in variants] == [None, 2, 2, 1, None]
+    assert variants[2].options == ("--global-batch-size", "None", "--batch-size", "64")
+    variants = plan_variants(replace(evidence, is_trainer_job=False), normal)
+    assert [its.label for its in variants] == [NO_EXCHANGE, NORMAL]
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [([15.0, 15.3, 14.9], "proved"), ([10.1, 9.8, 10.2], "not told from noise"), ([5.0, 5.1, 4.9], "slower")],
+)
+def test_what_was_tried_has_an_interval(after: list[float], verdict: str) -> None:
+    its = ratio(after, [10.0, 10.1, 9.9])
+    text = describe_tried(Tried(Action(cause="data waits", text="--workers 2: why", speed=1.6), its))
+    assert text.startswith(
+        f"tried --workers 2: {its.value:.2f} times the samples/s, {its.low:.2f} to {its.high:.2f}"
+    )
+    assert "3 rounds; expected 1.60" in text
+    assert text.endswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("files", "seconds"),
+    [
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.stat": "throttled_usec {us}\n"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "2:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/cpu/job/cpu.stat": "throttled_time {ns}\n",
+            },
+            0.5,
+        ),
+        # In a container, the path is that of the host.
+        ({"proc/self/cgroup": "0::/docker/1\n", "sys/fs/cgroup/cpu.stat": "throttled_usec {us}\n"}, 0.5),
+        ({}, 0.0),
+    ],
+)
+def test_throttling_by_recorded_figures(
+    files: dict[str, str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(microseconds: int) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text.format(us=microseconds, ns=1000 * microseconds))
+
+    monkeypatch.setattr(machine_use, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+    write(1_000_000)
+    watch = MachineWatch()
+    write(1_500_000)
+    watch._began = time.monotonic() - 1
+    assert watch.end().throttled == pytest.approx(seconds, rel=0.1)
+
+
+def test_swap_and_steal_by_recorded_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc").mkdir()
+    vmstat = tmp_path / "proc" / "vmstat"
+    vmstat.write_text("pgfault 9\npswpin 100\npswpout 10\n")
+    monkeypatch.setattr(machine_use, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+    times = machine_use.psutil.cpu_times()
+    monkeypatch.setattr(machine_use.psutil, "cpu_times", lambda: times)
+    watch = MachineWatch()
+    vmstat.write_text("pgfault 99\npswpin 5000\npswpout 5110\n")
+    monkeypatch.setattr(machine_use.psutil, "cpu_times", lambda: times._replace(steal=times.steal + 0.5))
+    watch._began = time.monotonic() - 1
+    use = watch.end()
+    assert (use.swapped_pages, use.stolen) == (10_000, pytest.approx(0.5, rel=0.1))
+
+
+def test_with_options_replaces_options_of_the_job() -> None:
+    job = ["train.py", "--epochs", "3", "--batch-size=8", "--leave-out", "data", "exchange", "--lr", "1"]
+    words = ["--epochs", "9", "--batch_size", "16", "--leave-out", "data"]
+    assert with_options(job, words) == ["train.py", "--lr", "1", *words]
+
+
+# The sampler.
+
+
+def test_called_expression() -> None:
+    assert called_expression("time.sleep(0.05)") == "time.sleep"
+    assert called_expression("  self.client.get(\n  url)[0]") == "self.client.get"
+    assert called_expression("a + b") == called_expression("for x in") == ""
+
+
+def nap() -> None:
+    time.sleep(0.02)
+
+
+def spin() -> None:
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+
+
+def test_sampler_counts_lines_with_their_cpu_time(tmp_path: Path) -> None:
+    sampler = StackSampler(tmp_path / "stacks" / "rank-0.json")
+    sampler.start()
+    for _ in range(25):
+        sampler.phase = "data"
+        nap()
+        sampler.phase = "forward"
+        spin()
+        sampler.end_step()
+    sampler.stop()
+    (profile,) = read_profiles(tmp_path)
+    assert profile.steps == 20, "the warm-up counts"
+    roles = profile.roles()
+    assert roles["data"].own == pytest.approx(0.02, rel=0.5)
+    assert roles["data"].cpu < 0.2 * roles["data"].own
+    spun = roles["script"]
+    assert spun.cpu > 0.6 * (spun.wall - spun.queued)
+    places = {str(frame) for stack in profile.main() for frame in stack.frames}
+    assert any(place.endswith("nap, time.sleep") and place.startswith("test_diagnose.py:") for place in places)
+
+
+def test_role_of_a_stack() -> None:
+    user = Frame("/home/train.py", 5, "main", "loader", "user")
+    optimizer = Frame("/v/site-packages/torch/optim/sgd.py", 5, "SGD.step", "sgd", "library")
+    horovod = Frame("/v/site-packages/horovod/torch/optimizer.py", 5, "synchronize", "synchronize", "library")
+    assert role_of("step", (user, optimizer), in_trainer=False) == "update"
+    assert role_of("step", (user, optimizer, horovod), in_trainer=False) == "exchange"
+    assert role_of("forward", (user, MODULE), in_trainer=False) == "model"
+    # Lightning's optimizer computes the loss in a closure.
+    assert role_of("forward", (user, optimizer, MODULE, user), in_trainer=False) == "model"
+    assert role_of("forward", (user,), in_trainer=False) == "script"
+    assert role_of("step", (FINISH, CALLBACK, MODULE), in_trainer=True) == "callback"
+    assert role_of("reduce", (LOOP,), in_trainer=True) == "exchange"
+    # The Trainer counts metrics before it leaves the phase in which the exchange has ended.
+    metric = Frame("/x/hvd_trainer/optim/step.py", 149, "TrainStep.count", "meter.add", "hvd_trainer")
+    assert role_of("reduce", (LOOP, metric), in_trainer=True) == "metric"
+
+
+# The page and the file for speedscope.
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_page_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
+    """A box is as wide as its share; nothing is wider than the window, nothing is loaded, nothing goes wrong."""
+    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
+    (tmp_path / "diagnosis.html").write_text(render(ranks, "train.py <b>", ["a callback, 83% of a step"]))
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    trouble: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: trouble.append(request.url))
+    page.goto((tmp_path / "diagnosis.html").as_uri())
+    assert trouble == [(tmp_path / "diagnosis.html").as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".flame").count() == 2
+    whole = page.locator(".flame").first.bounding_box()
+    box = page.get_by_text("Save.on_step_end train.py:34").first.bounding_box()
+    assert box["width"] / whole["width"] == pytest.approx(50 / 60, abs=0.02)
+    assert "50.00 ms a step, 83.3%" in page.get_by_text("time.sleep").first.get_attribute("title")
+
+
+def test_speedscope_file_has_a_profile_per_rank() -> None:
+    ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
+    made = speedscope(ranks, "train.py")
+    assert made["$schema"] == "https://www.speedscope.app/file-format-schema.json"
+    assert [profile["name"] for profile in made["profiles"]] == ["rank 0", "rank 1"]
+    names = [frame["name"] for frame in made["shared"]["frames"]]
+    for profile in made["profiles"]:
+        assert profile["type"] == "sampled"
+        assert len(profile["samples"]) == len(profile["weights"])
+        assert profile["endValue"] == pytest.approx(sum(profile["weights"])) == pytest.approx(STEPS * 0.06)
+        assert max(map(max, profile["samples"])) < len(names)
+    assert [names[number] for number in made["profiles"][0]["samples"][1]][-1] == "Save.on_step_end"
