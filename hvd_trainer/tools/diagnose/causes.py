@@ -175,7 +175,7 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
             f"{at_line}, for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
             f"{_ms(mean(cpu[r] for r in others))}"
         )
-        or_at = f", or at what it has to do more than the others at {line}" if at_line else ": it is slower at the same work"
+        or_at = f", or at what it has to do more than the others at {line}" if at_line else ""
         details, line = {"or_at": or_at}, None
     error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name != "exchange"))
     yield Cause(kind, seconds, error, text, line, slowest, details)
