@@ -44,7 +44,7 @@ dist.destroy_process_group()
 
 
 HOROVOD_SCRIPT = """
-import sys
+import os, signal, sys, time
 import torch
 import horovod.torch as hvd
 from horovod.torch.compression import Compression
@@ -62,6 +62,10 @@ for step in range(3):
     optimizer.step()
     if step == 1 and hvd.rank() == 1 and "raise" in sys.argv:
         raise ValueError("planted")
+    if step == 1 and hvd.rank() == 1 and "hang" in sys.argv:
+        time.sleep(600)
+    if step == 1 and hvd.rank() == 1 and "die" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
 sys.stdout.write(f"weights {model.weight.sum().item()!r} by {hvd.__name__}\\n")
 """
 EXAMPLES = REPOSITORY / "examples" / "mnist"
@@ -75,6 +79,13 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def horovod_script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(HOROVOD_SCRIPT)
+    return path
+
+
 def run(*words: object, check: bool = True, launcher: str = "python", ranks: int = 1) -> Result:
     argv = ["-m", "hvd_trainer", "run", *map(str, words)]
     return launch(launcher, ranks, argv, check=check)
@@ -85,18 +96,31 @@ def sums(result: Result) -> list[str]:
     return sorted(re.findall("sum .*", result.stdout))
 
 
-def test_script_for_torch_distributed_gets_ranks_and_arguments(script: Path) -> None:
-    assert sums(run("-np", 2, "--", script, "--epochs", 3)) == [
-        "sum 3 on rank 0 of 2 by __main__ ['--epochs', '3']",
-        "sum 3 on rank 1 of 2 by __main__ ['--epochs', '3']",
+WAYS = [
+    pytest.param("python", 1, ()),
+    pytest.param("python", 2, ("-np", 2)),
+    pytest.param("python", 2, ("-np", 2, "--backend", "horovod"), marks=requires("horovod")),
+    # mpirun, srun and horovodrun set none of the variables that such a script reads.
+    *(pytest.param(name, 2, (), marks=requires(name)) for name in ("torchrun", "mpirun", "srun", "horovodrun")),
+]
+
+
+@pytest.mark.parametrize(("launcher", "size", "words"), WAYS)
+def test_script_gets_its_ranks_and_arguments(
+    launcher: str, size: int, words: tuple[object, ...], script: Path
+) -> None:
+    ranks = 1 if launcher == "python" else size
+    result = run(*words, "--", script, "--epochs", 3, launcher=launcher, ranks=ranks)
+    total = sum(range(size + 1))
+    assert sums(result) == [
+        f"sum {total} on rank {rank} of {size} by __main__ ['--epochs', '3']" for rank in range(size)
     ]
 
 
 @requires("horovod")
-def test_horovod_script_trains_the_same_weights_on_either_engine(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HOROVOD_SCRIPT)
-    output = {engine: run("-np", 2, "--backend", engine, "--", script).stdout for engine in ("ddp", "horovod")}
+def test_horovod_script_trains_the_same_weights_on_either_engine(horovod_script: Path) -> None:
+    words = ("-np", 2, "--backend")
+    output = {engine: run(*words, engine, "--", horovod_script).stdout for engine in ("ddp", "horovod")}
     printed = {engine: re.findall("weights (.*) by (.*)", text) for engine, text in output.items()}
     assert output["ddp"].count("\n") == 2, "only the script prints"
     assert [name for _, name in printed["ddp"]] == ["hvd_trainer.hvd"] * 2
@@ -118,14 +142,6 @@ def test_script_for_hvd_runs_on_horovod(tmp_path: Path) -> None:
         assert output == f"2 horovod.torch {root}.{submodule}\n" * 2
 
 
-@requires("horovod")
-def test_torch_script_runs_on_horovod(script: Path) -> None:
-    assert sums(run("-np", 2, "--backend", "horovod", "--", script)) == [
-        "sum 3 on rank 0 of 2 by __main__ []",
-        "sum 3 on rank 1 of 2 by __main__ []",
-    ]
-
-
 @pytest.mark.long
 @requires("horovod")
 @pytest.mark.skipif(not (MNIST / "MNIST" / "raw").is_dir(), reason="needs MNIST in ../shared/data/mnist")
@@ -141,34 +157,36 @@ def test_scripts_by_hand_train_the_same_weights_on_either_engine(tmp_path: Path)
     assert len(weights) == 1
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])])
-def test_rank_of_a_horovod_script_that_raises_ends_the_job(engine: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HOROVOD_SCRIPT)
-    result = run("-np", 2, "--backend", engine, "--", script, "raise", check=False)
-    assert result.returncode == 1
-    assert "failure: rank 1 of 2 on " in result.stderr
-    assert result.stderr.count("ValueError: planted") == 1
-
-
-def test_part_of_horovod_without_a_counterpart_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import horovod.tensorflow as hvd\n")
-    result = run("--", script, check=False)
-    assert result.returncode == 2
-    assert "error: horovod.tensorflow is not there on torch.distributed" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@requires("horovod")
-def test_other_parts_of_an_installed_horovod_stay(tmp_path: Path) -> None:
-    """Horovod's own tests of horovod.torch import helpers of its launcher."""
-    script = tmp_path / "train.py"
-    script.write_text(
+SMALL_SCRIPTS = [
+    pytest.param(
+        "import horovod.tensorflow as hvd",
+        *((), 2, "error: horovod.tensorflow is not there on torch.distributed"),
+    ),
+    # Horovod's own tests of horovod.torch import helpers of its launcher.
+    pytest.param(
         "import horovod\nimport horovod.torch as hvd\nfrom horovod.runner.util.threads import in_thread\n"
-        "print(horovod.__version__, hvd.__name__, in_thread.__module__)\n"
-    )
-    assert "0.28.1 hvd_trainer.hvd horovod.runner.util.threads" in run("--", script).stdout
+        "print(horovod.__version__, hvd.__name__, in_thread.__module__)",
+        *((), 0, "0.28.1 hvd_trainer.hvd horovod.runner.util.threads"),
+        marks=requires("horovod"),
+    ),
+    pytest.param("print('hello')", ("--np", 2), 0, "each of the 2 processes has run it alone"),
+    pytest.param(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', rank=0, world_size=1)",
+        *(("--np", 2), 2, "as rank 0 of 1, but run has started rank"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "code", "said"), SMALL_SCRIPTS)
+def test_small_script(text: str, words: tuple[object, ...], code: int, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{text}\n")
+    result = run(*words, "--", script, check=False)
+    assert result.returncode == code
+    count = (result.stdout + result.stderr).count(said)
+    assert count == 1 or (code and count == 2), "each rank that fails may say why"
+    assert "Traceback" not in result.stderr
 
 
 CALLER = """
@@ -186,16 +204,26 @@ print(horovod.run(train, args=({start},), kwargs={{"step": 5}}, {words}))
 """
 
 
-def call(folder: Path, words: str, start: int = 7) -> Result:
-    script = folder / "caller.py"
+@pytest.mark.parametrize(
+    ("words", "start", "code", "said"),
+    [
+        # The function's script has no `if __name__ == "__main__"`, as it needs none with Horovod.
+        (
+            *("np=2, hosts='localhost:2', start_timeout=60, verbose=1", 7, 0),
+            "[(7, 2, 'hvd_trainer.hvd'), (12, 2, 'hvd_trainer.hvd')]",
+        ),
+        ("num_proc=2", -1, 2, "error: horovod.run: a rank has ended with exit code 1"),
+        ("np=2, hosts='node1:2', use_mpi=True", 7, 2, "no use for hosts='node1:2', use_mpi=True."),
+    ],
+)
+def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Path) -> None:
+    """Return the results in rank order, or say which rank failed, or what it has no use for."""
+    script = tmp_path / "caller.py"
     script.write_text(CALLER.format(words=words, start=start))
-    return run("--", script, check=False)
-
-
-def test_horovod_run_returns_the_results_in_rank_order(tmp_path: Path) -> None:
-    """The function's script has no `if __name__ == "__main__"`, as it needs none with Horovod."""
-    result = call(tmp_path, "np=2, hosts='localhost:2', start_timeout=60, verbose=1")
-    assert "[(7, 2, 'hvd_trainer.hvd'), (12, 2, 'hvd_trainer.hvd')]" in result.stdout, result.stderr
+    result = run("--", script, check=False)
+    assert result.returncode == code, result.stderr
+    assert said in result.stdout + result.stderr
+    assert ("ValueError: planted" in result.stderr) == (start < 0)
 
 
 @requires("horovod")
@@ -203,35 +231,6 @@ def test_horovod_run_has_horovods_parameters() -> None:
     import horovod
 
     assert hvd_checks.parameters(horovod_package.run) == hvd_checks.parameters(horovod.run)
-
-
-def test_horovod_run_says_which_rank_failed(tmp_path: Path) -> None:
-    result = call(tmp_path, "num_proc=2", start=-1)
-    assert result.returncode == 2
-    assert "ValueError: planted" in result.stderr
-    assert "error: horovod.run: a rank has ended with exit code 1" in result.stderr
-
-
-def test_horovod_run_refuses_what_it_has_no_use_for(tmp_path: Path) -> None:
-    result = call(tmp_path, "np=2, hosts='node1:2', use_mpi=True")
-    assert result.returncode == 2
-    assert "no use for hosts='node1:2', use_mpi=True." in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_script_runs_alone_without_np(script: Path) -> None:
-    assert sums(run("--", script)) == ["sum 1 on rank 0 of 1 by __main__ []"]
-
-
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=requires(name)) for name in ("torchrun", "mpirun", "srun", "horovodrun")]
-)
-def test_launchers_processes_become_the_ranks(launcher: str, script: Path) -> None:
-    """mpirun, srun and horovodrun set none of the variables that such a script reads."""
-    assert sums(run("--", script, launcher=launcher, ranks=2)) == [
-        "sum 3 on rank 0 of 2 by __main__ []",
-        "sum 3 on rank 1 of 2 by __main__ []",
-    ]
 
 
 def test_module_is_run_as_python_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +250,9 @@ def test_exception_shows_the_scripts_own_lines_only(script: Path) -> None:
     assert result.stderr.count("ValueError: planted") == 1
 
 
-def test_rank_that_is_killed_is_reported(tmp_path: Path) -> None:
+def test_rank_that_is_killed_is_reported(horovod_script: Path) -> None:
     """It was left to the parent, as for `hvd_trainer.run`, and the command's parent prints nothing."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        f"import os\n{HOROVOD_SCRIPT}".replace('raise ValueError("planted")', "os.kill(os.getpid(), 9)")
-    )
-    result = run("-np", 2, "--", script, "raise", check=False)
+    result = run("-np", 2, "--", horovod_script, "die", check=False)
     assert result.returncode in (1, 128 + signal.SIGKILL)
     assert "failure: rank 1 of 2 on " in result.stderr
     assert "ended without a word, as by kill -9" in result.stderr
@@ -267,6 +262,19 @@ def test_exit_code_of_the_script_is_that_of_the_command(script: Path) -> None:
     assert run("--np", 2, "--", script, "leave", check=False).returncode == 7
 
 
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])])
+@pytest.mark.parametrize(("fault", "told"), [("raise", "ValueError: planted"), ("hang", "time.sleep(600)")])
+def test_failing_rank_of_a_horovod_script_ends_the_job(
+    engine: str, fault: str, told: str, horovod_script: Path
+) -> None:
+    result = run("-np", 2, "--timeout-s", 4, "--backend", engine, "--", horovod_script, fault, check=False)
+    assert result.returncode == 1
+    assert "failure: rank 1 of 2 on " in result.stderr
+    assert result.stderr.count(told) == 1
+    # On horovod each step counted twice; its broadcast_optimizer_state takes a step of its own.
+    assert fault == "raise" or f"step {4 if engine == 'horovod' else 3}," in result.stderr
+
+
 def test_rank_that_stays_at_one_place_is_reported_with_its_stack(script: Path) -> None:
     """The other rank waits in a barrier, in C++, and is not the one to blame."""
     result = run("--np", 2, "--timeout-s", 4, "--", script, "hang", check=False)
@@ -274,19 +282,6 @@ def test_rank_that_stays_at_one_place_is_reported_with_its_stack(script: Path) -
     assert "failure: rank 1 of 2 on " in result.stderr
     assert re.search(r"has not got on for \d+ s", result.stderr)
     assert "time.sleep(600)" in result.stderr
-
-
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])])
-def test_rank_of_a_horovod_script_that_stays_at_one_place_is_reported(engine: str, tmp_path: Path) -> None:
-    """On ddp there was no time limit, and each report said "step 1"; on horovod each step counted twice."""
-    script = tmp_path / "train.py"
-    script.write_text(HOROVOD_SCRIPT.replace('raise ValueError("planted")', "import time; time.sleep(600)"))
-    result = run("--np", 2, "--timeout-s", 4, "--backend", engine, "--", script, "raise", check=False)
-    assert result.returncode == 1
-    assert "failure: rank 1 of 2 on " in result.stderr
-    assert "time.sleep(600)" in result.stderr
-    # Horovod's broadcast_optimizer_state takes a step of its own.
-    assert f"step {4 if engine == 'horovod' else 3}," in result.stderr
 
 
 def test_sigterm_ends_all_ranks(script: Path) -> None:
@@ -308,25 +303,6 @@ def test_processes_of_the_script_have_the_engine_and_their_own_sitecustomize(tmp
     )
     argv = ["-m", "hvd_trainer", "run", "--", str(script)]
     assert "theirs ImportHooks" in launch("python", 1, argv, env={"PYTHONPATH": str(tmp_path)}).stdout
-
-
-def test_script_that_starts_no_engine_is_warned_of(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('hello')\n")
-    result = run("--np", 2, "--", script)
-    assert result.stdout.count("hello") == 2
-    assert result.stderr.count("each of the 2 processes has run it alone") == 1
-
-
-def test_rank_that_contradicts_the_launcher_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', rank=0, world_size=1)\n"
-    )
-    result = run("--np", 2, "--", script, check=False)
-    assert result.returncode == 2
-    assert "as rank 0 of 1, but run has started rank" in result.stderr
 
 
 @pytest.mark.parametrize(
