@@ -44,7 +44,6 @@ LONGEST = (
     "test_slurm_examples",
     "test_reproducible",
     "test_stages",
-    "test_compare_vary",
     "test_imdb",
     "test_parallel_jobs",
     "test_examples_plain",
