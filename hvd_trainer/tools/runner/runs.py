@@ -200,18 +200,6 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
         folder: by which `find_processes` finds its processes.
         output: the file to which what they print is appended.
     """
-    process = None
-    try:
-        process = _popen(start, folder, output)
-        yield process
-    finally:
-        # Found by their environment: also one whose start a signal has interrupted.
-        end_processes(folder)
-        if process is not None:
-            process.wait()  # or it would stay as a zombie
-
-
-def _popen(start: Start, folder: Path, output: Path) -> subprocess.Popen[bytes]:
     # Whatever launcher may have started the tool: its ranks are not those of the run.
     others = {name for launcher in LAUNCHERS for name in launcher.variables()}
     environment = {
@@ -223,26 +211,23 @@ def _popen(start: Start, folder: Path, output: Path) -> subprocess.Popen[bytes]:
         "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
         **start.variables,
     }
-    with output.open("ab") as file:
-        return subprocess.Popen(
-            start.command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def start(
-    command: Sequence[str],
-    folder: Path,
-    output: Path,
-    threads: int | None = None,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[bytes]:
-    """Start a program; deprecated: use `launched`."""
-    return _popen(Start(command, variables, threads), folder, output)
+    process = None
+    try:
+        with output.open("ab") as file:
+            process = subprocess.Popen(
+                start.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        yield process
+    finally:
+        # Found by their environment: also one whose start a signal has interrupted.
+        end_processes(folder)
+        if process is not None:
+            process.wait()  # or it would stay as a zombie
 
 
 def running(folder: Path) -> Path:
