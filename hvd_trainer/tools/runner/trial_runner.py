@@ -125,8 +125,7 @@ class TrialRunner:
     ) -> Iterator[tuple[T, RunRecord]]:
         """Run (round, trial) after (round, trial), print a line about each, and yield it with its record.
 
-        A trial that has failed is not run in later rounds. The plan ends early where the budget is too short for
-        another run: compare `left_s`.
+        A trial that has failed is not run in later rounds.
 
         Args:
             describe: the text about a run that is done.
@@ -136,8 +135,6 @@ class TrialRunner:
             key = key_of(trial.identity)
             if key in given_up:
                 continue
-            if self.left_s < self.expected_s(key):
-                return
             run = self.run(trial, number)
             if run.state != "done":
                 given_up.add(key)
@@ -192,7 +189,7 @@ class TrialRunner:
         clear(self.folder)
         return run
 
-    def expected_s(self, key: str) -> float:
+    def _expected_s(self, key: str) -> float:
         """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none.
 
         Args:
@@ -204,26 +201,7 @@ class TrialRunner:
 
     def _time_left(self, keys: Sequence[str]) -> str:
         """Return `, about 3 min left` for runs to come, by the keys of their trials, from how long others took."""
-        left = sum(self.expected_s(key) for key in keys)
+        left = sum(self._expected_s(key) for key in keys)
         if not keys:
             return ""
         return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-
-
-def run_once(
-    command: Sequence[str],
-    folder: Path,
-    identity: Mapping[str, Any],
-    round_: int,
-    *,
-    threads: int | None,
-    limit_s: float,
-    read: Callable[[Path], Mapping[str, Any] | None],
-    variables: Mapping[str, str] | None = None,
-    keep: Path | None = None,
-) -> RunRecord:
-    """Run a job; deprecated: use `TrialRunner.run`."""
-    runner = TrialRunner(folder, limit_s=limit_s)
-    runner.last.clear()
-    trial = JobTrial("", identity, lambda log: Start(command, variables or {}, threads), read)
-    return runner.run(trial, round_, keep=keep)

@@ -212,9 +212,7 @@ def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> No
     assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
 
 
-def test_run_all_gives_up_what_fails_and_keeps_to_the_budget(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = trial_of(DONE, n=1), trial_of(FAILED, n=2)
     runner = TrialRunner(tmp_path)
     done = [run.state for _, run in runner.run_all(runner.to_do([good, bad], 2), describe=lambda run: "well")]
@@ -223,9 +221,7 @@ def test_run_all_gives_up_what_fails_and_keeps_to_the_budget(
     assert first.startswith("1/4  round 1, python: well, about ")
     assert second.startswith("2/4  round 1, python: failed: exit code 1, about ")
     assert third == "4/4  round 2, python: well"
-    again = TrialRunner(tmp_path, budget_s=0.001)
-    assert list(again.run_all(again.to_do([good, bad], 3), describe=str)) == []
-    assert len(again.to_do([good, bad], 3, retry_failed=False)) == 1
+    assert len(runner.to_do([good, bad], 3, retry_failed=False)) == 1
 
 
 def test_launched_ends_all_processes(tmp_path: Path) -> None:
