@@ -224,6 +224,8 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
             )
         yield process
     finally:
+        if process is not None:
+            process.kill()  # it has no environment yet while it is being started
         # Found by their environment: also one whose start a signal has interrupted.
         end_processes(folder)
         if process is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,10 +226,13 @@ def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_launched_ends_all_processes(tmp_path: Path) -> None:
-    with launched(Start([sys.executable, "-c", SLOW], threads=3), tmp_path, tmp_path / "output") as process:
+    output = tmp_path / "output"
+    with launched(Start([sys.executable, "-c", SLOW], threads=3), tmp_path, output) as process:
+        while not output.read_text():
+            time.sleep(0.01)
         environment = psutil.Process(process.pid).environ()
         assert (environment[MARK], environment["OMP_NUM_THREADS"]) == (str(tmp_path), "3")
-        assert find_processes(tmp_path)
+        assert len(find_processes(tmp_path)) == 2
     assert not find_processes(tmp_path)
 
 
