@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -112,7 +113,7 @@ class _MomentComparison:
 
     def __init__(self, one: Trace, other: Trace, when: Moment, allowed: Tolerance, *, first: bool) -> None:
         self._one, self._other, self._when = one, other, when
-        self._allowed, self._first = allowed, first
+        self._allowed, self._limit = allowed, partial(allowed.limit, first=first)
 
     def findings(self) -> Iterator[Finding]:
         kinds = {"start": self._compare_start, "step": self._compare_step, "evaluation": self._compare_evaluation}
@@ -151,9 +152,6 @@ class _MomentComparison:
         elif self._one.size != self._other.size:
             limit = MAX_EVALUATION_ROUNDING
         yield from self._compare_named("evaluation", _paired(one, other), limit)
-
-    def _limit(self, quantity: str) -> float:
-        return self._allowed.limit(quantity, first=self._first)
 
     def _finding(self, quantity: str, values: tuple[Any, Any], **more: Any) -> Finding:
         return Finding(self._when, quantity, (self._one.name, self._other.name), values, **more)

@@ -38,10 +38,6 @@ class Moment(NamedTuple):
     event: int
     """its number in `EVENTS`"""
 
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Moment:
-        return cls(int(line["step"]), EVENTS.index(line["event"]))
-
     @property
     def name(self) -> str:
         return EVENTS[self.event]
@@ -148,9 +144,9 @@ def _read_rank(folder: Path) -> dict[Moment, Snapshot]:
     for text in folder.with_suffix(".jsonl").read_text().splitlines():
         with suppress(ValueError, KeyError):  # the last line of a killed run
             line = json.loads(text)
-            moments[Moment.parse(line)] = Snapshot(
-                line, partial(_read_tensors, folder / f"{line['event']}-{line['step']}.safetensors")
-            )
+            when = Moment(int(line["step"]), EVENTS.index(line["event"]))
+            tensors = folder / f"{when.name}-{when.step}.safetensors"
+            moments[when] = Snapshot(line, partial(_read_tensors, tensors))
     return moments
 
 

@@ -95,13 +95,12 @@ def verify_script(
     most = steps // (kills + 1)  # of each start, so that some are left for the last one
     if most < 1:
         raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
-    victims = [("a rank", "the launcher")[number % 2] for number in range(kills)]
-    draw.shuffle(victims)
-    for number, victim in enumerate(victims, 1):
+    at_launcher = [number % 2 == 1 for number in range(kills)]
+    draw.shuffle(at_launcher)
+    for number, launcher in enumerate(at_launcher, 1):
         rank, step = draw.randrange(ranks), draw.randrange((most + 1) // 2, most + 1)
-        launcher = victim == "the launcher"
         left += script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher)
-        who = victim if launcher else f"rank {rank}"
+        who = "the launcher" if launcher else f"rank {rank}"
         print(f"kill {number}: {who}, {plural(step, 'step')} after the start", flush=True)
     disturbed = script.finish(folder / "killed" / f"start-{kills + 1}")
     again = disturbed["work"]["steps"]
