@@ -29,33 +29,8 @@ _SET_BY_IMPORTS = {
     "TORCHINDUCTOR_CACHE_DIR",
 }
 
-LONGEST = (
-    "test_diagnose_jobs",
-    "test_failures",
-    "test_matrix",
-    "test_setup_errors",
-    "test_verify_resume",
-    "test_preemption",
-    "test_elastic",
-    "test_hosts",
-    "test_ending",
-    "test_readme",
-    "test_contract",
-    "test_slurm_examples",
-    "test_reproducible",
-    "test_stages",
-    "test_imdb",
-    "test_parallel_jobs",
-    "test_examples_plain",
-    "test_compare",
-    "test_doctor",
-    "test_parity_tool",
-    "test_horovod_own_tests",
-    "test_run",
-    "test_probe",
-    "test_hvd_elastic",
-    "test_tune",
-)
+TIERS = ("cluster", "launchers", "ranks", "unit")
+"""The folders of tests, those with the longest files first."""
 _LEFT_BEHIND = pytest.StashKey[str]()
 _GPUS = pytest.StashKey[dict[str, str]]()
 """The variables that choose GPUs, as they were."""
@@ -80,9 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, so that none is left alone at the end."""
-    long = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: long.get(item.path.stem, len(long)))
+    """Put the tiers with the longest files first, so that none of these is left alone at the end."""
+    items.sort(key=lambda item: next((n for n, tier in enumerate(TIERS) if tier in item.path.parts), len(TIERS)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

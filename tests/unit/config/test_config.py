@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +22,7 @@ from hvd_trainer.config.checks import flag
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
+from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.runner.command import ENDLESS
@@ -276,6 +279,19 @@ def test_conflicting_options_are_refused(args: str, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, args.split()))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reached", "missed"),
+    [("test_loss=0.5", (0.5, 0.1), (0.51, math.nan)), ("test_accuracy=0.5", (0.5, 0.9), (0.49, math.nan))],
+)
+def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], missed: Sequence[float]) -> None:
+    condition = StopCondition.parse(text)
+    for found in reached:
+        assert condition.is_reached({condition.figure: found})
+    for found in missed:
+        assert not condition.is_reached({condition.figure: found})
+    assert not condition.is_reached({})
 
 
 def test_endless_arguments_of_tools_override_until(tmp_path: Path) -> None:
