@@ -51,7 +51,7 @@ mnist: $(STAMPS)/horovod
 
 test: $(STAMPS)/horovod $(STAMPS)/test
 	PATH="$(abspath $(BIN)):$$PATH" python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	    --durations 25 -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image and not gpu" $(PYTEST_ARGS)
+	    --durations 25 -m "$(if $(LONG),,not long and )$(if $(filter all,$(LONG)),,not nightly and )not image and not gpu" $(if $(filter all,$(LONG)),--cold) $(PYTEST_ARGS)
 
 # Root and 20 GB of disk; needs Debian's packages buildah and debootstrap.
 image-test: $(STAMPS)/horovod $(STAMPS)/test

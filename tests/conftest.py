@@ -36,6 +36,13 @@ _GPUS = pytest.StashKey[dict[str, str]]()
 """The variables that choose GPUs, as they were."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --cold."""
+    parser.addoption(
+        "--cold", action="store_true", help="launchers start all processes, for tests marked warm, too"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Remove the variables of the launcher or make that started pytest, and mark what the session starts."""
     for name in [name for name in os.environ if child_environment.is_rank_variable(name)]:
@@ -62,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let what launchers start come from the warm server where a test or its file is marked so."""
     marker = item.get_closest_marker("warm")
-    warm.is_used = marker is not None and marker.args != (False,)
+    warm.is_used = marker is not None and marker.args != (False,) and not item.config.getoption("--cold")
 
 
 @pytest.fixture

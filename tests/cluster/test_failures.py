@@ -27,6 +27,8 @@ from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause, Stall, fi
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo
 
+pytestmark = pytest.mark.warm
+
 TIMEOUT_S, SOON_S = 3, 25
 JOB = [str(SUPPORT / "faulty_job.py"), "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
 REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
@@ -111,6 +113,7 @@ def test_failure_report_names_failing_rank_once(case: Case, tmp_path: Path) -> N
         assert not kept
 
 
+@pytest.mark.warm(False)
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [

@@ -16,6 +16,8 @@ from test_failures import REPORT
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.utils.process import start_time
 
+pytestmark = pytest.mark.warm
+
 SCRIPT = str(SUPPORT / "elastic_script.py")
 RUN = ["-m", "hvd_trainer", "run"]
 ENGINES = {engine: [*RUN, "--backend", engine, "--", SCRIPT] for engine in ("ddp", "horovod")}

@@ -16,9 +16,13 @@ from slurm_batch import sbatch
 
 from hvd_trainer.faults.preemption import listen_for_signals
 
+pytestmark = pytest.mark.warm
+
 JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 
 
+# What the launchers themselves do with a signal.
+@pytest.mark.warm(False)
 @pytest.mark.parametrize(
     ("launcher", "backend", "number", "code"),
     [

@@ -38,6 +38,8 @@ from hvd_trainer.rendezvous.endpoint import (
 from hvd_trainer.rendezvous.registry import FileRegistry
 from hvd_trainer.utils.network import LOOPBACK
 
+pytestmark = pytest.mark.warm
+
 JOB = str(REPOSITORY / "tests/support/attacked_job.py")
 REQUESTS = 10_000
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

@@ -15,6 +15,8 @@ import slurm_cluster
 from launchers import REPOSITORY, requires
 from test_slurm import HOSTS
 
+pytestmark = pytest.mark.warm
+
 FOLDER = REPOSITORY / "examples/slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 MOUNTED = sorted({"/tmp", "/usr", str(REPOSITORY), sys.prefix, sys.base_prefix})

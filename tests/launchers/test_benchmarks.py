@@ -19,6 +19,8 @@ from benchmarks.slow_link_results import Measured, as_points, markdown
 from benchmarks.to_target import Outcome, report
 from hvd_trainer.tools.runner.runs import RunRecord, append_run
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda c: f"{c.job.name}-{c.name}")
 def test_every_contestant_can_be_imported(contestant) -> None:

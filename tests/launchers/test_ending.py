@@ -27,6 +27,8 @@ from hvd_trainer import (
     backends,
 )
 
+pytestmark = pytest.mark.warm
+
 BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
 # A selection: each launcher and each engine occurs at least once.
 PAIRS = [
@@ -169,6 +171,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.warm(False)
 def test_run_ends_ranks_when_notebook_is_interrupted(tmp_path: Path) -> None:
     """A notebook interrupts the parent process only; a terminal would also interrupt the ranks."""
     (tmp_path / "session.py").write_text(SLEEPING_SESSION)

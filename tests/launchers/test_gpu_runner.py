@@ -19,6 +19,8 @@ from launchers import QUICKEST, REPOSITORY, launch
 from benchmarks import NO_GPUS
 from hvd_trainer.tools.runner.runs import Start, run_to_end
 
+pytestmark = pytest.mark.warm
+
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 

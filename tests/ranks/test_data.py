@@ -294,7 +294,7 @@ def test_mnist_is_read_plain_and_gzipped(mnist_dir: Path, tmp_path: Path, alone:
     assert torch.equal(zipped.train.targets, images.train.targets)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "magic", "gz", "zlib"])
+@pytest.mark.parametrize("damage", ["truncated", "magic", "label", "gz", "zlib"])
 def test_damaged_mnist_file_is_named(damage: str, mnist_dir: Path, tmp_path: Path, alone: Backend) -> None:
     for path in (mnist_dir / "MNIST" / "raw").glob("*-ubyte"):
         shutil.copy(path, tmp_path)
@@ -304,6 +304,8 @@ def test_damaged_mnist_file_is_named(damage: str, mnist_dir: Path, tmp_path: Pat
         path.write_bytes(whole[:-1])
     elif damage == "magic":
         path.write_bytes(b"\x00\x00\x0d\x01" + whole[4:])
+    elif damage == "label":
+        path.write_bytes(whole[:-1] + b"\x0a")
     else:
         path.unlink()
         packed = gzip.compress(whole)

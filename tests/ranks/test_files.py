@@ -19,6 +19,8 @@ from hvd_trainer.jobs.reviews import archive, tokenizer
 from hvd_trainer.rendezvous import registry
 from hvd_trainer.utils.files import atomic_write
 
+pytestmark = pytest.mark.warm
+
 UMASKS = (0o077, 0o022, 0o002)
 
 

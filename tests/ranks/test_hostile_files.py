@@ -36,6 +36,8 @@ from hvd_trainer.tools.runner.runs import RunRecord, locked_folder, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.utils.serialization import flatten, pack, to_json, unpack
 
+pytestmark = pytest.mark.warm
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
 
 # Checkpoints. Whoever makes one can give it the checksums that it needs.

@@ -22,6 +22,8 @@ from hvd_trainer.jobs.optimizers import make_optimizer
 from hvd_trainer.jobs.options import OptimizerOptions
 from hvd_trainer.utils import accelerator
 
+pytestmark = pytest.mark.warm
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

@@ -12,7 +12,7 @@ from launchers import QUICKEST, launch, requires
 from records import records
 
 ENGINES = ("ddp", "horovod")
-pytestmark = requires("horovod")
+pytestmark = [requires("horovod"), pytest.mark.warm]
 
 
 def train(log: Path, *options: str, ranks: int = 2, backend: str = "ddp") -> str:

@@ -25,6 +25,8 @@ from hvd_trainer.observe.profiler.breakdown import Figures, breakdown, waits
 from hvd_trainer.observe.profiler.merge import Ahead, ahead_of_first, compare_clocks
 from hvd_trainer.observe.profiler.operators import Operator, operators
 
+pytestmark = pytest.mark.warm
+
 ENGINES = ("ddp", "horovod")
 PHASES = {"data", "forward", "backward", "reduce", "step"}
 

@@ -59,6 +59,7 @@ def hand_over(address: str) -> None:
         "unbuffered": unbuffered,
         "leads_group": os.getpgrp() == os.getpid(),
         "affinity": sorted(os.sched_getaffinity(0)),
+        "umask": _umask(),
         "limits": {
             name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:6] == "RLIMIT"
         },
@@ -74,6 +75,13 @@ def hand_over(address: str) -> None:
         comm.write(NAME)
     _pass_on_signals(pid)
     _end_as(json.loads(answers.readline() or b"9"))
+
+
+def _umask() -> int:
+    """Return the mask of new files, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _is_served(argv: list[str]) -> bool:

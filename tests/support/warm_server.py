@@ -213,6 +213,7 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
     os.environ.update(wanted["env"])
     tempfile.tempdir = None
     os.sched_setaffinity(0, wanted["affinity"])
+    os.umask(wanted["umask"])
     for name, limits in wanted["limits"].items():
         resource.setrlimit(getattr(resource, name), limits)
     for number in wanted["ignored"]:
