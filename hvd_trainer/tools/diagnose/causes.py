@@ -349,7 +349,8 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
     saved = min(seconds, whole) - left[best]
     if not any(profile.uses_gpu for profile in evidence.profiles):
         # An exchange that keeps the cores busy cannot go on beside a backward pass that does, too.
-        saved = min(saved, evidence.free_cores / evidence.ranks * evidence.step_s)
+        idle_cores = max(0.0, evidence.cores - evidence.run_cores)
+        saved = min(saved, idle_cores / evidence.ranks * evidence.step_s)
     if saved < MIN_SHARE * evidence.step_s:
         return None
     text = (
@@ -371,9 +372,9 @@ def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause
 
 def _of_overhead(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
-    if alone and twice:
+    if alone and twice and twice[0] > alone[0]:  # else the noise is larger than the difference
         fixed = _sum(known, "callback", "update", "script", "model", "hiccups")
         text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
         seconds = min(2 * alone[0] - twice[0], alone[0]) - fixed
-        details = {"more_s": max(twice[0] - alone[0], 0.0)}
+        details = {"more_s": twice[0] - alone[0]}
         yield Cause("overhead", seconds, math.hypot(2 * alone[1], twice[1]), text, details=details)
