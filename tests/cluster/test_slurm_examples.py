@@ -74,6 +74,7 @@ def image(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.warm(False)
 @pytest.mark.long
 @requires("srun", "ch-run")
 def test_each_rank_in_a_container(image: Path, slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
