@@ -171,11 +171,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.warm(False)
 def test_run_ends_ranks_when_notebook_is_interrupted(tmp_path: Path) -> None:
     """A notebook interrupts the parent process only; a terminal would also interrupt the ranks."""
     (tmp_path / "session.py").write_text(SLEEPING_SESSION)
-    path = f"{REPOSITORY}{os.pathsep}{SUPPORT}"
+    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT, Path(__file__).parent)))
     with start("python", 1, [str(tmp_path / "session.py")], env={"PYTHONPATH": path}) as job:
         job.wait_for_output("started", count=2)
         os.kill(job.popen.pid, signal.SIGINT)

@@ -141,14 +141,11 @@ TYPED_ELSEWHERE = {
     ),
     "hvd-trainer compare --engines ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
     "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
-    "hvd_trainer.imdb --dataset synthetic": ("test_compare_vary.py", '"stages=1,2"'),
+    "hvd_trainer.imdb --dataset synthetic": ("test_compare.py", '"stages=1,2"'),
     "MALLOC_MMAP_THRESHOLD_=131072 hvd-trainer compare --engines ddp --np 2 --vary precision=fp32,bf16 "
     "--vary activation-checkpointing=none,blocks --vary shard=none,optimizer,full --rounds 2 --warmup-steps 2 "
     "--steps 2 --out runs/memory -- -m hvd_trainer.imdb --dataset synthetic --batch-size 16 --layers 6 --d-model "
-    "512 --d-hid 2048 --heads 8 --sequence-length 64": (
-        "test_compare_vary.py",
-        '"hvd_trainer.imdb"',
-    ),
+    "512 --d-hid 2048 --heads 8 --sequence-length 64": ("test_compare.py", '"hvd_trainer.imdb"'),
     "hvd-trainer export runs/digits runs/digits/weights.safetensors": (*("test_checkpoint.py", '"export"'),),
     # What it starts, and how, is tested without the hours that the figures take.
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
@@ -198,6 +195,7 @@ OF_OTHERS = {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },
     "py-spy": {"--pid"},
+    "pytest": {"--cold"},
     "a script of the reader": {"--snapshot"},
     "docker": {
         *("--build-arg", "--detach", "--device", "--ipc", "--no-healthcheck", "--profile"),
