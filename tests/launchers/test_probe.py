@@ -83,8 +83,15 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
         assert min(parts["data"], parts["step"]) > 0
 
 
-@pytest.mark.parametrize("engine", [pytest.param("horovod", marks=requires("horovodrun")), "ddp"])
-@pytest.mark.parametrize("name", ["horovod_mnist.py", "torch_ddp.py"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("horovod_mnist.py", "ddp"),
+        pytest.param("torch_ddp.py", "horovod", marks=requires("horovodrun")),
+        pytest.param("horovod_mnist.py", "horovod", marks=[requires("horovodrun"), pytest.mark.long]),
+        pytest.param("torch_ddp.py", "ddp", marks=pytest.mark.long),
+    ],
+)
 def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str) -> None:
     """Without it, ranks that have other samples come to other weights, in as many steps as before."""
     cases: list[tuple[Literal["exchange"], ...]] = [(), ("exchange",)]
