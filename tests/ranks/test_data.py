@@ -382,13 +382,15 @@ def test_download_gives_up_on_a_silent_server(tmp_path: Path, monkeypatch: pytes
 
 def test_download_has_one_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the server has answered, all files together have one time limit."""
+    threads = threading.active_count()
     monkeypatch.setattr(download, "_reach", lambda url: None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(mnist_module, "SERVER", f"http://127.0.0.1:{silent.getsockname()[1]}/")
         assert "longer than 0.05 s" in fetch(tmp_path, 0.05)
     monkeypatch.setattr(mnist_module, "SERVER", "http://localhost:9/")
     assert "refused" in fetch(tmp_path, 60)
-    assert threading.active_count() < 10
+    # One thread may still wait for the silent server.
+    assert threading.active_count() <= threads + 1
 
 
 def test_mnist_is_downloaded_where_torchvision_puts_it(
