@@ -35,6 +35,7 @@ from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
 from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
 from hvd_trainer.tools.doctor.network import select_interfaces
 from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
@@ -204,7 +205,7 @@ FINDINGS = [
     row("Slurm", "ok", "25.11.2, outside of a job; 3 nodes: 2 idle, 1 down*", programs=IN_CLUSTER),
     row("Slurm", "error", "job 7, srun says: no", "scontrol", programs={"srun": "echo no; exit 1"}, environ=STEP),
     *(threads("ok", setting) for setting in ("1", "1,2")),
-    *(threads("warning", setting) for setting in ("999", "many", "0")),
+    *(threads("warning", setting) for setting in (str(len(cpu_ids()) + 1), "many", "0")),
     open_files("ok", "1,024 for each process", "", 1024, 4096),
     open_files("ok", "as many as wanted", "", ENDLESS, ENDLESS),
     open_files("warning", "256 for each process", "ulimit -n 65536", 256, 1048576),
