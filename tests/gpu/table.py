@@ -60,7 +60,7 @@ FAULTS = {
     "asserts on the device": (0, 1),
     "takes too much memory": (1,),
 }
-"""Of tests/support/faulty_job.py, each with the ranks that it strikes."""
+"""Faults of tests/support/faulty_job.py, each with the ranks that fail."""
 
 SPEED = {
     "captured as one CUDA graph": "--capture-step",

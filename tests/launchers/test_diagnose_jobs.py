@@ -197,7 +197,7 @@ AROUND = {
     **{"other programs": other_programs, "one core": one_core, "limit": limit, "swap": swap},
     **{"slow network": slow_network("200mbit"), "one bucket": slow_network("1gbit")},
 }
-"""What is planted around a job, by its name."""
+"""Context managers that disturb the machine while a job runs, by the name of the planted cause."""
 
 
 def line_of(planted: str, file: Path) -> int:

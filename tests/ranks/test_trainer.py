@@ -239,7 +239,7 @@ def test_default_job_learns_the_digits_that_stand_in_for_mnist(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "command"),
     [
-        ([], "horovodrun -np {} python"),
+        pytest.param([], "horovodrun -np {} python", marks=requires("horovod")),
         (["--backend", "ddp"], "torchrun --nproc-per-node {}"),
         (["--backend", "single"], None),
     ],

@@ -35,11 +35,11 @@ from hvd_trainer.tools.diagnose.profile import (
 from hvd_trainer.utils.text import plural
 
 ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "model")
-"""What a step goes to but the exchange."""
+"""Parts of a step's time, without the exchange."""
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
-"""The same fraction for an update, a loss or a metric in which no line of the user's code runs."""
+"""The same fraction for an update, loss or metric that spends its time in libraries only."""
 CALLS = (".step", "loss", "cross_entropy")
 """Ends of calls by which a script's loop enters a library for it."""
 MIN_OTHER_CORES = 0.15

@@ -63,7 +63,7 @@ PRIORS = {
         "spread": Prior(0.03, 0.03),
     },
 }
-"""What is known of each of the `Costs`, by the ranks' device."""
+"""Prior distribution of each of the `Costs`, by the ranks' device."""
 
 
 def _priors(device: str) -> Any:

@@ -27,7 +27,7 @@ QUANTITY_NAMES = {
     "evaluation": "the test figures",
     "steps": "the number of steps",
 }
-"""Of others the name is `the loss`, and so on."""
+"""Quantities in words; one that is not listed, such as loss, is called `the loss`."""
 TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 

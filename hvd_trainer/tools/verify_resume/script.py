@@ -108,7 +108,8 @@ def verify_script(
     if again >= steps:
         raise LaunchError(
             f"The script does not resume: started again after {plural(kills, 'kill')}, it made all "
-            f"{plural(steps, 'step')} anew. Let it save often, and load at its start what it has saved"
+            f"{plural(steps, 'step')} anew. Let it save every {plural((most + 1) // 2, 'step')} at least (or "
+            f"train longer, or type fewer --kills), and load at its start what it has saved"
         )
     same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
     print(f"final weights: {'the same, to the last bit' if same else 'other ones than in the undisturbed run'}")

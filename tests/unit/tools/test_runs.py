@@ -260,7 +260,7 @@ def test_read_job_accepts_python_in_front() -> None:
 
 
 def recorded(seconds: Sequence[Sequence[Sequence[float]]], **more: Any) -> list[dict[str, Any]]:
-    """What ranks keep: by rank and step, the seconds of data, forward, backward, reduce, step and other."""
+    """Return recorded steps of ranks: by rank and step, seconds of data, forward, backward, reduce, step, rest."""
     samples = np.full(len(seconds[0]), 8)
     return [{"seconds": np.array(its), "samples": samples, **more} for its in seconds]
 

@@ -1,7 +1,6 @@
-"""What all tools do that run jobs: they refuse mistakes before a run, lock their folder, and end on Ctrl-C.
+"""All tools that run jobs refuse mistakes before a run, lock their folder, and end on Ctrl-C.
 
-That they go on from their folder, pass over torn lines and keep to time limits is tested of their runner in
-test_runs.py.
+Resume, torn lines and time limits belong to the runner that they share: test_runs.py.
 """
 
 from __future__ import annotations
