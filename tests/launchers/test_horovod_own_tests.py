@@ -10,27 +10,28 @@ from launchers import REPOSITORY, launch
 TESTS = REPOSITORY.parent / "shared" / "horovod" / "parallel" / "test_torch.py"
 KNOWN_FAILURES = {"test_broadcast_state", "test_broadcast_state_options", "test_force_allreduce"}
 """They walk all of torch.optim, and meet Muon, which takes two-dimensional parameters only."""
+NUM_PASSED = 102
 TEST_TIMEOUT_S = 100
 
-
-TIMED = "test_process_set_barrier_op"
-"""Compares the clocks of two ranks: it fails where one goes to sleep before the other has looked at its own."""
+TIMED, NUM_TIMED = "test_process_set_barrier_op or async_fused", 4
+"""One compares the clocks of two ranks: it fails where one goes to sleep before the other has looked at its own.
+Three want an operation of a rank unfinished: they fail in a rank that comes last, so that all others wait for it."""
 MAX_TRIES = 5
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("size", "num_passed"), [(2, 102), (4, 102)])
-def test_horovods_own_tests_pass(size: int, num_passed: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_horovods_own_tests_pass(size: int) -> None:
     """Real Horovod passes as many, without test_horovod_join_broadcast, on which it hangs."""
     if not TESTS.exists():
         pytest.skip("no tests of Horovod in ../shared/horovod (parallel/test_torch.py of its repository)")
     pytest.importorskip("mock", reason="Horovod's tests need mock: pip install mock")
-    counts, failed = run(size, f"not {TIMED}")
+    counts, failed = run(size, f"not ({TIMED})")
     assert len(counts) == size, "every rank reports"
-    assert min(counts) >= num_passed - 1
+    assert min(counts) >= NUM_PASSED - NUM_TIMED
     assert failed == KNOWN_FAILURES
-    assert any(run(size, TIMED) == ([1] * size, set()) for _ in range(MAX_TRIES))
+    assert any(run(size, TIMED) == ([NUM_TIMED] * size, set()) for _ in range(MAX_TRIES))
 
 
 def run(size: int, selection: str) -> tuple[list[int], set[str]]:
