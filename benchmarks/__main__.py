@@ -17,7 +17,7 @@ from torchvision import datasets
 from benchmarks.contestants import CONTESTANTS, JOBS, RESNET, Contestant
 from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
 from benchmarks.run import RunError, run
-from hvd_trainer.tools.runner.runs import in_rounds
+from hvd_trainer.tools.runner.trial_runner import in_rounds
 
 
 def parse_args() -> argparse.Namespace:

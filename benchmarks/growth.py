@@ -21,8 +21,9 @@ import numpy as np
 from benchmarks import NO_GPUS
 from benchmarks.run import python_path
 from hvd_trainer.tools.runner.measured import measured_start
-from hvd_trainer.tools.runner.runs import in_rounds, run_to_end
+from hvd_trainer.tools.runner.processes import run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
+from hvd_trainer.tools.runner.trial_runner import in_rounds
 
 SIZES = {
     "ranks": (1, 2, 4, 8),

@@ -12,7 +12,7 @@ from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
 from hvd_trainer.tools.runner.command import LAUNCHER_OF
 from hvd_trainer.tools.runner.measured import measured_start
-from hvd_trainer.tools.runner.runs import Start, run_to_end
+from hvd_trainer.tools.runner.processes import Start, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent

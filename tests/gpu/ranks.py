@@ -107,7 +107,7 @@ def nccl(bench: Bench) -> Iterable[Check]:
     """Both engines over NCCL (on CPUs over Gloo), each rank on a host of its own name."""
     for engine in ("ddp", "horovod"):
         use = f"--backend {engine}"
-        proof = ("-m", "hvd_trainer.tools.doctor.all_reduce")
+        proof = ("-m", "hvd_trainer.tools.runner.all_reduce")
         yield Check(f"{engine}: sums", train_two, (proof, use), needs_in(use))
         yield Check(f"{engine}: the bits of one rank", check_same_bits, (use,), needs_in(use))
         for name, row in (table.NCCL | table.NCCL_OF_ONE[engine]).items():

@@ -32,9 +32,10 @@ from slurm_cluster import SlurmCluster
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
-from hvd_trainer.tools.doctor import all_reduce, cli
+from hvd_trainer.tools.doctor import cli, engines
 from hvd_trainer.tools.doctor.context import Context, Programs
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
+from hvd_trainer.tools.runner import all_reduce
 from hvd_trainer.utils.threads import start_in_thread
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
@@ -181,31 +182,35 @@ def test_run_proves_both_engines() -> None:
 
 def test_run_reports_why_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
-    found = all_reduce.prove_engine("ddp", "cpu")
+    found = engines.prove_engine("ddp", "cpu")
     assert found.status == "error"
     assert re.search(r"2 ranks by torchrun failed: .*(nonesuch0|address|interface)", found.found), found
-    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.doctor.all_reduce" in found.remedy
+    assert "torchrun --standalone --nproc-per-node 2 -m hvd_trainer.tools.runner.all_reduce" in found.remedy
 
 
 def test_run_reports_missing_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = all_reduce.prove_engine("horovod", "cpu")
+    found = engines.prove_engine("horovod", "cpu")
     assert (found.status, found.found) == ("error", "there is no horovodrun here")
 
 
 def test_engines_and_devices_of_run() -> None:
     gpu = Gpu("A", 1, "9.0")
-    assert all_reduce.engines(Facts(TORCH, HorovodFacts())) == ["ddp", "horovod"]
-    assert all_reduce.engines(Facts(TORCH)) == all_reduce.engines(Facts(TORCH, ended="killed")) == ["ddp"]
-    assert all_reduce.engines(Facts(TorchFacts(error="broken"))) == []
-    devices = [all_reduce.device_of(Facts(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
+    assert engines.installed_engines(Facts(TORCH, HorovodFacts())) == ["ddp", "horovod"]
+    assert (
+        engines.installed_engines(Facts(TORCH))
+        == engines.installed_engines(Facts(TORCH, ended="killed"))
+        == ["ddp"]
+    )
+    assert engines.installed_engines(Facts(TorchFacts(error="broken"))) == []
+    devices = [engines.device_of(Facts(replace(TORCH, gpus=[gpu] * number)), "ddp") for number in range(3)]
     assert devices == ["cpu", "cpu", "cuda"]
     pair = replace(TORCH, gpus=[gpu] * 2)
-    assert all_reduce.device_of(Facts(pair, HorovodFacts()), "horovod") == "cpu"
+    assert engines.device_of(Facts(pair, HorovodFacts()), "horovod") == "cpu"
     with_nccl = HorovodFacts(record={"cuda": "13.0"})
-    assert all_reduce.device_of(Facts(pair, with_nccl), "horovod") == "cuda"
-    assert all_reduce.device_of(Facts(replace(pair, kind="xpu"), HorovodFacts()), "ddp") == "xpu"
+    assert engines.device_of(Facts(pair, with_nccl), "horovod") == "cuda"
+    assert engines.device_of(Facts(replace(pair, kind="xpu"), HorovodFacts()), "ddp") == "xpu"
 
 
 def test_check_sum_refuses_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:

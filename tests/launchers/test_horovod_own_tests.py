@@ -15,7 +15,7 @@ TEST_TIMEOUT_S = 100
 
 TIMED, NUM_TIMED = "test_process_set_barrier_op or async_fused", 4
 """One compares the clocks of two ranks: it fails where one goes to sleep before the other has looked at its own.
-Three want an operation of a rank unfinished: they fail in a rank that comes last, so that all others wait for it."""
+Three want an operation of a rank unfinished: they fail in a rank that comes last, for which all others wait."""
 MAX_TRIES = 5
 
 

@@ -16,7 +16,7 @@ from launchers import SCRIPTS, launch, requires
 from hvd_trainer import LaunchError, OptionError
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.faults.shared_status import SharedStatus
-from hvd_trainer.tools.runner.runs import Start
+from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.verify_resume import injector
 from hvd_trainer.tools.verify_resume.audit import (
     BATCH,

@@ -32,7 +32,8 @@ from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.jobs.reviews import archive as imdb_archive
 from hvd_trainer.jobs.reviews import tokenizer
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
-from hvd_trainer.tools.runner.runs import RunRecord, locked_folder, read_runs
+from hvd_trainer.tools.runner.folder import locked_folder
+from hvd_trainer.tools.runner.records import RunRecord, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.utils.serialization import flatten, pack, to_json, unpack
 

@@ -25,10 +25,11 @@ from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
-from hvd_trainer.tools.runner.runs import RunRecord, locked_folder, read_runs
+from hvd_trainer.tools.runner.records import RunRecord, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
@@ -105,15 +106,15 @@ def main(argv: Sequence[str]) -> int:
             measure(trials, folder, options, strong=strong)
         except KeyboardInterrupt:
             interrupted = True
+            print("interrupted: the same command goes on from here", file=sys.stderr)
         comparison = Comparison.of(
             trials, read_runs(folder, are_figures), job=job, strong=strong, machine=machine, varied=axes
         )
         if axes or any(its.runs for its in comparison.results):
             show(comparison, folder)
         else:
-            print("No run came to its end: there is nothing to show.", file=sys.stderr)
+            print("No run has come to its end: there is nothing to show.", file=sys.stderr)
     if interrupted:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     return int(not all(its.is_complete for its in comparison.results))
 

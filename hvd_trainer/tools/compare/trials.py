@@ -23,7 +23,8 @@ from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, script_checksum
 from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.runs import Start, key_of
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"

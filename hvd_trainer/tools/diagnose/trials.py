@@ -16,11 +16,12 @@ from hvd_trainer.tools.diagnose.causes import MIN_SHARE, find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
-from hvd_trainer.tools.doctor import all_reduce
+from hvd_trainer.tools.runner import all_reduce
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.runs import RunRecord, Start
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 

@@ -9,7 +9,6 @@ host or a driver delays no other, and is reported as unanswered.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -33,6 +32,7 @@ from hvd_trainer.tools.doctor.findings import (
     print_findings,
     summary,
 )
+from hvd_trainer.tools.runner.processes import exit_on_sigterm
 from hvd_trainer.utils.text import COMMAND
 from hvd_trainer.utils.threads import start_in_thread
 
@@ -64,6 +64,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
+@exit_on_sigterm()
 def main(argv: Sequence[str]) -> int:
     """Run the checks and print their findings; return the exit code: 1 if one is an error, else 0.
 
@@ -73,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(Options, prog=f"{COMMAND} doctor", args=argv)
     options.check()
     visited = read_hosts(options.hosts)
-    # SIGTERM becomes an exception, so that the `with` block below ends the programs that were started.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     text = f"looking around, {options.timeout_s:g} s at most ..."
     with _transient_line(text), Programs(os.environ, began + options.timeout_s) as programs:
@@ -85,11 +84,11 @@ def main(argv: Sequence[str]) -> int:
         print_findings(findings, width, sys.stdout)
     if options.run and context.probe.done():
         # Imported here because it imports PyTorch, which takes seconds.
-        from hvd_trainer.tools.doctor import all_reduce
+        from hvd_trainer.tools.doctor import engines
 
-        for engine in all_reduce.engines(context.facts):
-            with _transient_line(f"starting {all_reduce.RANKS} ranks on {engine} ..."):
-                findings.append(all_reduce.prove_engine(engine, all_reduce.device_of(context.facts, engine)))
+        for engine in engines.installed_engines(context.facts):
+            with _transient_line(f"starting {engines.RANKS} ranks on {engine} ..."):
+                findings.append(engines.prove_engine(engine, engines.device_of(context.facts, engine)))
             if not options.json:
                 print_findings(findings[-1:], width, sys.stdout)
     print(as_json(findings, time.monotonic() - began) if options.json else summary(findings))

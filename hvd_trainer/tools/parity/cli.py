@@ -17,8 +17,8 @@ from hvd_trainer.tools.parity.comparison import compare_all
 from hvd_trainer.tools.parity.report import print_report
 from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, steps_of, trace_all
 from hvd_trainer.tools.runner.command import OURS, read_command
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.machine import threads_per_rank
-from hvd_trainer.tools.runner.runs import locked_folder
 
 
 @dataclass(frozen=True)

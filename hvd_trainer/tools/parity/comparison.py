@@ -18,7 +18,6 @@ from itertools import combinations
 from typing import Any
 
 from hvd_trainer.config.checks import flag
-from hvd_trainer.tools.compare.equal_work import ASPECTS
 from hvd_trainer.tools.parity.tensors import (
     NONE,
     Finding,
@@ -29,6 +28,7 @@ from hvd_trainer.tools.parity.tensors import (
 )
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
+from hvd_trainer.tools.runner.aspects import ASPECTS
 from hvd_trainer.utils.text import plural
 
 MAX_EVALUATION_ROUNDING = 1e-5

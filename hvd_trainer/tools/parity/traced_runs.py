@@ -13,7 +13,8 @@ from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_values
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import measured_start
-from hvd_trainer.tools.runner.runs import RunRecord, Start
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 from hvd_trainer.utils.text import plural
 

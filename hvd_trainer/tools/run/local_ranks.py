@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from hvd_trainer.faults.grace import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
+from hvd_trainer.tools.runner.processes import exit_on_sigterm
 
 POLL_S = 0.02
 
@@ -23,7 +21,7 @@ def run_ranks(command: Sequence[str], size: int) -> int:
     A rank that a signal has ended counts as 128 plus the signal's number. When this process is interrupted or
     terminated, it ends the ranks.
     """
-    with _exit_on_sigterm(), serve_store() as endpoint:
+    with exit_on_sigterm(), serve_store() as endpoint:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(size):
@@ -32,15 +30,6 @@ def run_ranks(command: Sequence[str], size: int) -> int:
             return _wait(ranks)
         finally:
             _end(ranks)
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

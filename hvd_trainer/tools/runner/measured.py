@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import ENDLESS, LAUNCHER_OF, NOT_SAVED, command_for, option_of, with_options
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.runs import Start
+from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
 

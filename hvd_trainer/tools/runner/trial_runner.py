@@ -19,21 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from hvd_trainer.tools.runner.runs import (
-    RUNS,
-    RunRecord,
-    Start,
-    append_run,
-    clear,
-    in_rounds,
-    keep_output,
-    key_of,
-    log_dir,
-    read_runs,
-    run_to_end,
-    running,
-    why_it_failed,
-)
+from hvd_trainer.tools.runner.failure_reason import why_it_failed
+from hvd_trainer.tools.runner.folder import clear, log_dir, running
+from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.tools.runner.records import RUNS, RunRecord, append_run, key_of, read_runs
 
 
 class Trial(Protocol):
@@ -66,7 +55,18 @@ class JobTrial(NamedTuple):
     read: Callable[[Path], Mapping[str, Any] | None]
 
 
+P = TypeVar("P")
 T = TypeVar("T", bound=Trial)
+
+
+def in_rounds(plan: Sequence[P], rounds: int) -> Iterator[tuple[int, P]]:
+    """Yield (round, trial): each trial once in each round, forwards in one and backwards in the next.
+
+    So each has nearly the same mean position in time, and a drift of the machine favours none.
+    """
+    for number in range(1, rounds + 1):
+        for trial in plan if number % 2 else reversed(plan):
+            yield number, trial
 
 
 class TrialRunner:
@@ -183,11 +183,20 @@ class TrialRunner:
             if code is not None:
                 note = f"killed by signal {-code}" if was_killed else why_it_failed(place, code)
             state: Literal["killed", "failed"] = "killed" if was_killed else "failed"
-            run = replace(run, state=state, note=note, output=keep_output(self.folder))
+            run = replace(run, state=state, note=note, output=self._keep_output())
         append_run(self.folder, run)
         self.last[run.key, round_] = run
         clear(self.folder)
         return run
+
+    def _keep_output(self) -> str:
+        """Copy what the present run has printed to the folder of failed runs; return the file's relative path."""
+        records = self.folder / RUNS
+        number = len(records.read_bytes().splitlines()) if records.exists() else 0
+        kept = Path("failed", f"{number + 1}.txt")
+        (self.folder / kept).parent.mkdir(exist_ok=True)
+        shutil.copy(running(self.folder) / "output", self.folder / kept)
+        return str(kept)
 
     def _expected_s(self, key: str) -> float:
         """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none.

@@ -31,11 +31,13 @@ from hvd_trainer.tools.runner.command import (
     read_command,
     script_checksum,
 )
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.runs import RunRecord, Start, key_of, locked_folder
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord, key_of
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
 from hvd_trainer.tools.tune import report

@@ -14,7 +14,7 @@ import torch
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
-from hvd_trainer.tools.runner.runs import Start
+from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
 from hvd_trainer.tools.verify_resume.injector import END_S, JOB, FaultInjector, Kill, running_job
 from hvd_trainer.utils.serialization import flatten

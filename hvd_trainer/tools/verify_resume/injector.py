@@ -16,7 +16,7 @@ import psutil
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.faults.shared_status import SharedStatus
 from hvd_trainer.launch.world import detect
-from hvd_trainer.tools.runner.runs import Start, find_processes, launched
+from hvd_trainer.tools.runner.processes import Start, find_processes, launched
 
 START_S, END_S, SETTLE_S = 180.0, 600.0, 10.0
 MAX_MISSED_STEPS = 8

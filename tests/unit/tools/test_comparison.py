@@ -23,7 +23,8 @@ from hvd_trainer.tools.compare.result import Comparison, TrialResult, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, Axis, make_variants, read_axes
 from hvd_trainer.tools.runner import formats, trial_runner
-from hvd_trainer.tools.runner.runs import RunRecord, Start
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord
 
 JOB = ("-m", "hvd_trainer.mnist")
 WORK = {
@@ -334,7 +335,7 @@ def test_compare_without_training_shows_nothing(
     assert cli.main([*options, "--", str(tmp_path / "job.py")]) == 1
     out, err = capsys.readouterr()
     assert "single x 1: failed: it ended without having trained: it took no optimizer step" in out
-    assert err.splitlines()[-1] == "No run came to its end: there is nothing to show."
+    assert err.splitlines()[-1] == "No run has come to its end: there is nothing to show."
     assert not (tmp_path / "out" / "comparison.html").exists()
 
 

@@ -18,23 +18,15 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
+from hvd_trainer.tools.runner.failure_reason import why_it_failed
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
-from hvd_trainer.tools.runner.runs import (
-    MARK,
-    RunRecord,
-    Start,
-    append_run,
-    find_processes,
-    in_rounds,
-    launched,
-    locked_folder,
-    read_runs,
-    why_it_failed,
-)
+from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
 
 TRAINER = "from hvd_trainer import Trainer\n"
 JOB = ("-m", "hvd_trainer.mnist")

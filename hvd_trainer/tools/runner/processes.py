@@ -1,0 +1,128 @@
+"""Start a program as a user would, with a time limit, and end all its processes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import psutil
+
+from hvd_trainer.errors import LaunchError
+from hvd_trainer.launch.launchers import LAUNCHERS
+
+MARK = "HVD_TRAINER_RUN"
+"""The environment variable by which the processes of a run are found; its value is the command's folder. Launchers
+put ranks into sessions of their own, which a signal to a process group does not reach."""
+END_S = 20.0
+
+
+class Start(NamedTuple):
+    """How to start a run."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = MappingProxyType({})
+    """further environment variables"""
+    threads: int | None = None
+    """of each rank, on the CPU; None: as this process's environment says"""
+
+
+def run_to_end(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
+    """Return the exit code of a program; None if it ran past the limit. All its processes are ended.
+
+    Args:
+        start: how to start it.
+        folder, output: as in `launched`.
+        limit_s: after which it is killed, in seconds.
+    """
+    with launched(start, folder, output) as process:
+        try:
+            return process.wait(None if limit_s == math.inf else limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@contextmanager
+def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and end all its processes at the end of the context.
+
+    Args:
+        start: how to start it.
+        folder: by which `find_processes` finds its processes.
+        output: the file to which what they print is appended.
+    """
+    # Whatever launcher may have started the tool: its ranks are not those of the run.
+    others = {name for launcher in LAUNCHERS for name in launcher.variables()}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in others},
+        MARK: str(folder),
+        # By itself torchrun gives many ranks one thread each, and a single rank all cores.
+        **({} if start.threads is None else {"OMP_NUM_THREADS": str(start.threads)}),
+        # torchrun copies there what the failed rank says is the reason.
+        "TORCHELASTIC_ERROR_FILE": str(output.with_name("error.json")),
+        **start.variables,
+    }
+    process = None
+    try:
+        with output.open("ab") as file:
+            process = subprocess.Popen(
+                start.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        yield process
+    finally:
+        if process is not None:
+            process.kill()  # it has no environment yet while it is being started
+        # Found by their environment: also one whose start a signal has interrupted.
+        end_processes(folder)
+        if process is not None:
+            process.wait()  # or it would stay as a zombie
+
+
+def end_processes(folder: Path) -> None:
+    """Kill all processes of a run in this folder.
+
+    Raises:
+        LaunchError: it cannot be killed.
+    """
+    deadline = time.monotonic() + END_S
+    # Again and again: one may start another meanwhile.
+    while found := find_processes(folder):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"These processes of a run do not end: {', '.join(str(p.pid) for p in found)}")
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.5)
+
+
+def find_processes(folder: Path) -> list[psutil.Process]:
+    """Return the living processes of a run in this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit while the context is open, so that what was started is ended."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
