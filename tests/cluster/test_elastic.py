@@ -21,6 +21,7 @@ import digits_job
 import elastic_job
 import psutil
 import pytest
+from combinations import case
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Job, launch, requires, start
 from test_failures import REPORT
 
@@ -86,7 +87,7 @@ def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["horovod", pytest.param("ddp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", [case("horovod"), case("ddp", when="nightly")])
 def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None:
     """Two ranks join, one is killed, and its host excluded: the weights equal those of an undisturbed run."""
     options = ["--epochs", "24", "--batch-size", "32", "--reproducible", "4", "--commit-every-steps", "7"]
@@ -196,9 +197,7 @@ def test_elastic_rank_in_long_callback_survives(tmp_path: Path) -> None:
         assert job.wait(60).returncode == 0, job.report("did not go on")
 
 
-@pytest.mark.parametrize(
-    "mistake", [["--epochz", "3"], pytest.param(["--timeout-s", "0"], marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("mistake", [["--epochz", "3"], case(["--timeout-s", "0"], when="long")])
 def test_option_error_of_all_ranks_is_printed_once(mistake: list[str], tmp_path: Path) -> None:
     """horovodrun ends no rank while others run: each rank printed the error after its ten seconds."""
     with elastic([*JOB, *mistake], tmp_path, here=2) as (job, _):

@@ -12,11 +12,11 @@ import tempfile
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import digits_job
 import pytest
 import torch.distributed as dist
+from combinations import case, each_launcher, each_pair
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Result, launch, requires, start
 
 from hvd_trainer.faults import monitor
@@ -34,94 +34,75 @@ JOB = [str(SUPPORT / "faulty_job.py"), "--epochs", "1000", "--timeout-s", str(TI
 REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 
 
-class Case(NamedTuple):
-    """A fault of one rank after a step, and the text of its report."""
-
-    launcher: str
-    backend: str
-    fault: str
-    rank: int
-    message: str
-
-    @property
-    def hangs(self) -> bool:
-        return self.fault in ("is stopped", "loops", "is stuck")
-
-    @property
-    def marks(self) -> list[pytest.MarkDecorator]:
-        # A selection: each launcher ends its ranks in its own way, and each hang takes a time limit.
-        case = (self.launcher, self.backend, self.fault)
-        when = [] if case in QUICK else [pytest.mark.nightly if case in NIGHTLY else pytest.mark.long]
-        return [requires(self.launcher, "horovod"), *when]
-
-
-QUICK = {
-    ("horovodrun", "horovod", "raises"),
-    ("horovodrun", "horovod", "is stopped"),
-    ("torchrun", "ddp", "is killed"),
-}
-NIGHTLY = {
-    ("torchrun", "horovod", "is killed"),
-    ("mpirun", "ddp", "is stopped"),
-}
 GONE = "ended without a word"
 SILENT, LATE = "has not answered for", "has not got on for"
+RAISED = "raised an exception"
+# A selection: each launcher ends its ranks in its own way, and each hang takes a time limit.
 CASES = [
-    Case("horovodrun", "horovod", "raises", 1, "raised an exception"),
-    Case("horovodrun", "horovod", "exits", 1, "called sys.exit(0), and other ranks have not come to their end"),
-    Case("horovodrun", "horovod", "is stopped", 1, SILENT),
-    Case("horovodrun", "ddp", "exits at once", 1, GONE),
-    Case("torchrun", "ddp", "is killed", 1, GONE),
-    Case("torchrun", "ddp", "loops", 1, LATE),
-    Case("torchrun", "horovod", "is killed", 0, GONE),
-    Case("torchrun", "ddp", "asserts on the device", 0, "raised an exception"),
-    Case("torchrun", "ddp", "takes too much memory", 1, "raised an exception"),
-    Case("mpirun", "horovod", "is killed", 1, GONE),
-    Case("mpirun", "ddp", "is stopped", 0, SILENT),
-    Case("srun", "ddp", "is killed", 0, GONE),
-    Case("srun", "horovod", "is stuck", 1, SILENT),
+    case("horovodrun", "horovod", "raises", 1, RAISED),
+    case("horovodrun", "horovod", "exits", 1, "called sys.exit(0), and other ranks have not come to", when="long"),
+    case("horovodrun", "horovod", "is stopped", 1, SILENT),
+    case("horovodrun", "ddp", "exits at once", 1, GONE, when="long"),
+    case("torchrun", "ddp", "is killed", 1, GONE),
+    case("torchrun", "ddp", "loops", 1, LATE, when="long"),
+    case("torchrun", "horovod", "is killed", 0, GONE, when="nightly"),
+    case("torchrun", "ddp", "raises in the loss", 1, RAISED),
+    case("torchrun", "ddp", "asserts on the device", 0, RAISED, when="long"),
+    case("torchrun", "ddp", "takes too much memory", 1, RAISED, when="long"),
+    case("mpirun", "horovod", "is killed", 1, GONE, when="long"),
+    case("mpirun", "horovod", "raises in the loss", 1, RAISED, when="long"),
+    case("mpirun", "ddp", "is stopped", 0, SILENT, when="nightly"),
+    case("srun", "ddp", "is killed", 0, GONE, when="long"),
+    case("srun", "ddp", "raises in the loss", 1, RAISED, when="long"),
+    case("srun", "horovod", "is stuck", 1, SILENT, when="long"),
 ]
 
 
-def run(case: Case, log_dir: Path) -> Result:
-    argv = [*JOB, "--backend", case.backend, "--log-dir", str(log_dir)]
-    env = {"FAULT": f"{case.fault}:{case.rank}:40", "PYTHONPATH": str(REPOSITORY)}
-    with start(case.launcher, 2, argv, env=env) as job:
+def run(launcher: str, backend: str, fault: str, *options: str) -> Result:
+    argv = [*JOB, "--backend", backend, *options]
+    with start(launcher, 2, argv, env={"FAULT": fault, "PYTHONPATH": str(REPOSITORY)}) as job:
         job.wait_for_output("steps", count=2)
         return job.wait(SOON_S)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=case.marks, id=f"{case.launcher}, {case.backend}: {case.fault}") for case in CASES],
-)
-def test_failure_report_names_failing_rank_once(case: Case, tmp_path: Path) -> None:
+@requires("horovod")
+@pytest.mark.parametrize(("launcher", "backend", "fault", "rank", "message"), CASES)
+def test_failure_report_names_failing_rank_once(
+    launcher: str, backend: str, fault: str, rank: int, message: str, tmp_path: Path
+) -> None:
     """The report has rank, host, step and phase, and a traceback; after a hang all ranks' stacks are saved."""
-    result = run(case, tmp_path)
+    result = run(launcher, backend, f"{fault}:{rank}:40", "--log-dir", str(tmp_path))
     assert result.returncode != 0
     printed = result.stderr
     (report,) = REPORT.findall(printed.split("Root Cause")[0])
-    place = rf"failure: rank {case.rank} of 2 on \S+ \(process \d+\), step 41, step: "
-    assert re.match(place + re.escape(case.message), report), printed
-    assert ("ValueError: the user's own words" in printed) == (case.fault == "raises")
+    phase = "forward" if fault == "raises in the loss" else "step"
+    place = rf"failure: rank {rank} of 2 on \S+ \(process \d+\), step 41, {phase}: "
+    assert re.match(place + re.escape(message), report), printed
+    assert printed.count("ValueError: the user's own words") == copies(launcher) * fault.startswith("raises")
+    assert message != RAISED or "Connection closed" not in printed, "of the others' exchanges"
     kept = {path.name for path in tmp_path.glob("failures/*")}
-    if case.hangs:
+    if fault in ("is stopped", "loops", "is stuck"):
         # If rank 0 is suspended, rank 1 reports it.
         assert kept == ({"rank-0.txt", "rank-1.txt", "report.txt"})
-        assert "faulty_job.py" in (tmp_path / "failures" / f"rank-{case.rank}.txt").read_text()
+        assert "faulty_job.py" in (tmp_path / "failures" / f"rank-{rank}.txt").read_text()
     else:
         assert not kept
 
 
+def copies(launcher: str) -> int:
+    """Return how often a report is printed: torchrun repeats that of the first rank."""
+    return 2 if launcher == "torchrun" else 1
+
+
+@each_launcher("torchrun", "srun")
+def test_exception_in_all_ranks_is_reported_once(launcher: str) -> None:
+    result = run(launcher, "ddp", "raises in the loss:all:40")
+    assert result.returncode != 0
+    assert result.stderr.count("ValueError: the user's own words") == copies(launcher), result.stderr
+
+
 @pytest.mark.warm(False)
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        pytest.param("torchrun", "ddp", marks=requires("torchrun")),
-        pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
-        pytest.param("mpirun", "horovod", marks=[requires("mpirun", "horovod"), pytest.mark.long]),
-    ],
-)
+@each_pair(push=2, long=1)
 def test_ranks_end_when_launcher_is_killed(launcher: str, backend: str) -> None:
     """Ranks whose torchrun was killed once trained to the end of the epoch."""
     env = {"FAULT": "lives:0:0", "PYTHONPATH": str(REPOSITORY)}
@@ -146,10 +127,7 @@ def undisturbed() -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [("ddp", 2), pytest.param("horovod", 4, marks=[requires("horovod"), pytest.mark.nightly])],
-)
+@pytest.mark.parametrize(("backend", "size"), [case("ddp", 2), case("horovod", 4, when="nightly")])
 def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_path: Path) -> None:
     """Restarted ranks resume from the newest checkpoint; the weights equal those of 2 undisturbed DDP ranks."""
     argv = digits_job.argv(backend, tmp_path, RESTARTED)

@@ -18,6 +18,7 @@ import process_tree
 import pytest
 import warm
 from child_environment import child_environment
+from combinations import case
 from launchers import HOROVODRUN, QUICKEST, SUPPORT, launch, requires
 
 from benchmarks.hosts import Cluster, Host, hosts
@@ -27,7 +28,7 @@ OPTIONS = ("--epochs", "2", "--batch-size", "32", "--quiet")
 PORTS = itertools.count(29611)
 """Ports for the rendezvous of torchrun and mpirun, one for each job."""
 pytestmark = [requires("hosts"), pytest.mark.warm]
-LAUNCHERS = [pytest.param(name, marks=requires(name)) for name in ("horovodrun", "torchrun", "mpirun")]
+LAUNCHERS = [case(name) for name in ("horovodrun", "torchrun", "mpirun")]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +204,7 @@ def test_horovodrun_refuses_changed_host_key(cluster: Cluster, shared: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", [pytest.param("horovod", marks=pytest.mark.nightly), "ddp"])
+@pytest.mark.parametrize("backend", [case("horovod", when="nightly"), case("ddp")])
 def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path) -> None:
     """Hosts exchange activations and gradients; the weights equal those of one host."""
     stages = ["--stages", "4", "--chunks", "4", "--balance", "1,1,1,1", "--backend", backend]
@@ -345,9 +346,7 @@ def test_network_interface_missing(cluster: Cluster, shared: Path) -> None:
 
 @pytest.mark.warm(False)
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("fate", "backend"), [("cut", "horovod"), pytest.param("dead", "ddp", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("fate", "backend"), [case("cut", "horovod"), case("dead", "ddp", when="nightly")])
 def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
     """A pulled cable or a host without power closes no connection; the job ends after --timeout-s."""
     with hosts("hosta", "hostb") as cluster:
@@ -374,9 +373,9 @@ def test_lost_host_ends_job(fate: str, backend: str, shared: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
-        pytest.param("horovodrun", "ddp", marks=[requires("horovodrun"), pytest.mark.nightly]),
-        pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
+        case("horovodrun", "horovod"),
+        case("horovodrun", "ddp", when="nightly"),
+        case("torchrun", "ddp", when="nightly"),
     ],
 )
 def test_survivors_continue_without_lost_host(launcher: str, backend: str, shared: Path) -> None:
@@ -409,7 +408,7 @@ def test_survivors_continue_without_lost_host(launcher: str, backend: str, share
 
 @pytest.mark.warm(False)
 @pytest.mark.nightly
-@pytest.mark.parametrize("backend", [pytest.param("horovod", marks=requires("horovod")), "ddp"])
+@pytest.mark.parametrize("backend", [case("horovod"), case("ddp")])
 def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> None:
     argv = [JOB, *OPTIONS, "--backend", backend, "--log-every", "1", "--timeout-s", "30"]
     with hosts("hosta", "hostb") as cluster:
@@ -430,7 +429,7 @@ def test_short_network_outage_changes_nothing(backend: str, shared: Path) -> Non
 @pytest.mark.warm(False)
 @pytest.mark.long
 @requires("horovodrun")
-@pytest.mark.parametrize("where", ["elsewhere", pytest.param("here, and bash is sh", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("where", ["elsewhere", case("here, and bash is sh", when="nightly")])
 def test_sigterm_to_launcher_lets_all_ranks_save(where: str, shared: Path) -> None:
     """Ranks on other hosts got no signal, those under bash were frozen, and all had 5 s, less than a step."""
     with hosts("hosta", "hostb", "hostc") as cluster:

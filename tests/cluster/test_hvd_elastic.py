@@ -8,6 +8,7 @@ from pathlib import Path
 
 import digits_job
 import pytest
+from combinations import case
 from launchers import SUPPORT, launch, start
 from requirements import requires
 from test_elastic import elastic
@@ -23,7 +24,7 @@ RUN = ["-m", "hvd_trainer", "run"]
 ENGINES = {engine: [*RUN, "--backend", engine, "--", SCRIPT] for engine in ("ddp", "horovod")}
 KILLED_AT, COMMITTED_AT = 8, 6
 """batches of epoch 1"""
-LONG_HOROVOD = pytest.param("horovod", marks=pytest.mark.long)
+ON_BOTH = pytest.mark.parametrize("engine", [case("ddp"), case("horovod", when="long")])
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def check_end(folder: Path, ranks: int) -> None:
 
 
 @requires("horovodrun")
-@pytest.mark.parametrize("engine", ["ddp", LONG_HOROVOD])
+@ON_BOTH
 def test_others_go_on_from_the_last_commit_when_a_rank_is_killed_in_an_allreduce(
     engine: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +71,7 @@ def test_others_go_on_from_the_last_commit_when_a_rank_is_killed_in_an_allreduce
 
 
 @requires("horovodrun")
-@pytest.mark.parametrize("engine", ["ddp", LONG_HOROVOD])
+@ON_BOTH
 def test_rank_on_a_new_host_gets_the_state_and_its_part_of_the_epoch(
     engine: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import digits_job
 import pytest
 import slurm_cluster
+from combinations import case
 from launchers import QUICKEST, REPOSITORY, launch, requires, start
 from slurm_batch import sbatch
 
@@ -26,9 +27,9 @@ JOB = ["--epochs", "12", "--batch-size", "64", "--workers", "1"]
 @pytest.mark.parametrize(
     ("launcher", "backend", "number", "code"),
     [
-        pytest.param("python", "single", signal.SIGTERM, 75, marks=pytest.mark.nightly),
-        pytest.param("horovodrun", "horovod", signal.SIGTERM, 1, marks=requires("horovodrun")),
-        pytest.param("srun", "ddp", signal.SIGUSR1, 75, marks=[requires("srun"), pytest.mark.nightly]),
+        case("python", "single", signal.SIGTERM, 75, when="nightly"),
+        case("horovodrun", "horovod", signal.SIGTERM, 1),
+        case("srun", "ddp", signal.SIGUSR1, 75, when="nightly"),
     ],
 )
 def test_signal_on_one_rank_stops_all_and_resume_is_exact(

@@ -21,7 +21,8 @@ import digits_job
 import psutil
 import pytest
 import torch.distributed as dist
-from launchers import REPOSITORY, Job, launch, requires, start
+from combinations import each_pair
+from launchers import REPOSITORY, Job, launch, start
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults.rank_listener import RankListener
@@ -347,13 +348,7 @@ def files_under(folder: Path) -> list[Path]:
 
 @pytest.mark.long
 @as_root
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        pytest.param("torchrun", "ddp", marks=requires("torchrun")),
-        pytest.param("horovodrun", "horovod", marks=requires("horovodrun")),
-    ],
-)
+@each_pair(push=2)
 def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

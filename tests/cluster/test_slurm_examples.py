@@ -12,6 +12,7 @@ import digits_job
 import pytest
 import slurm_batch
 import slurm_cluster
+from combinations import case
 from launchers import REPOSITORY, requires
 from test_slurm import HOSTS
 
@@ -175,13 +176,7 @@ TEXTS = [
         ("pipeline.sh", ["--nodes=2", "--ntasks-per-node=2"], "4 ranks on 2 nodes", 2),
         # Each rank has a copy of its own.
         ("hybrid_2_gpus_per_rank_3x4.sh", ["--ntasks-per-node=1"], "3 ranks on 3 nodes", 1),
-        pytest.param(
-            "hybrid_2_gpus_per_rank_2x8.sh",
-            ["--ntasks-per-node=1"],
-            "2 ranks on 2 nodes",
-            1,
-            marks=pytest.mark.nightly,
-        ),
+        case("hybrid_2_gpus_per_rank_2x8.sh", ["--ntasks-per-node=1"], "2 ranks on 2 nodes", 1, when="nightly"),
     ],
 )
 def test_a_model_in_parts(

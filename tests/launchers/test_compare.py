@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from combinations import case
 from launchers import launch, requires, start
 
 from hvd_trainer.tools.runner.formats import number
@@ -56,12 +57,8 @@ def test_compare_resumes_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "horovod_mnist.py",
-        "with_accelerate.py",
-        *(
-            pytest.param(f"{it}.py", marks=pytest.mark.nightly)
-            for it in ("torch_ddp", "with_fabric", "with_lightning")
-        ),
+        *("horovod_mnist.py", "with_accelerate.py"),
+        *(case(f"{it}.py", when="nightly") for it in ("torch_ddp", "with_fabric", "with_lightning")),
     ],
 )
 def test_compare_takes_any_script(tmp_path: Path, name: str) -> None:

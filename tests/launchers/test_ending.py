@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from pathlib import Path
@@ -12,7 +11,8 @@ from types import SimpleNamespace
 import digits_job
 import pytest
 import torch
-from launchers import OWN_FRAME, REPOSITORY, SUPPORT, each_launcher, launch, requires, run_ranks, start
+from combinations import case, each_pair
+from launchers import OWN_FRAME, REPOSITORY, SUPPORT, requires, run_ranks, start
 from torch import nn
 
 import hvd_trainer
@@ -29,30 +29,10 @@ from hvd_trainer import (
 
 pytestmark = pytest.mark.warm
 
-BACKENDS = [pytest.param("horovod", marks=requires("horovod")), "ddp"]
-# A selection: each launcher and each engine occurs at least once.
-PAIRS = [
-    pytest.param(
-        launcher,
-        backend,
-        marks=[
-            requires(launcher, *(["horovod"] if backend == "horovod" else [])),
-            *when,
-        ],
-    )
-    for launcher, backend, when in (
-        ("horovodrun", "horovod", []),
-        ("torchrun", "ddp", []),
-        ("mpirun", "horovod", [pytest.mark.long]),
-        ("srun", "ddp", [pytest.mark.long]),
-        ("srun", "horovod", [pytest.mark.nightly]),
-    )
-]
-SOON_S = 60
 LONG = ["--epochs", "100000", "--log-every", "1000000"]
 
 
-@pytest.mark.parametrize(("launcher", "backend"), PAIRS)
+@each_pair(push=2, long=2, nightly=1)
 def test_ctrl_c_ends_all_ranks(launcher: str, backend: str) -> None:
     with start(launcher, 2, digits_job.argv(backend, extra=LONG)) as job:
         job.wait_for_output("epoch 2/")
@@ -73,66 +53,6 @@ def test_ctrl_c_ends_single_process() -> None:
         assert "Traceback" not in job.stderr
 
 
-ONE_FAILS = """
-import os
-import torch
-from torch import nn
-from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
-
-class BadLoss:
-    def __init__(self, rank):
-        self.steps, self.rank, self.bad = 0, rank, str(rank) in os.environ["BAD_RANKS"]
-    def __call__(self, outputs, targets):
-        self.steps += 1
-        if self.bad and self.steps == 3:
-            raise ValueError(f"the loss of rank {self.rank}")
-        return nn.functional.mse_loss(outputs, targets)
-
-def main(options):
-    with Trainer(options) as trainer:
-        model = nn.Linear(2, 1)
-        data = TensorData(torch.ones(4096, 2), torch.ones(4096, 1))
-        loss = BadLoss(trainer.world.rank)
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, data)
-
-run_job(TrainerOptions, main)
-"""
-
-
-def fail(launcher: str, backend: str, bad_ranks: str, tmp_path: Path) -> str:
-    script = tmp_path / "script.py"
-    script.write_text(ONE_FAILS)
-    env = {"BAD_RANKS": bad_ranks, "PYTHONPATH": str(REPOSITORY)}
-    argv = [str(script), "--backend", backend]
-    result = launch(launcher, 2, argv, env=env, check=False, timeout_s=SOON_S)
-    printed = result.stdout + result.stderr
-    assert result.returncode != 0, printed
-    return printed
-
-
-@pytest.mark.parametrize(("launcher", "backend"), PAIRS[1:4])  # horovodrun is in test_failures.py
-def test_exception_in_one_rank_ends_job_with_one_report(launcher: str, backend: str, tmp_path: Path) -> None:
-    """Only the failed rank's traceback is printed, with rank, step and phase, not the others' lost connections."""
-    printed = fail(launcher, backend, "1", tmp_path)
-    reports = re.findall(
-        r"^(?:\[0\]<stderr>:)?failure: rank 1 of 2 on \S+ \(process \d+\), step 3, forward: raised an exception$",
-        printed,
-        re.MULTILINE,
-    )
-    assert len(reports) == 1, printed
-    # torchrun prints the report as well.
-    copies = 2 if launcher == "torchrun" else 1
-    assert printed.count("ValueError: the loss of rank 1") == copies, printed
-    assert "Connection closed" not in printed, printed
-
-
-@each_launcher("torchrun", "srun")
-def test_exception_in_all_ranks_is_reported_once(launcher: str, tmp_path: Path) -> None:
-    printed = fail(launcher, "ddp", "0,1", tmp_path)
-    copies = 2 if launcher == "torchrun" else 1
-    assert len(re.findall(r"ValueError: the loss of rank [01]", printed)) == copies, printed
-
-
 def train_and_fail_in_rank_1(backend: str) -> None:
     options = TrainerOptions(engine=EngineOptions(backend=backend))  # type: ignore[arg-type]
     with Trainer(options) as trainer:
@@ -142,7 +62,7 @@ def train_and_fail_in_rank_1(backend: str) -> None:
         trainer.backend.collectives.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [case("horovod"), case("ddp")])
 def test_run_raises_error_of_first_failed_rank(backend: str) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 of 2 failed(.|\n)*ValueError: rank 1's own words"):
         hvd_trainer.run(train_and_fail_in_rank_1, num_processes=2, args=(backend,))

@@ -19,6 +19,7 @@ import slurm_batch
 import slurm_cluster
 import warm
 from child_environment import child_environment
+from combinations import each_launcher
 from launchers import (
     LAUNCHERS,
     REPOSITORY,
@@ -28,7 +29,6 @@ from launchers import (
     OrphanError,
     RankError,
     command_line,
-    each_launcher,
     launch,
     requires,
     run_ranks,

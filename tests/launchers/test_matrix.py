@@ -13,13 +13,12 @@ import digits_job
 import pytest
 import slurm_batch
 import slurm_cluster
-from launchers import LAUNCHERS, REPOSITORY, launch, requires, run_ranks, start
+from combinations import case, each_pair
+from launchers import REPOSITORY, launch, requires, run_ranks, start
 
 pytestmark = pytest.mark.warm
 
-BACKENDS = [pytest.param("horovod", marks=requires("horovod")), pytest.param("ddp", marks=pytest.mark.long)]
-# What each launcher is tried with where there is no time for long tests.
-QUICK = {("horovodrun", "horovod"), ("torchrun", "ddp"), ("mpirun", "horovod"), ("srun", "ddp"), ("python", "ddp")}
+BACKENDS = [case("horovod"), case("ddp", when="long")]
 SESSION = """
 import sys
 import hvd_trainer
@@ -59,21 +58,7 @@ def check(folder: Path, backend: str, launcher: str, size: int = 2) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        pytest.param(
-            launcher,
-            backend,
-            marks=[
-                requires(launcher, *(["horovod"] if backend == "horovod" else [])),
-                *([] if (launcher, backend) in QUICK else [pytest.mark.long]),
-            ],
-        )
-        for launcher in LAUNCHERS
-        for backend in ("horovod", "ddp")
-    ],
-)
+@each_pair(push=5, long=5, alone=True)
 def test_every_launcher_trains_with_every_engine(
     launcher: str, backend: str, tmp_path: Path, reference: bytes
 ) -> None:
@@ -104,10 +89,10 @@ def test_run_starts_ranks_from_a_python_session(backend: str, tmp_path: Path, re
 @pytest.mark.parametrize(
     ("meeting", "backend"),
     [
-        ("env://", "ddp"),
-        pytest.param("tcp://", "horovod", marks=requires("horovod")),
-        pytest.param("file://", "horovod", marks=[requires("horovod"), pytest.mark.long]),
-        pytest.param("env://, IPv6", "ddp", marks=pytest.mark.long),
+        case("env://", "ddp"),
+        case("tcp://", "horovod"),
+        case("file://", "horovod", when="long"),
+        case("env://, IPv6", "ddp", when="long"),
     ],
 )
 def test_ranks_by_hand_train_the_same_weights(

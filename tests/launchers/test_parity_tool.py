@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import case
 from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires
 from torch import nn
 
@@ -109,8 +110,8 @@ def test_trainer_job_computes_the_same_bits_on_both_engines(folder: Path, option
         ("torch_ddp", "torch", "0.weight", 32),
         ("faulty_ddp", "torch", "0.weight", 16),  # without a seed: the weights are the same all the same
         ("with_accelerate", "accelerate", "0.weight", 32),
-        pytest.param("with_fabric", "lightning_fabric", "0.weight", 32, marks=pytest.mark.long),
-        pytest.param("with_lightning", "pytorch_lightning", "layers.0.weight", 32, marks=pytest.mark.long),
+        case("with_fabric", "lightning_fabric", "0.weight", 32, when="long"),
+        case("with_lightning", "pytorch_lightning", "layers.0.weight", 32, when="long"),
     ],
 )
 def test_script_computes_the_same_bits_on_both_engines(
@@ -191,18 +192,15 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "options", "code", "texts"),
     [
-        pytest.param(
-            *(DIGITS, ("--steps", "7"), 0, ["horovod and ddp: the same bits through 7 steps"]),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
+        case(DIGITS, ("--steps", "7"), 0, ["horovod and ddp: the same bits through 7 steps"], when="long"),
+        case(
             *((TRAINER, "--batch-size", "32"), ("--steps", "3", "--engines", "horovod,ddp,single"), 1),
             [
                 "First: the learning rate: 0.05 on horovod, 0.1 on ddp.",
                 "ddp multiplies the learning rate by its number of ranks",
                 "horovod and single: alike through 3 steps",
             ],
-            marks=pytest.mark.long,
+            when="long",
         ),
         (
             *((HOROVOD, "--fault", "sum"), ("--steps", "3"), 1),

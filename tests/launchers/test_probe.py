@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from accelerator_stand_in import StandIn
+from combinations import case
 from launchers import SCRIPTS
-from requirements import requires
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -86,10 +86,10 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("horovod_mnist.py", "ddp"),
-        pytest.param("torch_ddp.py", "horovod", marks=requires("horovodrun")),
-        pytest.param("horovod_mnist.py", "horovod", marks=[requires("horovodrun"), pytest.mark.long]),
-        pytest.param("torch_ddp.py", "ddp", marks=pytest.mark.long),
+        case("horovod_mnist.py", "ddp"),
+        case("torch_ddp.py", "horovod"),
+        case("horovod_mnist.py", "horovod", when="long"),
+        case("torch_ddp.py", "ddp", when="long"),
     ],
 )
 def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import digits_job
 import pytest
-from launchers import OWN_FRAME, Result, each_launcher, launch, requires, start
+from combinations import case, each_launcher
+from launchers import OWN_FRAME, Result, launch, requires, start
 
 from hvd_trainer import LaunchError
 from hvd_trainer.launch.world import UNKNOWN, World
@@ -209,7 +210,7 @@ def test_init_method_without_a_port_is_refused(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "words"),
-    [(0, "and not all came"), pytest.param(1, "which never said where it is", marks=pytest.mark.long)],
+    [(0, "and not all came"), case(1, "which never said where it is", when="long")],
 )
 def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
     """The time limit holds on rank 0, which serves, and on the others, which ask."""

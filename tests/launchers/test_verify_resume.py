@@ -1,41 +1,24 @@
-"""`verify-resume`: real kills, and that lost samples, different bits and left processes would be noticed."""
+"""`verify-resume` with real kills; unit/tools/test_verify_resume_audit.py has what it would notice."""
 
 from __future__ import annotations
 
-import random
 import re
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
-import torch
-from launchers import SCRIPTS, launch, requires
+from combinations import case
+from launchers import SCRIPTS, launch
 
-from hvd_trainer import LaunchError, OptionError
-from hvd_trainer.checkpoint import storage
-from hvd_trainer.faults.shared_status import SharedStatus
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.verify_resume import injector
-from hvd_trainer.tools.verify_resume.audit import (
-    BATCH,
-    PLACES,
-    count_different_bits,
-    count_lost_samples,
-    plan_kills,
-)
-from hvd_trainer.tools.verify_resume.audit_job import STEPS_PER_EPOCH
+from hvd_trainer import OptionError
 from hvd_trainer.tools.verify_resume.cli import main
-from hvd_trainer.tools.verify_resume.injector import FaultInjector, Kill
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
+SAME = "final weights: the same, to the last bit"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "seed", "kills"),
-    [("ddp", 0, 2), pytest.param("horovod", 1, 4, marks=[requires("horovod"), pytest.mark.nightly])],
+    [case("ddp", 0, 2), case("horovod", 1, 4, when="nightly")],
 )
 def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> None:
     options = ["--kills", str(kills), "--backend", backend, "--seed", str(seed)]
@@ -49,26 +32,9 @@ def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> Non
 @pytest.mark.parametrize(
     ("backend", "kills", "snapshot", "code", "texts"),
     [
-        (
-            "ddp",
-            2,
-            "{folder}/snapshot.pt",
-            0,
-            ["rank ", "the launcher", "final weights: the same, to the last bit"],
-        ),
-        pytest.param(
-            *(
-                "horovod",
-                2,
-                "{folder}/snapshot.pt",
-                0,
-                ["the launcher", "final weights: the same, to the last bit"],
-            ),
-            marks=[requires("horovod"), pytest.mark.long],
-        ),
-        pytest.param(
-            *("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"]), marks=pytest.mark.long
-        ),
+        case("ddp", 2, "{folder}/snapshot.pt", 0, ["rank ", "the launcher", SAME]),
+        case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="long"),
+        case("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"], when="long"),
     ],
 )
 def test_verify_resume_kills_a_script_and_its_launcher(
@@ -87,71 +53,3 @@ def test_script_without_a_folder_of_its_own_is_told_how() -> None:
     """Its second run would go on with what the first one has saved."""
     with pytest.raises(OptionError, match=r"Write \{folder\} where the script is told its checkpoint"):
         main(["--kills", "1", "--", SCRIPT, "--snapshot", "snapshot.pt"])
-
-
-def test_planned_kills_cover_every_place() -> None:
-    plans = plan_kills(20, 4, random.Random(0))
-    assert {plan.place for plan in plans} == set(PLACES)
-    assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
-    assert plans == plan_kills(20, 4, random.Random(0))
-
-
-@pytest.fixture
-def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultInjector]:
-    """Start a job whose launcher and only rank do nothing."""
-    for name in ("START_S", "END_S", "SETTLE_S"):
-        monkeypatch.setattr(injector, name, 0.2)
-    status = SharedStatus.create()
-    with (
-        injector.running_job(Start(["sleep", "60"]), tmp_path) as job,
-        subprocess.Popen(["sleep", "60"]) as rank,
-    ):
-        made = FaultInjector(job, 1)
-        made._ranks, made._statuses = {0: psutil.Process(rank.pid)}, {0: status}
-        status.write(3, "data")
-        yield made
-        rank.kill()
-
-
-def test_inject_gives_up_on_a_job_without_progress(sleeping_job: FaultInjector) -> None:
-    with pytest.raises(LaunchError, match="did not come to step 4"):
-        sleeping_job.inject(Kill("data", 0, 4, 0.0))
-
-
-def test_inject_counts_a_launcher_that_outlives_its_ranks(sleeping_job: FaultInjector) -> None:
-    kill = Kill("data", 0, 3, 0.0)
-    sleeping_job.inject(kill)
-    assert kill.left_behind == 1
-
-
-def write_record(
-    folder: Path, *, forget: int | None = None, repeat: int | None = None, torn: bool = False
-) -> None:
-    """Write the record of one epoch of one rank, two steps of which were repeated after a kill."""
-    steps = [list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS_PER_EPOCH)]
-    if repeat is not None:
-        steps[1][0] = repeat
-    lines = [" ".join(map(str, [step + 1, 0, *numbers])) for step, numbers in enumerate(steps)]
-    lines = [*lines[:4], *(["4 0 17"] if torn else []), "", *lines[2:]]
-    folder.mkdir()
-    (folder / "rank-0").write_text("\n".join(line for line in lines if not line.startswith(f"{forget} ")) + "\n")
-
-
-def test_count_lost_samples_counts_lost_and_repeated_ones(tmp_path: Path) -> None:
-    write_record(tmp_path / "whole", torn=True)
-    assert count_lost_samples(tmp_path / "whole", 1, 1) == 0
-    write_record(tmp_path / "forgotten", forget=5)
-    assert count_lost_samples(tmp_path / "forgotten", 1, 1) == BATCH
-    write_record(tmp_path / "repeated", repeat=3)
-    assert count_lost_samples(tmp_path / "repeated", 1, 1) == 2  # one twice, and another never
-
-
-def test_count_different_bits_of_checkpoints(tmp_path: Path) -> None:
-    weights = torch.arange(6.0).view(2, 3)
-    other = weights.clone()
-    other.view(torch.uint8)[0, 0] ^= 5
-    for name, tensor in (("a", weights), ("same", weights.clone()), ("other", other)):
-        state = {"model": {"weight": tensor}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
-        storage.save(tmp_path / name, state, step=1, epoch=1)
-    assert count_different_bits(tmp_path / "a", tmp_path / "same") == 0
-    assert count_different_bits(tmp_path / "a", tmp_path / "other") == 2

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import each_launcher, requires, run_ranks
+from combinations import case, each_launcher
+from launchers import requires, run_ranks
 from torch import Tensor, nn
 
 pytestmark = [requires("horovod"), pytest.mark.warm]
@@ -413,11 +414,11 @@ def digests(backend: str) -> tuple[int, Any]:
         return rank, [train(**case, num_steps=6) for case in CASES]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, case(3, when="long")])
 def test_ddp_gives_the_bits_of_gloo(size: int) -> None:
     horovod, gloo = (run_ranks(digests, num_processes=size, args=(backend,)) for backend in ("horovod", "gloo"))
-    for number, case in enumerate(CASES):
-        assert len({its[number] for its in (*horovod, *gloo)}) == 1, case
+    for number, how in enumerate(CASES):
+        assert len({its[number] for its in (*horovod, *gloo)}) == 1, how
 
 
 def uneven(backend: str) -> tuple[int, Any]:

@@ -6,26 +6,18 @@ from functools import cache
 
 import contract_checks
 import pytest
-from launchers import requires, run_ranks
+from combinations import case
+from launchers import run_ranks
 
 pytestmark = pytest.mark.warm
 
-# Those on which the checks run where there is no time for long tests, and further ones.
-QUICK = (("single", "python", 1), ("ddp", "torchrun", 2), ("horovod", "horovodrun", 2))
-SLOW = (
-    *(("ddp", "torchrun", size) for size in (1, 3)),
-    *(("horovod", "horovodrun", size) for size in (1, 4)),
-)
+WORLDS = [
+    *(("single", "python", 1), ("ddp", "torchrun", 2), ("horovod", "horovodrun", 2)),
+    *(("ddp", "torchrun", 1), ("ddp", "torchrun", 3), ("horovod", "horovodrun", 1), ("horovod", "horovodrun", 4)),
+]
+"""Those after the first three are tried where there is time for long tests."""
 SIZES = [
-    pytest.param(
-        *case,
-        id=f"{case[0]}-{case[2]}",
-        marks=[
-            *([requires("horovod")] if case[0] == "horovod" else []),
-            *([pytest.mark.long] if case in SLOW else []),
-        ],
-    )
-    for case in (*QUICK, *SLOW)
+    case(*world, name=f"{world[0]}-{world[2]}", when="" if world in WORLDS[:3] else "long") for world in WORLDS
 ]
 
 

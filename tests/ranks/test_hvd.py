@@ -6,7 +6,8 @@ from pathlib import Path
 
 import hvd_checks
 import pytest
-from launchers import QUICKEST, each_launcher, launch, requires, run_ranks
+from combinations import case, each_launcher
+from launchers import QUICKEST, launch, requires, run_ranks
 
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
@@ -15,7 +16,7 @@ from hvd_trainer.hvd.common.settings import engine_options, ignored_variables, r
 pytestmark = pytest.mark.warm
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.fixture(scope="module", params=[1, 2, case(3, when="long"), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
     """The outcome of each check on each rank."""
     result: list[dict[str, str | None]] = run_ranks(hvd_checks.run_checks, num_processes=request.param)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from combinations import case
 from launchers import QUICKEST, launch, requires, start
 
 pytestmark = pytest.mark.warm
@@ -75,9 +76,7 @@ def test_invalid_parallel_options_are_refused(options: list[str], said: str, tmp
 
 
 @pytest.mark.warm(False)
-@pytest.mark.parametrize(
-    "backend", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
-)
+@pytest.mark.parametrize("backend", [case("ddp", when="long"), case("horovod")])
 @requires("torchrun")
 def test_killed_stage_is_reported(backend: str, tmp_path: Path) -> None:
     """On Horovod's process sets the other ranks aborted at once: "terminate called", and no report."""

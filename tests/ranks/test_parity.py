@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import case
 from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
 
@@ -108,7 +109,7 @@ def test_engines_give_the_same_bits_in_bfloat16(size: int, compression: str) -> 
 
 
 @pytest.mark.parametrize("size", [2, 4])  # three would train on one sample twice in each epoch
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=requires("horovod"))])
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
 def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None:
     """The global batch in one process differs by the order of sums only: 1e-5 after 20 steps."""
     (alone,) = final_weights("single", 1)

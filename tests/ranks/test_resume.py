@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import resume_checks
+from combinations import case
 from launchers import QUICKEST, launch, requires, run_ranks, start
 
 pytestmark = pytest.mark.warm
 
-BACKENDS = [pytest.param("ddp", marks=pytest.mark.long), pytest.param("horovod", marks=requires("horovod"))]
+BACKENDS = [case("ddp", when="long"), case("horovod")]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

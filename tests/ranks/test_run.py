@@ -12,6 +12,7 @@ from types import ModuleType
 
 import hvd_checks
 import pytest
+from combinations import case
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
 
@@ -101,7 +102,7 @@ WAYS = [
     pytest.param("python", 2, ("-np", 2)),
     pytest.param("python", 2, ("-np", 2, "--backend", "horovod"), marks=requires("horovod")),
     # mpirun, srun and horovodrun set none of the variables that such a script reads.
-    *(pytest.param(name, 2, (), marks=requires(name)) for name in ("torchrun", "mpirun", "srun", "horovodrun")),
+    *(case(name, 2, ()) for name in ("torchrun", "mpirun", "srun", "horovodrun")),
 ]
 
 
@@ -262,7 +263,7 @@ def test_exit_code_of_the_script_is_that_of_the_command(script: Path) -> None:
     assert run("--np", 2, "--", script, "leave", check=False).returncode == 7
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])])
+@pytest.mark.parametrize("engine", [case("ddp"), case("horovod", when="long")])
 @pytest.mark.parametrize(("fault", "told"), [("raise", "ValueError: planted"), ("hang", "time.sleep(600)")])
 def test_failing_rank_of_a_horovod_script_ends_the_job(
     engine: str, fault: str, told: str, horovod_script: Path

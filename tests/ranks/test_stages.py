@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import stage_checks
 import torch
+from combinations import case
 from launchers import RankError, requires, run_ranks
 
 from hvd_trainer.parallel.fsdp import gathering_policy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-ENGINES = ["ddp", pytest.param("horovod", marks=[requires("horovod"), pytest.mark.long])]
+ENGINES = [case("ddp"), case("horovod", when="long")]
 # 3 chunks of 6, 6 and 4 samples; the last batch of an epoch has 12: 6, 6 and none.
 CUT = {"chunks": 3}
 ALONE: dict[str, dict[str, Any]] = {
@@ -284,10 +285,7 @@ def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
     "shapes",
     [
         *([0, 1], [1, 3], [2, 4], [8, 9]),
-        *(
-            pytest.param(shapes, marks=pytest.mark.long)
-            for shapes in ([0, 2], [4, 6], [6, 5], [5, 7], [7, 0], [7, 8], [9, 3])
-        ),
+        *(case(both, when="long") for both in ([0, 2], [4, 6], [6, 5], [5, 7], [7, 0], [7, 8], [9, 3])),
     ],
     ids=str,
 )

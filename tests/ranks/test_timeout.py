@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from launchers import LaunchError, requires, run_ranks
+from combinations import case
+from launchers import LaunchError, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
@@ -27,8 +28,8 @@ def wait_for_a_stuck_rank(backend_name: str) -> tuple[int, None]:
 @pytest.mark.parametrize(
     ("backend", "launcher", "message"),
     [
-        pytest.param("ddp", "torchrun", "Timed out .*3000", marks=pytest.mark.long),
-        pytest.param("horovod", "horovodrun", "did not take part .* within 3 s", marks=requires("horovod")),
+        case("ddp", "torchrun", "Timed out .*3000", when="long"),
+        case("horovod", "horovodrun", "did not take part .* within 3 s"),
     ],
 )
 def test_exchange_times_out(backend: str, launcher: str, message: str) -> None:

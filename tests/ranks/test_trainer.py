@@ -24,6 +24,7 @@ from launchers import QUICKEST, REPOSITORY, command_line, launch, requires, run_
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from trainings import signs
 
 from hvd_trainer import LogOptions, OptionError, Trainer, TrainOptions
 from hvd_trainer.config.options import Decay
@@ -193,7 +194,7 @@ def test_run_without_tensorboard_names_what_to_type(
 ) -> None:
     """TensorBoard is in an extra; all figures are in metrics.jsonl, too."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    model, data = trainer_checks.small_model(), trainer_checks.small_data()
+    model, data = trainer_checks.small_model(), signs(trainer_checks.NUM)
     options = replace(single(), log=LogOptions(log_dir=str(tmp_path)), train=TrainOptions(epochs=1))
     with caplog.at_level("INFO", "hvd_trainer"), Trainer(options) as trainer:
         trainer.fit(model, torch.optim.SGD(model.parameters()), nn.functional.cross_entropy, data)
@@ -205,7 +206,7 @@ def test_run_without_tensorboard_names_what_to_type(
 
 
 def test_plateau_scheduler_survives_a_second_fit() -> None:
-    model, data = trainer_checks.small_model(), trainer_checks.small_data()
+    model, data = trainer_checks.small_model(), signs(trainer_checks.NUM)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with Trainer(single()) as trainer:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""A small job in which one rank fails: `FAULT="what rank step"`, and the possible faults are in `FAULTS`."""
+"""A small job in which a rank fails, or all do: `FAULT="what:rank:step"`, with a fault of `FAULTS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions, run_job
 
@@ -42,6 +42,7 @@ def take_too_much_memory() -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": raise_an_error,
+    "raises in the loss": raise_an_error,
     "exits": lambda: sys.exit(0),
     "exits at once": lambda: os._exit(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -55,21 +56,28 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 class Grief(Callback):
-    """Strikes after a step, the first time that the job is started."""
+    """Strikes after a step, or in the loss of the next one, the first time that the job is started."""
 
     def __init__(self) -> None:
-        self.what, rank, step = os.environ["FAULT"].split(":")
-        self.place = int(rank), int(step)
+        self.what, self.who, step = os.environ["FAULT"].split(":")
+        self.step, self.strikes = int(step), False
 
     def on_step_end(self, run: RunView, result: Any) -> None:
         if run.progress.step == 1:
             print("steps", flush=True)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if (run.world.rank, run.progress.step) == self.place and not restarts:
+        if run.progress.step == self.step and self.who in ("all", str(run.world.rank)) and not restarts:
             print(f"strikes at {time.time():.3f}", flush=True)
-            with run.device:
-                FAULTS[self.what]()
+            self.strikes = True
+            if self.what != "raises in the loss":
+                with run.device:
+                    FAULTS[self.what]()
         time.sleep(0.01)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.strikes and self.what == "raises in the loss":
+            FAULTS[self.what]()
+        return nn.functional.mse_loss(outputs, targets)
 
 
 def main(options: TrainerOptions) -> None:
@@ -77,7 +85,8 @@ def main(options: TrainerOptions) -> None:
         model = nn.Linear(2, 1)
         data = TensorData(torch.ones(2048, 2), torch.ones(2048, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer.fit(model, optimizer, nn.functional.mse_loss, data, callbacks=[Grief()])
+        grief = Grief()
+        trainer.fit(model, optimizer, grief.loss, data, callbacks=[grief])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A graph's stand-in does at each launch what a graph would do: the same again, wi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from trainings import digest
 
 from hvd_trainer import EngineOptions, LogOptions, TensorData, Trainer, TrainerOptions, TrainOptions, accuracy
 from hvd_trainer.config.options import ParallelOptions
@@ -101,11 +101,10 @@ def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **opt
             metrics={"accuracy": accuracy, "sum": Kept()},
         )
         rank = trainer.world.rank
-    state = {name: tensor.contiguous() for name, tensor in its.state_dict().items()}
     where = its[0]
     assert isinstance(where, Where)
     return {
-        "weights": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
+        "weights": digest({name: tensor.contiguous() for name, tensor in its.state_dict().items()}),
         "figures": [
             {k: v for k, v in record.items() if k.endswith(("loss", "accuracy", "sum")) and math.isfinite(v)}
             for record in history.epochs

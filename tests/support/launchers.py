@@ -33,7 +33,7 @@ import slurm_cluster
 import warm
 from child_environment import child_environment
 from job import Job, LaunchError, LaunchTimeoutError, OrphanError, Result
-from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, each_launcher, requires
+from requirements import HOROVODRUN, LAUNCHERS, QUICKEST, requires
 
 __all__ = [
     "LAUNCHERS",
@@ -47,7 +47,6 @@ __all__ = [
     "RankError",
     "Result",
     "command_line",
-    "each_launcher",
     "launch",
     "requires",
     "run_ranks",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import resume_checks
 import torch
-from torch import Tensor
+from trainings import digest
 
 from hvd_trainer import EngineOptions, backends
 from hvd_trainer.utils.tensors import pairwise_sum
@@ -28,10 +27,6 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 def with_virtual_ranks(setup: dict[str, Any]) -> dict[str, Any]:
     return {**setup, "train": {**setup.get("train", {}), "reproducible": VIRTUAL}}
-
-
-def digest(weights: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights.values())).hexdigest()
 
 
 def trained(backend: str, folder: str) -> tuple[int, dict[str, str]]:

@@ -26,20 +26,6 @@ def requires(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reasons), reason="; ".join(dict.fromkeys(reasons)))
 
 
-def each_launcher(*names: str) -> pytest.MarkDecorator:
-    """Run the test once per launcher, as its argument ``launcher``; all of them unless named.
-
-    Under half of them where there is no time for long tests: the first ones.
-    """
-    chosen = names or LAUNCHERS
-    quick = chosen[: (len(chosen) + 1) // 2]
-    cases = [
-        pytest.param(name, marks=[requires(name), *([] if name in quick else [pytest.mark.long])])
-        for name in chosen
-    ]
-    return pytest.mark.parametrize("launcher", cases)
-
-
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from trainings import StopAfter, StoppedError
 
 from hvd_trainer import (
-    Callback,
     EngineOptions,
     LogOptions,
-    RunView,
     SaveOptions,
     TensorData,
     Trainer,
@@ -27,21 +26,6 @@ from hvd_trainer import (
 
 NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
 ODD = 107  # and one sample is trained on twice, or in a stream left out
-
-
-class InterruptedRunError(Exception):
-    """Stands for any cause that ends a run."""
-
-
-class Audit(Callback):
-    """A callback that records the samples of each epoch as they are trained on, and interrupts after a step."""
-
-    def __init__(self, stop_after: int | None) -> None:
-        self.stop_after = stop_after
-
-    def on_step_end(self, run: RunView, result: Any) -> None:
-        if run.progress.step == self.stop_after:
-            raise InterruptedRunError
 
 
 class Numbered(nn.Module):
@@ -134,12 +118,11 @@ def run(
         save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **save}),
     )
     make: Callable[[int], Any] = setup.get("data", lambda num: TensorData(*tensors(num)))
-    audit = Audit(stop_after)
     with Trainer(options) as trainer:
         model = Numbered(plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         history = None
-        with suppress(InterruptedRunError):
+        with suppress(StoppedError):
             history = trainer.fit(
                 model,
                 optimizer,
@@ -148,7 +131,7 @@ def run(
                 TensorData(*tensors(num)),
                 scheduler=setup.get("scheduler"),
                 metrics={"accuracy": accuracy},
-                callbacks=[audit],
+                callbacks=[StopAfter(stop_after)],
             )
         rank = trainer.world.rank
         figures = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "step", "samples", "lr")

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trainings import StopAfter, StoppedError, signs
 
 from hvd_trainer import (
     Callback,
     EngineOptions,
     LogOptions,
     ParallelOptions,
-    RunView,
     SaveOptions,
-    TensorData,
     Trainer,
     TrainerOptions,
     TrainOptions,
@@ -32,21 +31,6 @@ from hvd_trainer.parallel.pipeline_layout import make_layout
 
 non_finite.MAX_UNREAD_LOSSES = 5  # so that all ranks or none read their losses in the middle of an epoch
 NUM = 60  # the last of 4 batches of 16 has 12 samples: two of 3 chunks are full, and one is empty
-
-
-class StoppedError(Exception):
-    """Stands for any cause that ends a run."""
-
-
-class Stop(Callback):
-    """A callback that ends a run after a step."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step_end(self, run: RunView, result: Any) -> None:
-        if run.progress.step == self.after:
-            raise StoppedError
 
 
 class AtEnd(Callback):
@@ -89,12 +73,6 @@ class Joined(nn.Module):
         return torch.tanh(self.linear(torch.cat(both, 1)))
 
 
-def data(num: int = NUM) -> TensorData:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, 6, generator=generator)
-    return TensorData(inputs, (inputs.sum(1) > 0).long(), name="signs")
-
-
 def model(dropout: float = 0.3) -> nn.Module:
     return nn.Sequential(
         Masked(), Joined(), nn.Dropout(dropout), nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 2)
@@ -135,28 +113,18 @@ def fit(
     with Trainer(options) as trainer:
         whole = model(dropout)
         end = AtEnd(options.train.epochs)
-        callbacks = [end] if stop_after is None else [Stop(stop_after)]
         optimizer = two_groups(whole)
         history = None
         with suppress(StoppedError):
-            history = trainer.fit(
-                whole,
-                optimizer,
-                nn.functional.cross_entropy,
-                data(),
-                data(21),
-                metrics={"accuracy": accuracy},
-                callbacks=callbacks,
-            )
-            if again:
+            for _ in range(2 if again else 1):
                 history = trainer.fit(
                     whole,
                     optimizer,
                     nn.functional.cross_entropy,
-                    data(),
-                    data(21),
+                    signs(NUM),
+                    signs(21),
                     metrics={"accuracy": accuracy},
-                    callbacks=callbacks,
+                    callbacks=[end, StopAfter(stop_after)],
                 )
         state = end.state
         names = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "samples", "step")
@@ -180,7 +148,7 @@ def cut_twice() -> None:
             log=LogOptions(quiet=True),
         )
         with Trainer(options) as trainer:
-            trainer.fit(whole, optimizer, nn.functional.cross_entropy, data())
+            trainer.fit(whole, optimizer, nn.functional.cross_entropy, signs(NUM))
 
 
 class Unused(nn.Module):
@@ -201,7 +169,7 @@ def fit_unused(parallel: dict[str, Any]) -> None:
     )
     whole = nn.Sequential(*model(), Unused())
     with Trainer(options) as trainer:
-        trainer.fit(whole, two_groups(whole), nn.functional.cross_entropy, data())
+        trainer.fit(whole, two_groups(whole), nn.functional.cross_entropy, signs(NUM))
 
 
 def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -264,7 +232,7 @@ def fit_tied() -> None:
     whole = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     whole[2].weight = whole[0].weight
     with Trainer(options) as trainer:
-        trainer.fit(whole, torch.optim.SGD(whole.parameters(), lr=0.1), nn.functional.cross_entropy, data())
+        trainer.fit(whole, torch.optim.SGD(whole.parameters(), lr=0.1), nn.functional.cross_entropy, signs(NUM))
 
 
 def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:

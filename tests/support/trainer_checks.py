@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from trainings import digest, signs
 
 from hvd_trainer import (
     Callback,
@@ -22,16 +22,9 @@ from hvd_trainer import (
     TrainOptions,
     accuracy,
 )
-from hvd_trainer.data import TensorData
 from hvd_trainer.errors import UserError
 
 NUM = 40
-
-
-def small_data(count: int = NUM) -> TensorData:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(count, 6, generator=generator)
-    return TensorData(inputs, (inputs.sum(1) > 0).long(), name="signs")
 
 
 def small_model() -> nn.Module:
@@ -82,8 +75,8 @@ def train(
             model,
             optimizer,
             loss,
-            data or small_data(),
-            small_data(7),
+            data or signs(NUM),
+            signs(7),
             scheduler=scheduler,
             metrics={"accuracy": accuracy},
             callbacks=[rates],
@@ -94,14 +87,10 @@ def train(
         "records": history.epochs,
         "rates": rates.rates,
         "epochs": rates.epochs,
-        "weights": fingerprint(model),
+        "weights": digest(model.state_dict()),
         "finite": all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values()),
         "own lr": optimizer.param_groups[0]["lr"],
     }
-
-
-def fingerprint(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
 
 
 def halve(optimizer: Any) -> StepLR:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainings import signs
 
 from hvd_trainer import (
     Callback,
@@ -18,7 +19,6 @@ from hvd_trainer import (
     LogOptions,
     RunView,
     SaveOptions,
-    TensorData,
     Trainer,
     TrainerOptions,
     TrainOptions,
@@ -76,15 +76,14 @@ def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunVi
         LogOptions(log_dir=None if folder is None else str(folder), quiet=True),
         save,
     )
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(4 * STEPS, 6, generator=generator)
-    data = TensorData(inputs, (inputs.sum(1) > 0).long())
     with Trainer(options) as trainer:
         trainer.backend.session.driver = horovodrun()
         model = nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trouble, loss = Trouble(**at), nn.functional.cross_entropy
-        history = trainer.fit(model, optimizer, loss, data, metrics={"accuracy": accuracy}, callbacks=[trouble])
+        history = trainer.fit(
+            model, optimizer, loss, signs(4 * STEPS), metrics={"accuracy": accuracy}, callbacks=[trouble]
+        )
         assert not trouble.at
         (record,) = history.epochs
         return {name: record[name] for name in ("train_loss", "train_accuracy")}
