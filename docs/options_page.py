@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
-from hvd_trainer.config.annotations import COMMON, annotations_of
-from hvd_trainer.config.checks import flag, read_range
+from hvd_trainer.config.checks import COMMON, annotations_of, flag, read_range
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, help_text
 from hvd_trainer.config.rules import CONFLICTS

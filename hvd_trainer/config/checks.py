@@ -1,15 +1,36 @@
-"""Collect the mistakes in values of options, and raise them as one error."""
+"""What a field of options carries beside its type, and the check of values against it.
+
+    epochs: Annotated[int, Ge(1), COMMON] = 3
+
+Ranges are `Ge`, `Gt` and `Lt` of annotated-types. None is within every range. All mistakes are raised as one error.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, get_type_hints
 
 from annotated_types import Ge, Gt, Lt
 
-from hvd_trainer.config.annotations import ParsedBy, annotations_of
 from hvd_trainer.errors import OptionError
+
+COMMON = "common"
+"""Marks an option that `--help` shows; without any mark in a group it shows the whole group."""
+
+
+@dataclass(frozen=True)
+class ParsedBy:
+    """Names the function that an option's text must pass through without an `OptionError`."""
+
+    parse: Callable[[str], Any]
+
+
+def annotations_of(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what each field of a dataclass is annotated with, beside its type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 def refuse(mistakes: Iterable[str]) -> None:
@@ -25,15 +46,6 @@ def refuse(mistakes: Iterable[str]) -> None:
 def collect_errors(*cases: tuple[bool, str]) -> list[str]:
     """Return the texts of the cases that are true."""
     return [text for is_so, text in cases if is_so]
-
-
-def check_ranges(options: Any) -> None:
-    """Check all fields of a dataclass against their ranges.
-
-    Raises:
-        OptionError: with one message for each value that is out of its range.
-    """
-    refuse(range_errors(options))
 
 
 def range_errors(options: Any) -> Iterator[str]:
@@ -55,15 +67,16 @@ def value_errors(name: str, value: Any, annotations: Iterable[Any]) -> Iterator[
                 annotation.parse(value)
             except OptionError as error:
                 yield str(error)
-        elif (bound := read_range(annotation)) and not bound.contains(value):
+        elif (bound := read_range(annotation)) and not bound.holds(value, bound.limit):
             yield f"{flag(name)} must be {bound.words}, not {value}"
             return  # NaN is in no range: one message is enough
 
 
 class Range(NamedTuple):
-    """Values that an option may have."""
+    """Values that an option may have: those for which `holds(value, limit)`."""
 
-    contains: Callable[[Any], bool]
+    holds: Callable[[Any, Any], bool]
+    limit: Any
     words: str
     """`1 or more`"""
 
@@ -71,12 +84,12 @@ class Range(NamedTuple):
 def read_range(annotation: Any) -> Range | None:
     """Return the range that an annotation sets; None for annotations of another kind."""
     match annotation:
-        case Ge(ge=bound):
-            return Range(lambda value: bool(value >= bound), f"{bound} or more")
-        case Gt(gt=bound):
-            return Range(lambda value: bool(value > bound), f"more than {bound}")
-        case Lt(lt=bound):
-            return Range(lambda value: bool(value < bound), f"less than {bound}")
+        case Ge(ge=limit):
+            return Range(operator.ge, limit, f"{limit} or more")
+        case Gt(gt=limit):
+            return Range(operator.gt, limit, f"more than {limit}")
+        case Lt(lt=limit):
+            return Range(operator.lt, limit, f"less than {limit}")
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from hvd_trainer.config.annotations import COMMON, ParsedBy
+from hvd_trainer.config.checks import COMMON, ParsedBy
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
 
-from hvd_trainer.config.annotations import COMMON
-from hvd_trainer.config.checks import flag, switch
+from hvd_trainer.config.checks import COMMON, flag, switch
 from hvd_trainer.errors import OptionError
 
 if TYPE_CHECKING:

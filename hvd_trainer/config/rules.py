@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
@@ -50,154 +50,151 @@ def find_mistakes(options: TrainerOptions) -> list[str]:
     ]
 
 
-def _if_set(group: str, names: Iterable[str]) -> dict[str, Condition]:
-    """Return for each of a group's options, by how it is typed, whether it differs from its default."""
+_DEFAULTS = TrainerOptions()
+_PLACES = {
+    (switch(option.name, on=False) if option.default is True else flag(option.name)): (group.name, option.name)
+    for group in fields(TrainerOptions)
+    for option in fields(getattr(_DEFAULTS, group.name))
+}
+"""The group and the field of each option, by how it is typed to change its default."""
+CUT, SEVERAL_DEVICES = "{parallel.cut_by}", "--devices-per-rank or --devices"
+SEVERAL_WAYS: Mapping[str, Condition] = {
+    CUT: lambda o: o.parallel.is_staged,
+    "--stages, --chunks and --devices-per-rank": lambda o: o.parallel.is_staged,
+    SEVERAL_DEVICES: lambda o: o.parallel.num_devices > 1,
+}
+"""What can be typed in several ways, and is named by all of them."""
 
-    def is_set(name: str) -> Condition:
-        return lambda o: bool(getattr(getattr(o, group), name) != getattr(defaults, name))
 
-    defaults = getattr(TrainerOptions(), group)
-    return {
-        switch(name, on=False) if getattr(defaults, name) is True else flag(name): is_set(name) for name in names
-    }
+def is_set(typed: str) -> Condition:
+    """Return a test for an option as it is typed.
 
-
-def _each(always: Condition, message: str, others: Mapping[str, Condition]) -> Iterable[Conflict]:
-    """Return the conflicts of one setting with each of several options.
-
-    Args:
-        message: with `{option}` for the other option.
+    `--precision fp16` is set if it has this value, or this among its values; `--precision`, and
+    `--precision {train.precision}` of a message, if it differs from its default.
     """
+    if typed in SEVERAL_WAYS:
+        return SEVERAL_WAYS[typed]
+    option, _, value = typed.partition(" ")
+    group, name = _PLACES[option]
+    default = getattr(getattr(_DEFAULTS, group), name)
+
+    def test(options: TrainerOptions) -> bool:
+        found = getattr(getattr(options, group), name)
+        if not value or value.startswith("{"):
+            return bool(found != default)
+        return value in found if isinstance(found, tuple) else value == found
+
+    return test
+
+
+def given(*all_of: str, any_of: Sequence[str] = (), without: str = "") -> Condition:
+    """Return a test for options as they are typed: all of some, any of others, and not the last."""
+    tests, others, missing = map(is_set, all_of), list(map(is_set, any_of)), without and is_set(without)
+    every = [*tests, *([lambda o: any(test(o) for test in others)] if others else [])]
+    return lambda o: all(test(o) for test in every) and not (missing and missing(o))
+
+
+def _each(always: Condition, message: str, others: Iterable[str]) -> Iterable[Conflict]:
+    """Return the conflicts of one setting with each of several options, `{option}` in the message."""
 
     def both(other: Condition) -> Condition:
         return lambda o: always(o) and other(o)
 
-    return [Conflict(both(other), message, option) for option, other in others.items()]
-
-
-def _is_reproducible(o: TrainerOptions) -> bool:
-    return o.train.reproducible is not None
-
-
-def _is_fully_sharded(o: TrainerOptions) -> bool:
-    return o.parallel.shard == "full"
-
-
-def _leaves_out_exchange(o: TrainerOptions) -> bool:
-    return "exchange" in o.measure.leave_out
-
-
-def _has_mode(o: TrainerOptions) -> bool:
-    return o.train.compile_mode != "default"
+    return [Conflict(both(is_set(option)), message, option) for option in others]
 
 
 POWERS_OF_TWO = [2**power for power in range(64)]
 NOT_IN_STAGES = (
-    *("sync_batch_norm", "find_unused_parameters", "static_graph", "bucket_views", "powersgd_rank"),
-    *("adasum", "num_groups", "autotune"),
+    *("--sync-batch-norm", "--find-unused-parameters", "--static-graph", "--no-bucket-views", "--powersgd-rank"),
+    *("--adasum", "--num-groups", "--autotune"),
 )
 """Engine options that need a whole model and whole batches."""
 
 CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     "The log folder": (
-        Conflict(lambda o: o.log.quiet and o.log.verbose, "--quiet and --verbose contradict each other"),
+        Conflict(given("--quiet", "--verbose"), "--quiet and --verbose contradict each other"),
         *_each(
-            lambda o: o.log.log_dir is None,
+            given(without="--log-dir"),
             "{option} writes to the log folder: add --log-dir DIR",
-            _if_set("measure", ("record_steps", "sample_stacks", "profile", "trace_steps")),
+            ("--record-steps", "--sample-stacks", "--profile", "--trace-steps"),
         ),
         Conflict(
-            lambda o: o.save.requeue and o.log.log_dir is None,
-            "--requeue needs a log folder to go on from: add --log-dir DIR",
+            given("--requeue", without="--log-dir"), "--requeue needs a log folder to go on from: add --log-dir DIR"
         ),
         Conflict(
-            lambda o: o.save.resume == "auto" and o.log.log_dir is None,
+            given("--resume auto", without="--log-dir"),
             "--resume auto looks in the log folder: add --log-dir DIR",
         ),
     ),
     "Reproducible sums (`--reproducible`)": (
         Conflict(
-            lambda o: _is_reproducible(o) and o.train.reproducible not in POWERS_OF_TWO,
+            lambda o: o.train.reproducible not in (None, *POWERS_OF_TWO),
             "--reproducible must be a power of two, not {train.reproducible}",
         ),
         Conflict(
-            lambda o: _is_reproducible(o) and o.train.cudnn_benchmark,
+            given("--reproducible", "--cudnn-benchmark"),
             "--cudnn-benchmark computes in whatever way is quickest at the moment: leave it out, or leave out "
             "--reproducible",
         ),
         *_each(
-            _is_reproducible,
+            given("--reproducible"),
             "--reproducible sums gradients itself: leave out {option}",
-            _if_set(
-                "engine",
-                (
-                    *("compression", "powersgd_rank", "static_graph", "bucket_views", "sync_batch_norm"),
-                    *("adasum", "num_groups", "autotune", "cache_capacity"),
-                ),
+            (
+                *("--compression", "--powersgd-rank", "--static-graph", "--no-bucket-views", "--sync-batch-norm"),
+                *("--adasum", "--num-groups", "--autotune", "--cache-capacity"),
             ),
         ),
     ),
     "Compilation (`--compile`)": (
         Conflict(
-            lambda o: _has_mode(o) and not o.train.compile,
+            given("--compile-mode", without="--compile"),
             "--compile-mode {train.compile_mode} says how to compile: add --compile",
         ),
         # PyTorch's issue 169545: a replayed graph writes over the gradients of the pass before it.
-        Conflict(
-            lambda o: _has_mode(o) and _is_reproducible(o),
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
-            "--reproducible",
+        *(
+            Conflict(
+                given("--compile-mode", option),
+                "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
+                f"{option}",
+            )
+            for option in ("--reproducible", "--accumulate")
         ),
         Conflict(
-            lambda o: _has_mode(o) and o.train.accumulate > 1,
-            "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
-            "--accumulate",
-        ),
-        Conflict(
-            lambda o: o.train.compile and (o.parallel.activation_checkpointing != "none" or _is_fully_sharded(o)),
+            given("--compile", any_of=("--activation-checkpointing", "--shard full")),
             "--compile goes neither with --activation-checkpointing nor with --shard full: leave it out, and "
             "compile the blocks yourself, with block.compile()",
         ),
         Conflict(
-            lambda o: o.train.compile and o.parallel.is_staged,
+            given("--compile", CUT),
             "--compile does not go with {parallel.cut_by}: compile the blocks yourself, with block.compile()",
         ),
     ),
     "A step captured as a CUDA graph (`--capture-step`)": (
         *_each(
-            lambda o: o.train.capture_step,
+            given("--capture-step"),
             "--capture-step launches one and the same step again and again: leave it out, or leave out {option}",
-            {
-                "--accumulate": lambda o: o.train.accumulate > 1,
-                "--reproducible": _is_reproducible,
-                "--precision fp16": lambda o: o.train.precision == "fp16",
-                "--non-finite skip": lambda o: o.train.non_finite == "skip",
-                "--compile-mode {train.compile_mode}": _has_mode,
-                "--stages, --chunks and --devices-per-rank": lambda o: o.parallel.is_staged,
-                "--shard {parallel.shard}": lambda o: o.parallel.shard != "none",
-                "--activation-checkpointing": lambda o: o.parallel.activation_checkpointing != "none",
-                "--trace-steps": lambda o: o.measure.trace_steps is not None,
-                "--backend data-parallel": lambda o: o.engine.backend == "data-parallel",
-                "--transport gloo": lambda o: o.engine.transport == "gloo",
-                "--compression powersgd": lambda o: o.engine.compression == "powersgd",
+            (
+                *("--accumulate", "--reproducible", "--precision fp16", "--non-finite skip"),
+                *("--compile-mode {train.compile_mode}", "--stages, --chunks and --devices-per-rank"),
+                *("--shard {parallel.shard}", "--activation-checkpointing", "--trace-steps"),
+                *("--backend data-parallel", "--transport gloo", "--compression powersgd"),
                 # By these a step is not the same each time, or is Horovod's own.
-                **_if_set("engine", ("find_unused_parameters", "sync_batch_norm", "adasum", "num_groups")),
-            },
+                *("--find-unused-parameters", "--sync-batch-norm", "--adasum", "--num-groups"),
+            ),
         ),
     ),
     "A model or batches in parts (`--stages`, `--chunks`, `--devices-per-rank`)": (
         *_each(
-            lambda o: o.parallel.stages == 1,
+            given(without="--stages"),
             "{option} is about stages: add --stages, or leave it out",
-            _if_set("parallel", ("schedule", "parts_per_stage")),
-        ),
-        *_each(
-            lambda o: o.parallel.stages * o.parallel.num_devices == 1,
-            "{option} cuts a model: add --stages or --devices-per-rank, or leave it out",
-            _if_set("parallel", ("balance",)),
+            ("--schedule", "--parts-per-stage"),
         ),
         Conflict(
-            lambda o: o.parallel.is_staged and _is_reproducible(o),
+            lambda o: o.parallel.balance != "time" and o.parallel.stages * o.parallel.num_devices == 1,
+            "--balance cuts a model: add --stages or --devices-per-rank, or leave it out",
+        ),
+        Conflict(
+            given(CUT, "--reproducible"),
             "{parallel.cut_by} and --reproducible: micro-batches are summed in another order; leave one out",
         ),
         Conflict(
@@ -210,7 +207,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "one out",
         ),
         Conflict(
-            lambda o: o.parallel.stages > 1 and o.parallel.num_devices > 1,
+            given("--stages", SEVERAL_DEVICES),
             "--stages gives a part of the model to each rank, and --devices-per-rank several: leave one out",
         ),
         Conflict(
@@ -220,85 +217,70 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--schedule {parallel.schedule} has one part per stage: leave out --parts-per-stage, or type "
             "--schedule interleaved",
         ),
-        *_each(
-            lambda o: o.parallel.is_staged,
-            "{option} does not go with {parallel.cut_by}: leave one out",
-            _if_set("engine", NOT_IN_STAGES),
-        ),
+        *_each(given(CUT), "{option} does not go with {parallel.cut_by}: leave one out", NOT_IN_STAGES),
         Conflict(
-            lambda o: o.parallel.is_staged and o.engine.compression == "powersgd",
+            given(CUT, "--compression powersgd"),
             "--compression powersgd does not go with {parallel.cut_by}: type --compression fp16",
         ),
     ),
     "Sharded state (`--shard`)": (
         Conflict(
-            lambda o: o.parallel.shard == "optimizer" and o.engine.adasum,
+            given("--shard optimizer", "--adasum"),
             "--shard optimizer and --adasum, which makes the updates itself: leave one out",
         ),
         Conflict(
-            lambda o: _is_fully_sharded(o) and o.engine.backend != "ddp",
+            given("--shard full", without="--backend ddp"),
             "--shard full is PyTorch's own: type --backend ddp, or --shard optimizer",
         ),
         Conflict(
-            lambda o: _is_fully_sharded(o) and o.parallel.num_devices > 1,
+            given("--shard full", SEVERAL_DEVICES),
             "--shard full has a rank's slices on one device: leave out --devices-per-rank",
         ),
         Conflict(
-            lambda o: _is_fully_sharded(o) and o.parallel.schedule == "zero-bubble",
+            given("--shard full", "--schedule zero-bubble"),
             "--schedule zero-bubble computes gradients of parameters apart, where --shard full does not see them: "
             "type --schedule 1f1b or interleaved, or --shard optimizer",
         ),
         Conflict(
-            lambda o: _is_fully_sharded(o) and _is_reproducible(o),
+            given("--shard full", "--reproducible"),
             "--shard full and --reproducible: gradients are summed in slices; leave one out",
         ),
         Conflict(
-            lambda o: _is_fully_sharded(o) and o.train.channels_last,
+            given("--shard full", "--channels-last"),
             "--channels-last does not go with --shard full, which cuts tensors in their usual order",
         ),
         *_each(
-            _is_fully_sharded,
+            given("--shard full"),
             "{option} does not go with --shard full: leave one out",
-            _if_set("engine", (*NOT_IN_STAGES, "compression")),
+            (*NOT_IN_STAGES, "--compression"),
         ),
     ),
     "Measuring without a part of the step (`--leave-out`)": (
         Conflict(
-            lambda o: bool(o.measure.leave_out) and o.save.resume != "none",
+            given("--leave-out", "--resume"),
             "--leave-out trains nothing of use: leave out --resume {save.resume}",
         ),
         Conflict(
-            lambda o: _leaves_out_exchange(o) and _is_fully_sharded(o),
+            given("--leave-out exchange", "--shard full"),
             "--shard full cannot compute without exchanging parameters: leave out --leave-out exchange",
         ),
         Conflict(
-            lambda o: _leaves_out_exchange(o) and _is_reproducible(o),
+            given("--leave-out exchange", "--reproducible"),
             "--reproducible sums gradients itself, so --leave-out exchange has nothing to leave out",
         ),
     ),
     "Other engines and gradients": (
         Conflict(
-            lambda o: (
-                o.engine.backend == "data-parallel"
-                and (
-                    o.parallel.is_staged
-                    or o.parallel.shard != "none"
-                    or _is_reproducible(o)
-                    or _leaves_out_exchange(o)
-                )
-            ),
+            given("--backend data-parallel", any_of=(CUT, "--shard", "--reproducible", "--leave-out exchange")),
             "--backend data-parallel goes with whole models that are trained as they are: leave out "
             "--reproducible, --shard, --chunks, --devices-per-rank and --leave-out exchange",
         ),
         Conflict(
-            lambda o: o.train.non_finite == "skip" and o.engine.compression == "powersgd",
+            given("--non-finite skip", "--compression powersgd"),
             "--non-finite skip and --compression powersgd: what is not finite stays in its memory",
         ),
         Conflict(
-            lambda o: (
-                o.engine.adasum
-                and (o.train.max_norm is not None or o.train.precision == "fp16" or o.train.non_finite == "skip")
-            ),
+            given("--adasum", any_of=("--max-norm", "--precision fp16", "--non-finite skip")),
             "--adasum combines whole updates, not gradients: it goes neither with --max-norm nor with --precision "
             "fp16 nor with --non-finite skip. Leave one out",
         ),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from hvd_trainer.config.annotations import COMMON
+from hvd_trainer.config.checks import COMMON
 from hvd_trainer.config.options import TrainerOptions, TrainOptions
 
 OptimizerName = Literal["adam", "adamw", "sgd"]

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import tyro
 
-from hvd_trainer.config.checks import check_ranges
+from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
@@ -52,7 +52,7 @@ def read_command(
     # horovodrun calls it -np.
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
-    check_ranges(options)
+    refuse(range_errors(options))
     return options, read_job(words[place + 1 :], reserved)
 
 
