@@ -2,7 +2,8 @@
 
     epochs: Annotated[int, Ge(1), COMMON] = 3
 
-Ranges are `Ge`, `Gt` and `Lt` of annotated-types. None is within every range. All mistakes are raised as one error.
+Ranges are `Ge`, `Gt` and `Lt` of annotated-types. None is within every range, and all mistakes are
+raised as one error.
 """
 
 from __future__ import annotations

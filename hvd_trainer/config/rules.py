@@ -119,7 +119,8 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             ("--record-steps", "--sample-stacks", "--profile", "--trace-steps"),
         ),
         Conflict(
-            given("--requeue", without="--log-dir"), "--requeue needs a log folder to go on from: add --log-dir DIR"
+            given("--requeue", without="--log-dir"),
+            "--requeue needs a log folder to go on from: add --log-dir DIR",
         ),
         Conflict(
             given("--resume auto", without="--log-dir"),
@@ -154,8 +155,8 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         *(
             Conflict(
                 given("--compile-mode", option),
-                "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave out "
-                f"{option}",
+                "--compile-mode {train.compile_mode} is for steps of one backward pass: leave it out, or leave "
+                f"out {option}",
             )
             for option in ("--reproducible", "--accumulate")
         ),

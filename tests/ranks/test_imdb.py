@@ -89,8 +89,8 @@ def test_archive_and_folder_are_read_alike(folder: Path, archive: Path) -> None:
         imdb_archive.digest(source)
         found = imdb_archive.read(source)
         assert found == imdb_archive.read(archive)
-    assert len(found.train.texts) == len(found.test.texts) == 2 * fake_imdb.EACH
-    for text, label in zip(found.test.texts, found.test.labels, strict=True):
+    assert len(found.texts["train"]) == len(found.texts["test"]) == 2 * fake_imdb.EACH
+    for text, label in zip(found.texts["test"], found.labels["test"], strict=True):
         assert any(word in text for word in fake_imdb.WORDS[imdb_archive.LABELS[label]])
     before = imdb_archive.digest(folder)
     assert before == imdb_archive.digest(folder)
@@ -114,9 +114,9 @@ def test_malformed_reviews_are_counted(folder: Path, cache: Path, alone: Backend
     fake_imdb.write_folder(folder, files)
     os.mkfifo(folder / "train/neg/202_1.txt")
     reviews = imdb_archive.read(folder)
-    assert (reviews.not_utf8, reviews.empty, reviews.strange) == (1, 2, 4)
-    assert any(text.startswith("Beyonc\ufffd") for text in reviews.train.texts)
-    assert max(map(len, reviews.test.texts)) == imdb_archive.MAX_REVIEW_BYTES
+    assert reviews.counts == {"not_utf8": 1, "empty": 2, "strange": 4}
+    assert any(text.startswith("Beyonc\ufffd") for text in reviews.texts["train"])
+    assert max(map(len, reviews.texts["test"])) == imdb_archive.MAX_REVIEW_BYTES
     assert load(alone, folder, length=64).note == (
         "imdb: 25 + 26 reviews (all would be 25,000 + 25,000); 1 not UTF-8 (read with replacements), "
         "2 empty (left out), 4 other files among them (left out; a review is called such as "
@@ -273,14 +273,14 @@ def test_token_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
     assert tokenizer.encode("WONDERFUL<br />film").ids == tokenizer.encode("wonderful film").ids
     assert tokenizer.decode(tokenizer.encode("Caf\xe9 \u4e16").ids) == " caf\xe9 \u4e16"
     assert tokens.ids["train"].dtype == torch.int16
-    assert tokens.counts["cut"] == len(reviews.train.texts) + len(reviews.test.texts)
-    for text, row in zip(reviews.test.texts, tokens.ids["test"].tolist(), strict=True):
+    assert tokens.counts["cut"] == len(reviews.texts["train"]) + len(reviews.texts["test"])
+    for text, row in zip(reviews.texts["test"], tokens.ids["test"].tolist(), strict=True):
         whole = tokenizer.encode(text).ids
         assert row == whole[: LENGTH // 4] + whole[-LENGTH * 3 // 4 :]
     long = imdb_tokens.encode(reviews, 40_000, 400)
     assert long.ids["train"].dtype == torch.int32
     assert long.counts["cut"] == 0
-    for text, row in zip(reviews.train.texts, long.ids["train"].tolist(), strict=True):
+    for text, row in zip(reviews.texts["train"], long.ids["train"].tolist(), strict=True):
         whole = Tokenizer.from_str(long.tokenizer).encode(text).ids
         assert row == whole + [PADDING] * (400 - len(whole))
 
@@ -508,7 +508,7 @@ def test_transformer_learns_with_deterministic_operations(model: nn.Sequential) 
 def test_typed_options_override_the_preset(tmp_path: Path) -> None:
     assert TextModelOptions().sizes == TextSizes(2, 64, 2, 128, 0.2, 256, 8000)
     typed = parse(ImdbOptions, ["--preset", "reference", "--layers", "3", "--lr", "0.5"]).filled()
-    reference = PRESETS["reference"].sizes
+    reference = PRESETS["reference"]
     assert (typed.network.layers, typed.optimizer.lr) == (3, 0.5)
     assert typed.network.sizes == replace(reference, layers=3)
     file = tmp_path / "job.yaml"

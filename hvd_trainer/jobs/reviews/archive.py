@@ -36,25 +36,14 @@ Files = Iterator[tuple[str, bytes | None]]
 
 
 @dataclass
-class Split:
-    """The texts of one split and their labels, in an order that does not depend on the archive's."""
-
-    texts: list[str] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-
-
-@dataclass
 class Reviews:
-    """All reviews, and how many were not as they should be."""
+    """All reviews by split, in an order that does not depend on the archive's."""
 
-    train: Split = field(default_factory=Split)
-    test: Split = field(default_factory=Split)
-    not_utf8: int = 0
-    """read with replacement characters"""
-    empty: int = 0
-    """left out"""
-    strange: int = 0
-    """files among the reviews that are none by their name or kind: left out"""
+    texts: dict[str, list[str]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    labels: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    counts: Counter[str] = field(default_factory=Counter)
+    """how many were not_utf8 (read with replacement characters), empty, or strange: files among the reviews that
+    are none by their name or kind; the last two are left out"""
 
 
 def find(place: Path) -> Path:
@@ -78,26 +67,20 @@ def digest(source: Path) -> str:
     Raises:
         DataError: it cannot be read, or it is an archive and not the official one.
     """
+    sha = hashlib.sha256()
     try:
-        return _digest_of_folder(source) if source.is_dir() else _digest_of_archive(source)
+        if source.is_dir():
+            for name, raw in sorted(_in_folder(source)):
+                sha.update(f"{name} {len(raw or b'')}\n".encode(errors="surrogateescape") + (raw or b""))
+            return sha.hexdigest()
+        import pooch  # takes 0.3 s, and a folder is read without it
+
+        found: str = pooch.file_hash(source, alg="md5")
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from error
-
-
-def _digest_of_folder(folder: Path) -> str:
-    sha = hashlib.sha256()
-    for name, raw in sorted(_in_folder(folder)):
-        sha.update(f"{name} {len(raw or b'')}\n".encode(errors="surrogateescape") + (raw or b""))
-    return sha.hexdigest()
-
-
-def _digest_of_archive(archive: Path) -> str:
-    import pooch  # takes 0.3 s, and a folder is read without it
-
-    found: str = pooch.file_hash(archive, alg="md5")
     if found != MD5:
         raise DataError(
-            f"{archive} has the MD5 {found}, and the official archive {MD5}: it is damaged or cut short, or "
+            f"{source} has the MD5 {found}, and the official archive {MD5}: it is damaged or cut short, or "
             f"another one. Delete it and download it again; or unpack it and pass the folder: --data-dir {FOLDER}"
         )
     return found
@@ -109,40 +92,44 @@ def read(source: Path) -> Reviews:
     Raises:
         DataError: it cannot be read, or a split or label has no review.
     """
-    reviews, seen = Reviews(), Counter[tuple[str, str]]()
+    reviews = Reviews()
     try:
         files = sorted(_in_folder(source) if source.is_dir() else _in_archive(source))
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from error
     for name, raw in files:
-        if raw is None:
-            reviews.strange += 1
-            continue
-        split, label, _ = name.split("/")
-        seen[split, label] += _add(reviews, split, label, raw)
-    missing = [f"{FOLDER}/{split}/{label}" for split in SPLITS for label in LABELS if not seen[split, label]]
+        _add(reviews, name, raw)
+    missing = [
+        f"{FOLDER}/{split}/{label}"
+        for split in SPLITS
+        for number, label in enumerate(LABELS)
+        if number not in reviews.labels[split]
+    ]
     if missing:
+        total = sum(map(len, reviews.texts.values()))
         raise DataError(
-            f"{source} has no reviews in {', '.join(missing)}, but {seen.total():,} in all. Its files should be "
+            f"{source} has no reviews in {', '.join(missing)}, but {total:,} in all. Its files should be "
             f"called such as {FOLDER}/train/pos/0_9.txt: download it again."
         )
     return reviews
 
 
-def _add(reviews: Reviews, split: str, label: str, raw: bytes) -> int:
-    """Add one review; return how many were added."""
+def _add(reviews: Reviews, name: str, raw: bytes | None) -> None:
+    """Add one review, or count why it is none."""
+    if raw is None:
+        reviews.counts["strange"] += 1
+        return
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         text = raw.decode("utf-8", errors="replace")
-        reviews.not_utf8 += 1
+        reviews.counts["not_utf8"] += 1
     if not MARKUP.sub("", text).strip():
-        reviews.empty += 1
-        return 0
-    chosen: Split = getattr(reviews, split)
-    chosen.texts.append(text)
-    chosen.labels.append(LABELS.index(label))
-    return 1
+        reviews.counts["empty"] += 1
+        return
+    split, label, _ = name.split("/")
+    reviews.texts[split].append(text)
+    reviews.labels[split].append(LABELS.index(label))
 
 
 def _in_folder(folder: Path) -> Files:
@@ -150,13 +137,11 @@ def _in_folder(folder: Path) -> Files:
         for label in LABELS:
             place = folder / split / label
             for file in place.iterdir() if place.is_dir() else ():
-                is_review = bool(REVIEW_NAME.fullmatch(file.name)) and file.is_file()
-                yield f"{split}/{label}/{file.name}", _beginning(file) if is_review else None
-
-
-def _beginning(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(MAX_REVIEW_BYTES)
+                content = None
+                if REVIEW_NAME.fullmatch(file.name) and file.is_file():
+                    with file.open("rb") as opened:
+                        content = opened.read(MAX_REVIEW_BYTES)
+                yield f"{split}/{label}/{file.name}", content
 
 
 def _in_archive(archive: Path) -> Files:

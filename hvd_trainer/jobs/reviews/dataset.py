@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,21 +155,17 @@ def prepare_tokens(
 def _note(tokens: Tokens) -> str:
     """Return `imdb: 25,000 + 25,000 reviews; 2 not UTF-8 (read with replacements), 3,210 cut to 256 tokens`."""
     sizes = [len(tokens.labels[split]) for split in SPLITS]
-    parts = [f"imdb: {' + '.join(f'{size:,}' for size in sizes)} reviews"]
+    note = f"imdb: {' + '.join(f'{size:,}' for size in sizes)} reviews"
     if sizes != [REVIEWS_PER_SPLIT] * len(SPLITS):
-        parts[0] += f" (all would be {REVIEWS_PER_SPLIT:,} + {REVIEWS_PER_SPLIT:,})"
-    counts = _count_texts(tokens.counts, tokens.ids["train"].shape[1])
-    return "; ".join([*parts, ", ".join(counts)] if counts else parts)
-
-
-def _count_texts(counts: Mapping[str, int], sequence_length: int) -> list[str]:
+        note += f" (all would be {REVIEWS_PER_SPLIT:,} + {REVIEWS_PER_SPLIT:,})"
     words = {
         "not_utf8": "not UTF-8 (read with replacements)",
         "empty": "empty (left out)",
         "strange": f"other files among them (left out; a review is called such as {FOLDER}/train/pos/0_9.txt)",
-        "cut": f"cut to {sequence_length} tokens",
+        "cut": f"cut to {tokens.ids['train'].shape[1]} tokens",
     }
-    return [f"{counts[name]:,} {text}" for name, text in words.items() if counts[name]]
+    counts = ", ".join(f"{tokens.counts[name]:,} {text}" for name, text in words.items() if tokens.counts[name])
+    return f"{note}; {counts}" if counts else note
 
 
 def synthetic(count: int, vocabulary: int, sequence_length: int, seed: int) -> Texts:

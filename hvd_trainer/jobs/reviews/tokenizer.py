@@ -33,7 +33,7 @@ PAD = "[PAD]"
 """The name of id 0: no token."""
 ENCODE_BATCH = 1000
 COUNTED = ("not_utf8", "empty", "strange")
-"""The counts of `Reviews` that are kept."""
+"""The counts of `Reviews`."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
         vocabulary: how many ids there are, at most; at least `MIN_VOCABULARY`.
         sequence_length: of every row: shorter reviews are filled up with 0.
     """
-    tokenizer = _train_tokenizer(reviews.train.texts, vocabulary)
+    tokenizer = _train_tokenizer(reviews.texts["train"], vocabulary)
     ids, cut = {}, 0
     for split in SPLITS:
-        texts = getattr(reviews, split).texts
+        texts = reviews.texts[split]
         rows = torch.zeros(len(texts), sequence_length, dtype=ids_type(vocabulary))
         for row, parts in zip(rows.numpy(), _parts(tokenizer, texts), strict=True):
             if len(parts) > sequence_length:
@@ -82,8 +82,8 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
                 cut += 1
             row[: len(parts)] = parts
         ids[split] = rows
-    labels = {split: torch.tensor(getattr(reviews, split).labels, dtype=torch.uint8) for split in SPLITS}
-    counts = {name: getattr(reviews, name) for name in COUNTED} | {"cut": cut}
+    labels = {split: torch.tensor(reviews.labels[split], dtype=torch.uint8) for split in SPLITS}
+    counts = {name: reviews.counts[name] for name in COUNTED} | {"cut": cut}
     return Tokens(ids, labels, counts, tokenizer.to_str())
 
 
