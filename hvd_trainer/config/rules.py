@@ -89,9 +89,13 @@ def is_set(typed: str) -> Condition:
 
 def given(*all_of: str, any_of: Sequence[str] = (), without: str = "") -> Condition:
     """Return a test for options as they are typed: all of some, any of others, and not the last."""
-    tests, others, missing = map(is_set, all_of), list(map(is_set, any_of)), without and is_set(without)
-    every = [*tests, *([lambda o: any(test(o) for test in others)] if others else [])]
-    return lambda o: all(test(o) for test in every) and not (missing and missing(o))
+    tests, others = [is_set(option) for option in all_of], [is_set(option) for option in any_of]
+    excluded = [is_set(without)] if without else []
+    return lambda o: (
+        all(test(o) for test in tests)
+        and (not others or any(test(o) for test in others))
+        and not any(test(o) for test in excluded)
+    )
 
 
 def _each(always: Condition, message: str, others: Iterable[str]) -> Iterable[Conflict]:

@@ -7,8 +7,7 @@ import platform
 import sysconfig
 from dataclasses import dataclass
 
-from hvd_trainer.horovod_build.facts import TorchFacts
-from hvd_trainer.horovod_build.nccl import Nccl
+from hvd_trainer.horovod_build.facts import Nccl, TorchFacts
 from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, cpu_flags
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan
 from hvd_trainer.horovod_build.errors import InstallError, explain
-from hvd_trainer.horovod_build.nccl import Nccl
-from hvd_trainer.horovod_build.progress import wait_with_progress
+from hvd_trainer.horovod_build.facts import Nccl
 from hvd_trainer.horovod_build.toolchain import cpu_flags
 
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -26,6 +29,9 @@ SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef
 BUILD_TOOLS = ("cmake>=3.26,<4", "setuptools>=70.1,<81", "wheel", "patch-ng>=1.19,<2")
 # From SIGTERM to SIGKILL.
 TERMINATION_GRACE_S = 20
+PROGRESS_POLL_S = 0.5
+PROGRESS = re.compile(rb"\[ *(\d+)%\] (?:Building|Linking)")
+"""How far the compilation is, as CMake prints it."""
 SOURCE_ONLY = ("--no-deps", "--no-build-isolation", "--use-pep517")
 
 
@@ -167,13 +173,26 @@ def run_logged(
             )
             cleanup.callback(_terminate, process)
         try:
-            status = wait_with_progress(process, log, since) if is_build else process.wait(timeout_s)
+            status = _wait_with_progress(process, log, since) if is_build else process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise InstallError(
                 asked, f"no end after {error.timeout:.0f} s", f"look at the log: {log}", log
             ) from error
     if status != 0:
         raise explain(asked, log, since)
+
+
+def _wait_with_progress(process: subprocess.Popen[bytes], log: Path, since: int) -> int:
+    """Wait for a build and return its exit code; show a bar with the time left if stderr is a terminal."""
+    with tqdm(total=100, desc="compiling", unit="%", disable=None, leave=False) as bar:
+        while process.poll() is None:
+            # The lines of the log are long; all of them together have a few megabytes.
+            with log.open("rb") as file:
+                file.seek(since)
+                found = PROGRESS.findall(file.read())
+            bar.update(max(map(int, found), default=0) - bar.n)
+            time.sleep(PROGRESS_POLL_S)
+    return process.returncode
 
 
 @contextlib.contextmanager

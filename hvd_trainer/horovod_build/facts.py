@@ -19,13 +19,15 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 PROBE_TIMEOUT_S = 300
+LIBRARY_NAMES = ("libnccl.so.2", "libnccl.so")
+LIBRARY_FOLDERS = ("lib", "lib64", f"lib/{platform.machine()}-linux-gnu", "targets/*/lib")
 HOST_MARK = "hvd_trainer doctor "
 """The prefix of the line with a host's facts: a login script may print, too."""
 
@@ -134,7 +136,6 @@ def _torch_facts() -> TorchFacts:
         import torch
     except Exception as error:  # a broken PyTorch raises anything from OSError to RuntimeError
         return TorchFacts(error=f"{type(error).__name__}: {error}")
-    from hvd_trainer.horovod_build.nccl import find_nccl
     from hvd_trainer.utils import accelerator
 
     built_for = torch.accelerator.current_accelerator()
@@ -168,22 +169,43 @@ def _gpus(torch: Any, kind: str) -> tuple[list[Gpu], str | None]:
         found = [module.get_device_properties(number) for number in range(module.device_count())]
     except Exception as error:  # no driver, one that is too old, a broken GPU
         return [], first_line(error)
-    return [
-        Gpu(
-            name=gpu.name,
-            memory=gpu.total_memory,
-            capability=_capability(gpu, kind, is_rocm=bool(torch.version.hip)),
-            uuid=str(getattr(gpu, "uuid", "")),
-        )
-        for gpu in found
-    ], None
+    gpus = []
+    for gpu in found:
+        # PyTorch fills in both attributes on CUDA and ROCm, and only one is meaningful on each.
+        capability = f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
+        capability = str(gpu.gcnArchName) if torch.version.hip else capability
+        gpus.append(Gpu(gpu.name, gpu.total_memory, capability, str(getattr(gpu, "uuid", ""))))
+    return gpus, None
 
 
-def _capability(gpu: Any, kind: str, *, is_rocm: bool) -> str:
-    # PyTorch fills in both attributes on CUDA and ROCm, and only one is meaningful on each.
-    if is_rocm:
-        return str(gpu.gcnArchName)
-    return f"{gpu.major}.{gpu.minor}" if kind == "cuda" else ""
+@dataclass(frozen=True)
+class Nccl:
+    """The folder with nccl.h, the library's file, and the version that the header names."""
+
+    include: Path
+    library: Path
+    version: str
+
+
+def find_nccl(homes: Iterable[str | Path]) -> Nccl | None:
+    """Return the NCCL of the first of `homes` that has both header and library.
+
+    home                          header      library
+    .../site-packages/nvidia/nccl include     lib
+    /usr (Debian, NGC)            include     lib/x86_64-linux-gnu
+    /usr (RHEL, SUSE)             include     lib64
+    /usr/local/cuda               include     targets/x86_64-linux/lib, lib64
+    """
+    for home in map(Path, homes):
+        header = home / "include/nccl.h"
+        folders = (path for pattern in LIBRARY_FOLDERS for path in sorted(home.glob(pattern)))
+        libraries = [folder / name for folder in folders for name in LIBRARY_NAMES if (folder / name).is_file()]
+        if header.is_file() and libraries:
+            text = header.read_text(encoding="utf-8")
+            parts = dict(re.findall(r"^\s*#define NCCL_(MAJOR|MINOR|PATCH) (\d+)", text, re.MULTILINE))
+            version = ".".join(parts.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))
+            return Nccl(header.parent, libraries[0], version)
+    return None
 
 
 def _cxx_standard(torch_folder: Path) -> int:

@@ -54,34 +54,20 @@ def _mark_as_proved() -> None:
 
 def _run_self_test(device: str, num_processes: int, log: Path, controller: str) -> None:
     horovodrun = Path(sysconfig.get_path("scripts")) / "horovodrun"
-    command = [
-        str(horovodrun),
-        controller,
-        "-np",
-        str(num_processes),
-        "-H",
-        f"localhost:{num_processes}",
-        sys.executable,
-        "-m",
-        __name__,
-        device,
-    ]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_", "PMIX_"))
-    }
+    ranks = ("-np", str(num_processes), "-H", f"localhost:{num_processes}")
+    command = [str(horovodrun), controller, *ranks, sys.executable, "-m", __name__, device]
+    left_out = ("HOROVOD_", "OMPI_", "PMIX_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    # An empty PYTHONOPTIMIZE keeps the assertions.
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": ""}
     asked = f"Horovod was installed, but {num_processes} ranks could not exchange {device} tensors."
     try:
-        run_logged(
-            asked,
-            command,
-            log,
-            # An empty PYTHONOPTIMIZE keeps the assertions.
-            environment | {"OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": ""},
-            timeout_s=SELF_TEST_TIMEOUT_S,
-        )
+        run_logged(asked, command, log, environment, timeout_s=SELF_TEST_TIMEOUT_S)
     except InstallError as error:
         # horovodrun takes a localhost without an address for another host, and reports only that ssh failed.
-        if not _has_address("localhost"):
+        try:
+            socket.gethostbyname("localhost")
+        except OSError:
             raise InstallError(
                 asked,
                 "the name localhost leads to no address (an empty /etc/hosts?)",
@@ -90,14 +76,6 @@ def _run_self_test(device: str, num_processes: int, log: Path, controller: str) 
             ) from error
         raise
     print(f"proved: {num_processes} ranks, {device} tensors, {controller[2:]} controller", flush=True)
-
-
-def _has_address(host: str) -> bool:
-    try:
-        socket.gethostbyname(host)
-    except OSError:
-        return False
-    return True
 
 
 def check_collectives(device_name: str) -> str:

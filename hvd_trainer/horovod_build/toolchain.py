@@ -1,4 +1,4 @@
-"""Find the C++ compiler, CUDA toolkit and MPI for the build of Horovod."""
+"""Find the C++ compiler, the CUDA toolkit, NCCL and MPI for the build of Horovod."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.facts import TorchFacts
-from hvd_trainer.horovod_build.nccl import LIBRARY_FOLDERS, Nccl, find_nccl
+from hvd_trainer.horovod_build.facts import LIBRARY_FOLDERS, Nccl, TorchFacts, find_nccl
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 USUAL_CUDA_HOME = "/usr/local/cuda"
@@ -50,20 +49,10 @@ def find_cxx(standard: int) -> str:
     Raises:
         InstallError: there is none, it is too old, or `make` or Python's headers are missing.
     """
-    name = os.environ.get("CXX") or "g++"
-    path = shutil.which(name)
-    if path is None:
-        raise InstallError(
-            "Horovod must be compiled, and there is no C++ compiler.",
-            f"looked for {name!r} on PATH",
-            "apt-get install g++    (or set CXX to a compiler that you have)",
-        )
-    if shutil.which("make") is None:
-        raise InstallError(
-            "Horovod must be compiled, and there is no make.",
-            "looked for 'make' on PATH",
-            "apt-get install make",
-        )
+    asked, name = "Horovod must be compiled, and there is no", os.environ.get("CXX") or "g++"
+    remedy = "apt-get install g++    (or set CXX to a compiler that you have)"
+    path = _require_program(name, f"{asked} C++ compiler.", remedy)
+    _require_program("make", f"{asked} make.", "apt-get install make")
     _require_standard(path, standard)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
@@ -72,6 +61,13 @@ def find_cxx(standard: int) -> str:
             f"{header} is not there",
             "apt-get install python3-dev    (or use a Python from python.org, pyenv or conda)",
         )
+    return path
+
+
+def _require_program(name: str, asked: str, remedy: str) -> str:
+    """Return the path of a program on PATH, or raise InstallError."""
+    if (path := shutil.which(name)) is None:
+        raise InstallError(asked, f"looked for {name!r} on PATH", remedy)
     return path
 
 
@@ -177,12 +173,10 @@ def find_mpi() -> str:
     Raises:
         InstallError: `mpicxx` is not on PATH.
     """
-    if shutil.which("mpicxx") is None:
-        raise InstallError(
-            "A build with MPI was asked for (--mpi), but there is no MPI compiler.",
-            "looked for 'mpicxx' on PATH",
-            "apt-get install libopenmpi-dev openmpi-bin    (or load your cluster's MPI module)",
-        )
+    asked = "A build with MPI was asked for (--mpi), but there is no MPI compiler."
+    _require_program(
+        "mpicxx", asked, "apt-get install libopenmpi-dev openmpi-bin    (or load your cluster's MPI module)"
+    )
     shown = _output(["mpicxx", "--showme:version"]) or _output(["mpicxx", "-v"])
     version = re.search(r"\d+(\.\d+)+", shown)
     return version.group(0) if version else "unknown"

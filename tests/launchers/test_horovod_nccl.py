@@ -17,8 +17,7 @@ from hvd_trainer.horovod_build import toolchain
 from hvd_trainer.horovod_build.build_plan import BuildPlan
 from hvd_trainer.horovod_build.build_steps import build_environment
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.horovod_build.facts import TorchFacts
-from hvd_trainer.horovod_build.nccl import Nccl, find_nccl
+from hvd_trainer.horovod_build.facts import Nccl, TorchFacts, find_nccl
 
 TRIPLET = f"{platform.machine()}-linux-gnu"
 CUDA_TORCH = TorchFacts(version="2.15.0+cu132", cuda="13.2")
