@@ -85,7 +85,7 @@ class Record(Struct, kw_only=True):
     """of `cpu_s`, in the kernel"""
     major_faults: int
     queued_s: float
-    """of all threads"""
+    """of all threads but the sampler"""
     frames: list[Frame]
     stacks: list[StackCount]
 

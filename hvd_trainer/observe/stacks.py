@@ -124,7 +124,7 @@ class StackSampler:
         self._step: dict[Stack, float] = {}
         self._blocks, self._folded = 0, len(self._ends)
         self._usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._queued = _queued_of_threads()
+        self._queued = self._queued_of_others()
         self._began = time.perf_counter()
         self._elements_before = self.elements
 
@@ -246,10 +246,21 @@ class StackSampler:
             cpu_s=usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
             system_s=usage.ru_stime - self._usage.ru_stime,
             major_faults=usage.ru_majflt - self._usage.ru_majflt,
-            queued_s=_queued_of_threads() - self._queued,
+            queued_s=self._queued_of_others() - self._queued,
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
         )
+
+    def _queued_of_others(self) -> float:
+        """Return the seconds that the threads of this process, but the sampler, were in the queue for a CPU.
+
+        On a busy machine the sampler, which wants a CPU every few milliseconds, is in the queue most of the time.
+        """
+        total = 0
+        for file in Path("/proc/self/task").glob("*/schedstat"):
+            with suppress(OSError, IndexError, ValueError):
+                total += int(file.read_text().split()[1]) if file.parent.name != str(self._thread.native_id) else 0
+        return total / 1e9
 
 
 def slow_from(durations: Sequence[float]) -> float:
@@ -265,15 +276,6 @@ def _places(frame: FrameType | None) -> tuple[Place, ...]:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(reversed(found))
-
-
-def _queued_of_threads() -> float:
-    """Return the seconds that all threads of this process have been in the queue for a CPU."""
-    total = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, IndexError, ValueError):
-            total += int(file.read_text().split()[1])
-    return total / 1e9
 
 
 class StackSamples(Observer):

@@ -228,11 +228,13 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
 def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     """Yield what the threads of a rank wait for a CPU, beside what a limit has taken: for whom it is busy."""
     waits = []
+    # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
+    exchange_s = min(table["exchange"].own for table in evidence.tables)
     for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
         queued = sum(its.queued for role, its in table.items() if role != "exchange")
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
-        waits.append(queued + min(table["exchange"].own, max(0.0, carriers)))
+        waits.append(queued + min(exchange_s, max(0.0, carriers)))
     rank = _most(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
     text = f"the threads of rank {rank} are in the queue for a CPU for {_ms(seconds)} of {_ms(evidence.step_s)} ms"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from hvd_trainer.observe import stacks
 from hvd_trainer.observe.stack_record import Frame, Record, StackCount, called_expression
 from hvd_trainer.observe.stacks import StackSampler
 from hvd_trainer.tools.diagnose import machine_use
@@ -195,6 +198,13 @@ CASES = {
     "other programs": Case(
         (make_rank(COMPUTE, reduce_for(30)), QUEUED),
         *("programs", 30, "end the other programs on these cores, or move them to others: burn.py 1.0"),
+        known={"cores": 2, "machine": BURNING},
+    ),
+    # What another rank waits meanwhile, with threads in the queue, was counted as waiting for the CPU as well.
+    "one rank that waits beside other programs": Case(
+        (make_rank(COMPUTE, reduce_for(50), queued_s=STEPS * 0.04), make_rank(COMPUTE, CALL)),
+        *("slow line", 50, f"{AT_CALLBACK}: rank 1 spends"),
+        rank=1,
         known={"cores": 2, "machine": BURNING},
     ),
     "too many threads": Case(
@@ -474,6 +484,28 @@ def test_sampler_counts_lines_with_their_cpu_time(tmp_path: Path) -> None:
     assert spun.cpu > 0.6 * (spun.wall - spun.queued)
     places = {str(frame) for stack in profile.main() for frame in stack.frames}
     assert any(place.endswith("nap, time.sleep") and place.startswith("test_diagnose.py:") for place in places)
+
+
+def test_sampler_leaves_its_own_time_in_the_queue_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy programs it was most of the time, and counted as the exchange's."""
+    sampler = StackSampler(tmp_path / "stacks" / "rank-0.json")
+
+    def glob(pattern: str) -> list[Path]:
+        """Write how long each thread was in the queue: the sampler's always since the beginning."""
+        for thread in threading.enumerate():
+            file = tmp_path / str(thread.native_id) / "schedstat"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"0 {time.perf_counter_ns() if thread.name == 'stack sampler' else 7} 1")
+        return list(tmp_path.glob(pattern))
+
+    monkeypatch.setattr(stacks, "Path", lambda name: SimpleNamespace(glob=glob))
+    sampler.start()
+    for _ in range(8):
+        nap()
+        sampler.end_step()
+    sampler.stop()
+    (profile,) = read_profiles(tmp_path)
+    assert profile.queued_s == pytest.approx(0, abs=1e-6)
 
 
 def test_role_of_a_stack() -> None:
