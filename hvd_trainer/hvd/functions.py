@@ -8,19 +8,21 @@ object, without its tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hvd_trainer.hvd.collective import Collective
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
+from hvd_trainer.hvd.common.request import ALLGATHER
 from hvd_trainer.hvd.common.wire import as_bytes
-from hvd_trainer.hvd.operations.allgather import gather_rows
-from hvd_trainer.hvd.operations.broadcast import broadcast_, broadcast_async_
-from hvd_trainer.hvd.operations.handles import synchronize
+from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
+from hvd_trainer.utils.tensors import parameters_of
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank: int) -> None:
@@ -52,14 +54,6 @@ def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank
             tensor.data.copy_(packed)
 
 
-class _Slot(NamedTuple):
-    """The place of a tensor in a structure without its tensors."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Give one rank's optimizer state and settings to all; a fresh optimizer stays fresh, with gradients of zero.
 
@@ -70,13 +64,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
         root_rank: the rank that sends.
         model: not needed.
     """
-    tensors: list[Tensor] = []
     is_root = basics.rank() == root_rank
-    structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    structure = broadcast_object(structure, root_rank, name="optimizer_state")
+    state: Any = optimizer.state_dict() if is_root else None
+    # Without their elements: these follow, without being pickled.
+    shapes = tree_map_only(Tensor, lambda its: torch.empty(its.shape, dtype=its.dtype, device="meta"), state)
+    shapes = broadcast_object(shapes, root_rank, name="optimizer_state")
     if not is_root:
-        slots = sorted(_slots(structure))
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        state = tree_map_only(Tensor, lambda its: torch.empty_like(its, device="cpu"), shapes)
+    tensors = [its.detach().cpu().contiguous() for its in tree_leaves(state) if isinstance(its, Tensor)]
     handles = [
         broadcast_async_(as_bytes(tensor), root_rank, f"optimizer_state.{index}")
         for index, tensor in enumerate(tensors)
@@ -85,46 +80,12 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     for handle in handles:
         synchronize(handle)
     if not is_root:
-        optimizer.load_state_dict(_with_tensors(structure, tensors))
-    if not structure["state"]:
+        optimizer.load_state_dict(state)
+    if not state["state"]:
         # Scripts written for Horovod find gradients here, which its step has left.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-
-
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with slots for tensors, which are appended to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
-        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: _without_tensors(its, tensors) for key, its in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(its, tensors) for its in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: _with_tensors(its, tensors) for key, its in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(its, tensors) for its in value)
-    return value
-
-
-def _slots(value: Any) -> Iterable[_Slot]:
-    if isinstance(value, _Slot):
-        yield value
-    elif isinstance(value, dict):
-        for its in value.values():
-            yield from _slots(its)
-    elif type(value) in (list, tuple):
-        for its in value:
-            yield from _slots(its)
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def broadcast_object(
@@ -155,7 +116,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         obj: anything that cloudpickle takes.
         name: by which ranks match the operation; None: as in `allreduce`.
     """
-    rows, lengths = gather_rows(_as_tensor(cloudpickle.dumps(obj)), None if name is None else f"{name}.t")
+    payload = _as_tensor(cloudpickle.dumps(obj))
+    name = None if name is None else f"{name}.t"
+    operation = Collective(ALLGATHER, [payload], name, global_process_set).submit(will_wait=True)
+    rows, (lengths,) = operation.result(), operation.request.result
     return [cloudpickle.loads(part.numpy().tobytes()) for part in rows.split(lengths)]
 
 

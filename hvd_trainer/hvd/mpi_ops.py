@@ -1,32 +1,21 @@
-"""`horovod.torch.mpi_ops`: all operations, and this process's place among the ranks."""
+"""`horovod.torch.mpi_ops`: all operations, and this process's place among the ranks.
+
+For each operation a private function makes a `Collective` of its arguments; the public ones run it, start it, or
+do so in place.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from hvd_trainer.hvd.collective import Collective, check_has_rows, handles, public
 from hvd_trainer.hvd.common import basics
-from hvd_trainer.hvd.common.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from hvd_trainer.hvd.common.basics import *  # noqa: F403
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.process_sets import (
     ProcessSet,
@@ -35,37 +24,23 @@ from hvd_trainer.hvd.common.process_sets import (
     init,
     remove_process_set,
 )
-from hvd_trainer.hvd.common.request import ADASUM, AVERAGE, BARRIER, MAX, MIN, PRODUCT, SUM
-from hvd_trainer.hvd.operations.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
+from hvd_trainer.hvd.common.request import (
+    ADASUM,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    AVERAGE,
+    BARRIER,
+    BROADCAST,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCESCATTER,
+    SUM,
 )
-from hvd_trainer.hvd.operations.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    handle_average_backwards_compatibility,
-    sparse_allreduce_async,
-)
-from hvd_trainer.hvd.operations.alltoall import alltoall, alltoall_async
-from hvd_trainer.hvd.operations.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvd_trainer.hvd.operations.handles import handles, poll, submit, synchronize
-from hvd_trainer.hvd.operations.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from hvd_trainer.hvd.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
+from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.utils import accelerator
-
-Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
 
 __all__ = [
     "Adasum",
@@ -90,14 +65,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -108,34 +76,413 @@ __all__ = [
     "grouped_reducescatter_async",
     "handle_average_backwards_compatibility",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
+    *basics.__all__,
 ]
 
+Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
 
-def shutdown() -> None:
-    """End the job: waits until all ranks come to it, too; nothing if there is none."""
-    basics.shutdown()
-    handles.clear()
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
+    SimpleNamespace(Average=AVERAGE, Sum=SUM)
+)
+
+
+def _reduction(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    *,
+    is_group: bool = False,
+) -> Collective:
+    if kind == REDUCESCATTER and op not in (AVERAGE, SUM):
+        raise HorovodInternalError("Reducescatter is for hvd.Average and hvd.Sum only.")
+    if not AVERAGE <= op <= PRODUCT:
+        raise HorovodInternalError(f"There is no reduction {op!r}: use hvd.Sum, hvd.Average and the like.")
+    if op == ADASUM:
+        _check_adasum(tensors, process_set)
+    prescale, postscale = map(float, factors)
+    return Collective(
+        kind, tensors, name, process_set, op=op, prescale=prescale, postscale=postscale, is_group=is_group
+    )
+
+
+def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    if process_set is not global_process_set:
+        raise NotImplementedError("Adasum works on all ranks: process sets are not supported.")
+    if not num_rank_is_power_2(basics.size()):
+        raise NotImplementedError(f"Adasum needs a power of two as number of ranks, not {basics.size()}.")
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        raise ValueError("Adasum is for floating-point tensors.")
+
+
+# Allreduce.
+
+
+def _allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Collective:
+    """Combine a tensor over ranks; see `allreduce`."""
+    op = handle_average_backwards_compatibility(op, average)
+    return _reduction(ALLREDUCE, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Collective:
+    """Combine several tensors over ranks, as one operation; see `allreduce`."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduction(ALLREDUCE, list(tensors), name, op, factors, process_set, is_group=True)
+
+
+allreduce_ = public("allreduce_", _allreduce, Collective.output_in_place)
+allreduce_async = public("allreduce_async", _allreduce, Collective.start)
+allreduce_async_ = public("allreduce_async_", _allreduce, Collective.start_in_place)
+grouped_allreduce_ = public("grouped_allreduce_", _grouped_allreduce, Collective.outputs_in_place)
+grouped_allreduce_async = public("grouped_allreduce_async", _grouped_allreduce, Collective.start)
+grouped_allreduce_async_ = public("grouped_allreduce_async_", _grouped_allreduce, Collective.start_in_place)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return a tensor combined over ranks: a new one, of the same shape and type. Differentiable.
+
+    Args:
+        tensor: contiguous, of the same shape and type on all ranks.
+        average: deprecated, use `op`.
+        name: by which ranks match the operation, in whatever order they ask for it; None: by its number among
+            those without a name.
+        compression: type on the wire.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplied before.
+        postscale_factor: multiplied after.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, or a rank is gone.
+        ValueError: the tensor's type is not supported, it is not contiguous, or the name is in use.
+    """
+    wire, ctx = compression.compress(tensor)
+    reduced = _allreduce(wire, average, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced.output(), ctx)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Return several tensors combined over ranks, as one operation; see `allreduce`. Differentiable."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    wires = [wire for wire, _ in pairs]
+    reduced = _grouped_allreduce(wires, average, name, op, prescale_factor, postscale_factor, process_set)
+    return [compression.decompress(it, ctx) for it, (_, ctx) in zip(reduced.outputs(), pairs, strict=True)]
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start to add up a sparse COO tensor over ranks: indices and values of all ranks are gathered.
+
+    Args:
+        op: Average, or Sum.
+
+    Returns:
+        A function that waits and returns the sparse tensor, not coalesced.
+    """
+    # Gathered along the first dimension, so the indices have to be rows.
+    rows = tensor._indices().transpose(0, 1).contiguous()
+    gathered_rows = _allgather(rows, f"{name}.indices", process_set).submit()
+    gathered_values = _allgather(tensor._values(), f"{name}.values", process_set).submit()
+
+    def wait() -> Tensor:
+        values, indices = gathered_values.result(), gathered_rows.result()
+        if op == AVERAGE:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
+
+    return wait
+
+
+# Allgather.
+
+
+def _allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Collective:
+    """Gather the tensors of all ranks, one after the other along the first dimension.
+
+    Args:
+        tensor: contiguous, with at least one dimension; the first may differ from rank to rank.
+        name: as in `allreduce`.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
+        ValueError: as in `allreduce`, or the tensor has no dimension.
+    """
+    return Collective(ALLGATHER, [tensor], name, process_set)
+
+
+def _grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Collective:
+    """Gather several tensors of all ranks, as one operation; see `allgather`."""
+    return Collective(ALLGATHER, list(tensors), name, process_set, is_group=True)
+
+
+allgather = public("allgather", _allgather, Collective.output)
+allgather_async = public("allgather_async", _allgather, Collective.start)
+grouped_allgather = public("grouped_allgather", _grouped_allgather, Collective.outputs)
+grouped_allgather_async = public("grouped_allgather_async", _grouped_allgather, Collective.start)
+
+
+# Broadcast.
+
+
+def _broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Collective:
+    """Give the tensor of one rank to all.
+
+    Args:
+        tensor: contiguous, of the same shape and type on all ranks.
+        root_rank: the rank that sends, among all ranks, also in a process set.
+        name: as in `allreduce`.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
+        ValueError: as in `allreduce`, or the root is not in the process set.
+    """
+    ranks = process_set.ranks if process_set is not global_process_set else range(basics.size())
+    if root_rank not in (ranks or ()):
+        raise ValueError(f"broadcast received invalid root rank {root_rank}: the process set has ranks {ranks}.")
+    return Collective(BROADCAST, [tensor], name, process_set, root=int(root_rank))
+
+
+broadcast = public("broadcast", _broadcast, Collective.output)
+broadcast_ = public("broadcast_", _broadcast, Collective.output_in_place)
+broadcast_async = public("broadcast_async", _broadcast, Collective.start)
+broadcast_async_ = public("broadcast_async_", _broadcast, Collective.start_in_place)
+
+
+# Alltoall.
+
+
+def _alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Collective:
+    """Send rows to all ranks; see `alltoall`. The result is the rows, and how many came from each rank."""
+    check_has_rows(ALLTOALL, tensor)
+    size = process_set.size() or basics.size()
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    rows = _numbers_of_rows(len(tensor), splits, size)
+    return Collective(ALLTOALL, [tensor], name, process_set, splits=rows, splits_on=device)
+
+
+def _numbers_of_rows(length: int, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """Return how many of a tensor's rows go to each rank.
+
+    Raises:
+        ValueError: they do not fit the tensor or the number of ranks.
+    """
+    if splits is None or len(splits) == 0:
+        if length % size:
+            raise ValueError(
+                f"splits not provided, but the first dimension of the tensor, {length}, is not a multiple of "
+                f"the number of ranks, {size}."
+            )
+        return (length // size,) * size
+    if isinstance(splits, Tensor):
+        if splits.dim() != 1 or splits.dtype != torch.int32:
+            raise ValueError("alltoall expects splits to be a one-dimensional tensor of 32-bit integers.")
+        splits = splits.tolist()
+    rows = tuple(int(count) for count in splits)
+    if len(rows) != size:
+        raise ValueError(f"alltoall expects splits to have {size} entries, one per rank, not {len(rows)}.")
+    if min(rows) < 0 or sum(rows) > length:
+        raise ValueError(f"The splits {list(rows)} do not fit a tensor whose first dimension is {length}.")
+    return rows
+
+
+alltoall_async = public("alltoall_async", _alltoall, Collective.start)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send consecutive rows of a tensor to each rank, and return those received, in rank order. Differentiable.
+
+    Args:
+        tensor: contiguous, with at least one dimension; all but the first are the same on all ranks.
+        splits: how many rows go to each rank (int32 if a tensor); None: the same number to each.
+        name: as in `allreduce`.
+        process_set: the ranks that take part.
+
+    Returns:
+        The received rows; if `splits` is given, also how many came from each rank.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
+        ValueError: as in `allreduce`, or the splits do not fit.
+    """
+    outputs = _alltoall(tensor, splits, name, process_set).outputs()
+    return outputs[0] if splits is None else outputs
+
+
+# Reducescatter.
+
+
+def _reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Collective:
+    """Combine a tensor over ranks, of which each rank gets some rows; see `reducescatter`."""
+    return _reduction(REDUCESCATTER, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Collective:
+    """Combine several tensors over ranks, of which each rank gets some rows; see `reducescatter`."""
+    factors = prescale_factor, postscale_factor
+    return _reduction(REDUCESCATTER, list(tensors), name, op, factors, process_set, is_group=True)
+
+
+reducescatter_async = public("reducescatter_async", _reducescatter, Collective.start)
+grouped_reducescatter_async = public("grouped_reducescatter_async", _grouped_reducescatter, Collective.start)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Combine a tensor over ranks, and return this rank's rows of the result. Differentiable.
+
+    The first dimension is divided evenly; the first ranks get one row more where it cannot be.
+
+    Args:
+        tensor: contiguous, of the same shape and type on all ranks, with at least one dimension.
+        name, compression, process_set, prescale_factor, postscale_factor: as in `allreduce`.
+        op: Average or Sum.
+
+    Raises:
+        HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
+        ValueError: as in `allreduce`, or the tensor has no dimension.
+    """
+    wire, ctx = compression.compress(tensor)
+    scattered = _reducescatter(wire, name, op, process_set, prescale_factor, postscale_factor)
+    return compression.decompress(scattered.output(), ctx)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Combine several tensors over ranks as one operation, and return this rank's rows. Differentiable."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    wires = [wire for wire, _ in pairs]
+    scattered = _grouped_reducescatter(wires, name, op, process_set, prescale_factor, postscale_factor)
+    return [compression.decompress(it, ctx) for it, (_, ctx) in zip(scattered.outputs(), pairs, strict=True)]
+
+
+# Without tensors, and the end.
+
+
+def poll(handle: int) -> bool:
+    """Return whether an operation is done, so that `synchronize` would return at once.
+
+    Raises:
+        ValueError: there is no such handle, or `synchronize` was called on it.
+    """
+    operation = handles.get(handle)
+    if operation is None:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return operation.is_done()
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation, and return its output: a tensor, or a tuple of several.
+
+    On a GPU the host does not wait: the current stream does. Returns None for a handle that is unknown or was
+    synchronised before.
+
+    Raises:
+        HorovodInternalError: the operation has failed.
+    """
+    operation = handles.pop(handle, None)
+    return None if operation is None else operation.result()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of a process set have called it.
+
+    Raises:
+        HorovodInternalError: not initialised, or the job has ended.
+    """
+    Collective(BARRIER, (), None, process_set).submit(will_wait=True).outputs()
 
 
 def join(device: int = -1) -> int:
@@ -155,10 +502,7 @@ def join(device: int = -1) -> int:
     return basics.controller(0).join(zeros_on)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of a process set have called it.
-
-    Raises:
-        HorovodInternalError: not initialised, or the job has ended.
-    """
-    submit(BARRIER, (), None, process_set, will_wait=True).result()
+def shutdown() -> None:
+    """End the job: waits until all ranks come to it, too; nothing if there is none."""
+    basics.shutdown()
+    handles.clear()

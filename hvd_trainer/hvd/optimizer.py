@@ -20,8 +20,7 @@ from hvd_trainer.hvd.common.request import ADASUM, AVERAGE, Request
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.hvd.gradient_buckets import GradientBuckets, Reduction, propose
-from hvd_trainer.hvd.operations.allreduce import allreduce_async_, sparse_allreduce_async
-from hvd_trainer.hvd.operations.handles import synchronize
+from hvd_trainer.hvd.mpi_ops import allreduce_async_, sparse_allreduce_async, synchronize
 
 NOT_TUPLES = "named_parameters must be a sequence of tuples (name, parameter), such as model.named_parameters()."
 TOO_MANY_PASSES = (

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from hvd_trainer.backends import sync_batch_norm
 from hvd_trainer.hvd.common import basics
-from hvd_trainer.hvd.common.request import SUM
-from hvd_trainer.hvd.operations.allreduce import allreduce
+from hvd_trainer.hvd.mpi_ops import Sum, allreduce
 from hvd_trainer.launch.world import World
 
 
@@ -19,7 +18,7 @@ class _Ranks:
         return basics.runtime().world
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return allreduce(tensor, op=SUM)
+        return allreduce(tensor, op=Sum)
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):

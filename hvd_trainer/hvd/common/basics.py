@@ -32,6 +32,29 @@ from hvd_trainer.hvd.common.settings import (
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.launch.world import World, lone_process_warning
 
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -467,24 +490,12 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False
-
-
 def mpi_built() -> bool:
-    """Return False: MPI is not used, also under mpirun."""
+    """Return False: neither MPI, also under mpirun, nor IBM's DDL nor oneCCL is used."""
     return False
 
 
-def mpi_enabled() -> bool:
-    """Return False: MPI is not used, also under mpirun."""
-    return False
+mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def mpi_threads_supported() -> bool:

@@ -1,0 +1,282 @@
+"""Calls of Horovod's operations: checked, submitted, waited for, and differentiated."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hvd_trainer.hvd.common import basics
+from hvd_trainer.hvd.common.controller import Controller
+from hvd_trainer.hvd.common.process_sets import ProcessSet
+from hvd_trainer.hvd.common.request import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    AVERAGE,
+    BARRIER,
+    BROADCAST,
+    DTYPES,
+    REDUCESCATTER,
+    REDUCIBLE,
+    SUM,
+    Request,
+    Signature,
+)
+from hvd_trainer.utils import accelerator
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CPU = torch.device("cpu")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Operation:
+    """An operation that was submitted.
+
+    Args:
+        request: what was submitted.
+        controller: to which.
+        splits_on: alltoall: the device for the numbers of received rows.
+    """
+
+    def __init__(self, request: Request, controller: Controller, splits_on: torch.device) -> None:
+        self.request, self._controller, self._splits_on = request, controller, splits_on
+
+    def is_done(self) -> bool:
+        """Return whether `result` would return at once."""
+        request = self.request
+        return request.is_done and (request.finished is None or bool(request.finished.query()))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Wait, and return all outputs; on a GPU, let the current stream wait.
+
+        Raises:
+            HorovodInternalError: the operation has failed.
+        """
+        request = self.request
+        self._controller.wait(request)
+        if request.error is not None:
+            raise request.error
+        if request.finished is not None:
+            stream = accelerator.current_stream(request.tensors[0].device)
+            stream.wait_event(request.finished)
+            for output in request.outputs:
+                output.record_stream(stream)
+        if request.signature.kind == ALLTOALL:
+            received = torch.tensor(request.result, dtype=torch.int32, device=self._splits_on)
+            return request.outputs[0], received
+        return tuple(request.outputs)
+
+    def result(self) -> Any:
+        """Wait as `outputs` does, and return the one tensor of an operation that is no group."""
+        outputs = self.outputs()
+        if self.request.signature.is_group or len(outputs) > 1:
+            return outputs
+        return outputs[0] if outputs else None
+
+
+handles: dict[int, Operation] = {}
+"""Operations that nobody has waited for yet, by the numbers that asynchronous functions return."""
+_numbers = itertools.count()
+
+
+class Collective:
+    """One call of an operation, checked, and not submitted yet.
+
+    Args:
+        kind: of the operation.
+        tensors: contiguous, on one device.
+        name: by which ranks match it; None: by the number of such operations before.
+        process_set: the ranks that take part.
+        splits_on: as for `Operation`.
+        fields: further fields of `Signature`.
+
+    Raises:
+        ValueError: a tensor's type or layout is not supported, or there is none.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        name: str | None,
+        process_set: ProcessSet,
+        *,
+        splits_on: torch.device = CPU,
+        **fields: Any,
+    ) -> None:
+        if not tensors and kind != BARRIER:
+            raise ValueError("A grouped operation needs at least one tensor.")
+        types = REDUCIBLE if kind in (ALLREDUCE, REDUCESCATTER) else DTYPE_NAMES
+        for tensor in tensors:
+            if tensor.dtype not in types or tensor.is_sparse:
+                raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+            if kind in (ALLGATHER, REDUCESCATTER):
+                check_has_rows(kind, tensor)
+            if not tensor.is_contiguous():
+                raise ValueError("Tensor is required to be contiguous.")
+            if tensor.device != tensors[0].device:
+                raise ValueError("The tensors of one operation must be on one device.")
+        self.tensors, self.process_set = tensors, process_set
+        self._is_named, self._splits_on = name is not None, splits_on
+        self._signature = Signature(
+            kind=kind,
+            name=f"{kind}.{'noname' if name is None else name}",
+            dtypes=tuple(DTYPE_NAMES[tensor.dtype] for tensor in tensors),
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+            device=tensors[0].device.type if tensors else "",
+            **fields,
+        )
+
+    def submit(self, *, in_place: bool = False, will_wait: bool = False) -> Operation:
+        """Ask the process set for the operation.
+
+        Args:
+            in_place: whether the results go into the tensors.
+            will_wait: the caller asks for the result at once.
+
+        Raises:
+            ValueError: this process is not in the set, or an operation of this name is under way.
+            HorovodInternalError: not initialised, or the job has ended.
+        """
+        if self.process_set.process_set_id is None:
+            raise ValueError(f"This process set is not registered: {self.process_set}")
+        controller = basics.controller(self.process_set.process_set_id)
+        number = 0 if self._is_named else controller.next_number(self._signature.kind)
+        request = Request(self._signature, number=number, tensors=self.tensors, in_place=in_place)
+        if self.tensors and not accelerator.is_host(self.tensors[0].device):
+            request.ready = accelerator.event(self.tensors[0].device)
+            request.ready.record(accelerator.current_stream(self.tensors[0].device))
+        controller.submit(request, will_wait=will_wait)
+        return Operation(request, controller, self._splits_on)
+
+    # What a function of the API does with it, and documents by these sentences.
+
+    def start(self) -> int:
+        """Return a handle for `poll` and `synchronize`, which waits and returns new tensors."""
+        return self._start(in_place=False)
+
+    def start_in_place(self) -> int:
+        """Return a handle for `poll` and `synchronize`, which waits and returns the tensors, overwritten."""
+        return self._start(in_place=True)
+
+    def _start(self, in_place: bool) -> int:
+        operation, handle = self.submit(in_place=in_place), next(_numbers)
+        handles[handle] = operation
+        return handle
+
+    def output_in_place(self) -> Tensor:
+        """Return the tensor, which is overwritten."""
+        return self.outputs_in_place()[0]
+
+    def outputs_in_place(self) -> tuple[Tensor, ...]:
+        """Return the tensors, which are overwritten."""
+        return self.submit(in_place=True, will_wait=True).outputs()
+
+    def output(self) -> Tensor:
+        """Return a new tensor. Differentiable."""
+        return self.outputs()[0]
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Return new tensors. Differentiable."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
+            outputs: tuple[Tensor, ...] = HorovodFunction.apply(self, *self.tensors)
+            return outputs
+        return self.submit(will_wait=True).outputs()
+
+
+def check_has_rows(kind: str, tensor: Tensor) -> None:
+    """Refuse a tensor without dimensions.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tensor.dim() == 0:
+        raise ValueError(f"{kind.capitalize()} does not support scalar inputs: give the tensor one dimension.")
+
+
+def public(name: str, describe: Callable[P, Collective], use: Callable[[Collective], T]) -> Callable[P, T]:
+    """Return a function of Horovod's API.
+
+    Args:
+        name: of the function.
+        describe: takes what the function takes.
+        use: a method of `Collective`, which returns what the function returns.
+    """
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> T:
+        return use(describe(*args, **kwargs))
+
+    result = inspect.signature(use).return_annotation
+    function.__signature__ = inspect.signature(describe).replace(return_annotation=result)  # type: ignore[attr-defined]
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = describe.__module__
+    function.__doc__ = f"{describe.__doc__}\n\n    {use.__doc__}"
+    return function
+
+
+class HorovodFunction(Function):
+    """An operation whose gradients are computed by one of `GRADIENTS`."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        operation = collective.submit(will_wait=True)
+        outputs = operation.outputs()
+        request = operation.request
+        ctx.signature, ctx.result, ctx.process_set = request.signature, request.result, collective.process_set
+        ctx.mark_non_differentiable(*outputs[len(tensors) :])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: D102
+        received = [grad.contiguous() for grad in grads[: len(ctx.signature.shapes)]]
+        return None, *GRADIENTS[ctx.signature.kind](ctx, received)
+
+
+def _of_allreduce(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients reduced as the tensors were."""
+    fields = {name: getattr(forward.signature, name) for name in ("op", "prescale", "postscale", "is_group")}
+    return Collective(ALLREDUCE, grads, None, forward.process_set, **fields).outputs()
+
+
+def _of_allgather(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return this rank's rows of the averaged gradients."""
+    started = [Collective(ALLREDUCE, [grad], None, forward.process_set, op=AVERAGE).submit() for grad in grads]
+    me = forward.process_set.rank()
+    return [its.result().split(lengths)[me] for its, lengths in zip(started, forward.result, strict=True)]
+
+
+def _of_broadcast(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return the averaged gradient on the root, and zeros elsewhere."""
+    reduced = Collective(ALLREDUCE, grads, None, forward.process_set, op=AVERAGE).output()
+    return [reduced if basics.rank() == forward.signature.root else torch.zeros_like(reduced)]
+
+
+def _of_alltoall(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return the gradient to where the rows came from; that of rows that were sent to nobody is zero."""
+    rows = Collective(ALLTOALL, grads, None, forward.process_set, splits=tuple(forward.result)).output()
+    length, *others = forward.signature.shapes[0]
+    return [torch.cat([rows, rows.new_zeros(length - len(rows), *others)]) if len(rows) < length else rows]
+
+
+def _of_reducescatter(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return the gathered gradients, scaled as the tensors were."""
+    signature, process_set = forward.signature, forward.process_set
+    factor = signature.prescale * signature.postscale * ((process_set.size() or 1) if signature.op == SUM else 1)
+    return Collective(ALLGATHER, [grad * factor for grad in grads], None, process_set, is_group=True).outputs()
+
+
+GRADIENTS: dict[str, Callable[[Any, list[Tensor]], Sequence[Tensor]]] = {
+    ALLREDUCE: _of_allreduce,
+    ALLGATHER: _of_allgather,
+    BROADCAST: _of_broadcast,
+    ALLTOALL: _of_alltoall,
+    REDUCESCATTER: _of_reducescatter,
+}
+"""By the kind of an operation: computes the gradients of its inputs, from those of its outputs."""

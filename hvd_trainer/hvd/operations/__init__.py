@@ -1,1 +1,0 @@
-"""The operations of `hvd.mpi_ops`, one kind a module."""
