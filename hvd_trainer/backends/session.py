@@ -31,8 +31,7 @@ from hvd_trainer.errors import LaunchError, PeerError, UserError, first_line
 from hvd_trainer.faults import preemption, stack_dump
 from hvd_trainer.faults.activity import Activity
 from hvd_trainer.faults.elastic import HorovodElasticDriver
-from hvd_trainer.faults.failure_report import reporter
-from hvd_trainer.faults.grace import wait_for_launcher
+from hvd_trainer.faults.failure_report import reporter, wait_for_launcher
 from hvd_trainer.faults.monitor import Monitor, MonitorSettings
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer

@@ -1,4 +1,7 @@
-"""The report of a failed job: one short text on stderr, printed by one rank; longer output goes to files."""
+"""The report of a failed job: one short text on stderr, printed by one rank; longer output goes to files.
+
+A rank whose error is the consequence of another one's waits for that report.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""
+GRACE_S = 10.0
+"""How long a rank whose error another one reports waits before it exits."""
 
 
 class FailureReporter:
@@ -128,3 +134,13 @@ def write_torchrun_error(text: str, environ: Mapping[str, str]) -> None:
         message = {"message": text, "extraInfo": more}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": message}))
+
+
+def wait_for_launcher(seconds: float = GRACE_S) -> None:
+    """Wait for the launcher to end this process; return after a time if it does not.
+
+    All launchers end every rank at the first bad exit code, some within milliseconds. A rank whose error is the
+    consequence of another one's must not exit first, or that one is killed before it has printed its report. If no
+    other rank fails within that time, this rank has to report its own error.
+    """
+    threading.Event().wait(seconds)

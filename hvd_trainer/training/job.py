@@ -14,8 +14,7 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
-from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
-from hvd_trainer.faults.grace import wait_for_launcher
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter, wait_for_launcher
 from hvd_trainer.launch.slurm import slurm_step_id
 from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler

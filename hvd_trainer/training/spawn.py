@@ -16,8 +16,7 @@ import cloudpickle
 import torch.multiprocessing as multiprocessing
 
 from hvd_trainer.errors import LaunchError, PeerError
-from hvd_trainer.faults.failure_report import reporter
-from hvd_trainer.faults.grace import GRACE_S, wait_for_launcher
+from hvd_trainer.faults.failure_report import GRACE_S, reporter, wait_for_launcher
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint

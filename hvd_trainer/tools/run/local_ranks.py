@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from hvd_trainer.faults.grace import GRACE_S
+from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
 from hvd_trainer.tools.runner.processes import exit_on_sigterm
