@@ -86,8 +86,6 @@ class AsyncWriter:
 
         Args:
             began: time at which training stopped for this save, by `time.perf_counter`.
-            state: from `TrainState.collect`.
-            step, epoch, figures: as in `storage.Manifest`.
 
         Raises:
             CheckpointError: the previous save could not be written, or the state holds what a checkpoint cannot.
@@ -141,10 +139,6 @@ class PinnedMemory:
 
 def place_in_blocks(sizes: Sequence[int], min_block_bytes: int = 0) -> tuple[int, list[tuple[int, int]]]:
     """Place tensors into blocks of equal size, one after the other.
-
-    Args:
-        sizes: of the tensors, in bytes.
-        min_block_bytes: least size of a block.
 
     Returns:
         The bytes of each block: enough for the largest tensor, for a sixteenth of all, and for all if they are

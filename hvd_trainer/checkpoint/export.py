@@ -15,9 +15,7 @@ NAME = "model.safetensors"
 def export_weights(model: nn.Module, folder: Path | None) -> None:
     """Write `model.safetensors` with the module's own names (no `module.` prefix), atomically.
 
-    Args:
-        model: the bare module; of tensors that it shares, one is written.
-        folder: None on the ranks that write nothing.
+    Of tensors that the bare module shares, one is written. Ranks without a folder write nothing.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -40,12 +40,7 @@ class CheckpointManager:
     """Saves and restores one training, alike on all ranks.
 
     Args:
-        backend: the engine.
-        options: when to save, and what to resume from.
-        log: the run's log, whose folder holds the checkpoints.
         is_enabled: whether there is such a folder; the same on all ranks.
-        state: collects and restores the state of the run.
-        progress: the counters of the run.
         before_save: called before each save; raises if the state must not be saved.
         snapshot: the state in memory, shared with the managers of this training's other worlds.
     """
@@ -76,7 +71,6 @@ class CheckpointManager:
         """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
 
         Args:
-            seed: seed of the run.
             is_over: called when all is restored; returns whether nothing is left to train.
 
         Returns:
@@ -220,7 +214,6 @@ class CheckpointManager:
         """Save after this step if its number or the caller asks for it. A collective.
 
         Args:
-            meter: what the metrics of the running epoch have gathered.
             save: write a checkpoint, whatever the step's number.
             commit: keep a snapshot, whatever the step's number; in elastic mode only.
         """
@@ -236,12 +229,7 @@ class CheckpointManager:
             self._save(meter, to_disk=True)
 
     def after_epoch(self, record: Mapping[str, Any], *, last: bool) -> None:
-        """Save between epochs if the epoch's number asks for it. A collective.
-
-        Args:
-            record: the epoch's figures.
-            last: whether the run ends with it.
-        """
+        """Save between epochs if the epoch's number asks for it. A collective."""
         to_disk = self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=last)
         if to_disk or self._backend.session.driver is not None:
             self._save(None, record, to_disk=to_disk)

@@ -71,9 +71,7 @@ def save(
     """Write one checkpoint.
 
     Args:
-        folder: the run's `checkpoints` folder.
         state: as for `utils.serialization.flatten`, its tensors on the host. They are written from where they are.
-        step, epoch, figures: as in `Manifest`.
 
     Returns:
         The checkpoint's folder.
@@ -190,8 +188,6 @@ def prune(folder: Path, *, keep: int, best: str | None) -> None:
     """Remove all checkpoints but the newest `keep` and the best.
 
     Args:
-        folder: the run's `checkpoints` folder; no other process may be writing to it.
-        keep: how many of the newest stay.
         best: a figure such as test_loss; the one with the lowest (of a loss), else the highest, stays as well.
 
     Raises:
@@ -248,7 +244,6 @@ def restore(log_folder: Path | None, resume: str) -> LoadedCheckpoint:
     """Load the newest valid checkpoint that `--resume` allows.
 
     Args:
-        log_folder: the run's log folder.
         resume: none, auto, or the path of a checkpoint, or of a folder with checkpoints.
 
     Raises:

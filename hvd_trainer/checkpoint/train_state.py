@@ -57,12 +57,8 @@ class TrainState:
     """The state of a run.
 
     Args:
-        backend: the engine.
-        model: the bare module.
-        progress: the counters.
         others: optimizer, scheduler and scaler by these names, as far as the run has them.
         data: seed and number of samples of the training set.
-        parts: the parts of model and optimizer that this rank has.
         reproducible: whether each step leaves equal buffers on all ranks.
 
     Attributes:
@@ -86,11 +82,9 @@ class TrainState:
         self.metrics: Mapping[str, Any] | None = None
 
     def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
-        """Return the current state on rank 0, and None on the others. A collective.
+        """Return the current state on rank 0, or everywhere; else None. A collective.
 
-        Args:
-            meter: of the running epoch; None between epochs.
-            everywhere: return it on the others, too.
+        The meter is that of the running epoch; None between epochs.
         """
         # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
         differ = meter is not None and not self._reproducible
@@ -122,10 +116,7 @@ class TrainState:
         return {name: value for name, value in self._model.state_dict().items() if not is_on_other_stage(value)}
 
     def export(self, folder: Path | None) -> None:
-        """Write the weights of the whole model. A collective.
-
-        Args:
-            folder: to write to on rank 0; None on the others.
+        """Write the weights of the whole model to a folder, which rank 0 alone has. A collective.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -141,7 +132,6 @@ class TrainState:
         """Restore a state, which is the same on all ranks.
 
         Args:
-            state: from `collect`, on this number of ranks or another, under this engine or another.
             partial: parts that may be missing or different, and then start anew: optimizer, scheduler, scaler,
                 random, data.
 

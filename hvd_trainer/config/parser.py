@@ -81,11 +81,7 @@ def _summary(kind: type) -> str:
 
 
 def _help_registry(*, common_only: bool) -> ConstructorRegistry:
-    """Return tyro's rules for dataclasses, changed in what help lists: a job's own options come first.
-
-    Args:
-        common_only: list only the fields marked `COMMON` of a group that has such.
-    """
+    """Return tyro's rules for dataclasses, changed in what help lists: a job's own options come first."""
     from tyro.conf import Suppress
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 

@@ -21,7 +21,6 @@ class Channel:
     """One end of a connection.
 
     Args:
-        connection: the socket.
         max_bytes: of a message; after a longer one the channel counts as broken.
     """
 

@@ -38,9 +38,6 @@ class DismissedError(SystemExit):
 class HorovodElasticDriver:
     """A client of horovodrun in its elastic mode, for one of its ranks.
 
-    Args:
-        environ: the environment, which is changed with the world.
-
     Attributes:
         hosts_changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
         past_worlds: how many worlds this process has been in before this one.

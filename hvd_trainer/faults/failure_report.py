@@ -112,12 +112,7 @@ def save_stacks(folder: Path, stacks: Mapping[int, str], report: str | None) -> 
 
 
 def report_folder(log_folder: str | None, token: str) -> Path:
-    """Return the folder for a report's files: in the log folder, else a temporary one, alike on all ranks.
-
-    Args:
-        log_folder: of the run; None if it has none.
-        token: of the job's monitor.
-    """
+    """Return the folder for a report's files: in the log folder, else a temporary one, alike on all ranks."""
     if log_folder is None:
         # Other users see the name of a temporary folder: the hash tells them nothing of the token.
         name = hashlib.sha256(token.encode()).hexdigest()[:12]

@@ -15,12 +15,7 @@ from hvd_trainer.utils.process import start_time
 
 
 class LocalRanks:
-    """The ranks whose processes this rank can see: it can read their status and signal them.
-
-    Args:
-        rank: this rank.
-        peers: all ranks.
-    """
+    """The ranks whose processes this rank can see: it can read their status and signal them."""
 
     def __init__(self, rank: int, peers: Sequence[RankInfo]) -> None:
         self._rank, self._peers = rank, peers

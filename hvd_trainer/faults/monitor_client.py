@@ -28,10 +28,6 @@ from hvd_trainer.faults.root_cause import Heartbeat, RootCause
 class MonitorClient(Monitor):
     """The monitor of a rank other than 0; connects to rank 0's.
 
-    Args:
-        settings: see there.
-        store: where rank 0 has published its monitor's address.
-
     Raises:
         LaunchError: rank 0's monitor cannot be reached.
     """

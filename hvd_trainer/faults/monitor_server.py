@@ -56,13 +56,7 @@ class _StallReport:
 
 
 class MonitorServer(Monitor):
-    """The monitor of rank 0, which listens for the others'.
-
-    Args:
-        settings: see there.
-        store: where its address is published for the other ranks.
-        address: of this machine, to listen at.
-    """
+    """The monitor of rank 0, which publishes its address in the store and listens there for the others'."""
 
     def __init__(self, settings: MonitorSettings, store: dist.Store, address: str) -> None:
         super().__init__(settings)

@@ -52,13 +52,10 @@ class StopRequest:
         self._last_progress = time.monotonic()
 
     def listen(self, wakeup: socket.socket) -> None:
-        """Handle signals until `END` arrives.
+        """Handle signals, whose numbers arrive as bytes, until `END` does.
 
         One request often comes as several signals: a scheduler signals all processes, and a launcher its ranks
         again.
-
-        Args:
-            wakeup: receives the number of each signal as a byte.
         """
         while (number := wakeup.recv(1)[0]) != END:
             if signal.getsignal(number) is not _ignore:
@@ -80,10 +77,6 @@ class StopRequest:
 class Requeue:
     """Puts the Slurm job back into its queue, once it was stopped and has saved.
 
-    Args:
-        wanted: whether to.
-        job_id: of the Slurm job; None outside of one.
-
     Raises:
         OptionError: it is wanted outside of a Slurm job.
     """
@@ -97,13 +90,9 @@ class Requeue:
         self._job_id = job_id if wanted else None
 
     def submit(self, what: str, *, acts: bool) -> str:
-        """Requeue the job if that is wanted, and return what is left to print.
+        """Requeue the job if that is wanted and this rank `acts`; return what is left to print.
 
         The message that it goes on by itself is logged before: Slurm ends this process when it requeues the job.
-
-        Args:
-            what: happened to the job.
-            acts: whether this rank is the one to do it.
         """
         by_hand = "To go on, type the same command with --resume auto"
         if self._job_id is None or not acts:
@@ -122,14 +111,10 @@ class Requeue:
 def listen_for_signals(
     stop: Callable[[int], None], signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[StopRequest]:
-    """Call a function at the first of some signals, inside the context.
+    """Call a function with the first of some signals, in another thread, inside the context.
 
     A signal that was not granted is sent again at the end of the context, and has its usual effect then. Does
     nothing in threads other than the main one, where Python allows no handlers.
-
-    Args:
-        stop: called with the signal's number, in another thread.
-        signals: to listen for.
     """
     request = StopRequest(stop)
     if threading.current_thread() is not threading.main_thread():
@@ -185,9 +170,6 @@ def init_loader_worker(worker: int) -> None:
     """Make a loader process end with its rank, and not by other signals; for `DataLoader(worker_init_fn=)`.
 
     Signals are sent to whole process groups, and a rank whose loader dies crashes before it has saved.
-
-    Args:
-        worker: the process's number.
     """
     if _inherited:
         # Blocked, so that they stay pending for the thread, which sees who sent them.

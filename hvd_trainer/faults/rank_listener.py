@@ -20,9 +20,6 @@ class RankListener:
     """Accepts one channel of each other rank, and then no more. Connections without the token are closed.
 
     Args:
-        address: of this machine, to listen at.
-        size: number of ranks.
-        selector: calls what is registered there.
         on_rank: is called with a rank, its channel, and messages that came with the first one.
 
     Attributes:

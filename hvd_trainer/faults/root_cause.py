@@ -81,12 +81,7 @@ class Stall:
 
 
 def find_stall(heartbeats: Mapping[int, Heartbeat], silence_limit_s: float) -> Stall | None:
-    """Return the ranks that hold up the others; None if there are none.
-
-    Args:
-        heartbeats: of all ranks.
-        silence_limit_s: how long a rank may send no heartbeat.
-    """
+    """Return the ranks that hold up the others; None if there are none."""
     silent = tuple(rank for rank, beat in heartbeats.items() if beat.silent_s > silence_limit_s)
     if silent:
         return Stall(silent, "silent")

@@ -17,7 +17,6 @@ class SharedStatus:
     """Step and phase in memory that processes of one user on one machine share.
 
     Args:
-        descriptor: the open file of the memory.
         writable: whether this process is the rank itself, whose `descriptor` stays open for others.
     """
 

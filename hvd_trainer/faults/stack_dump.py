@@ -86,11 +86,8 @@ def unregister_signal(memory: int | None) -> None:
 def request_stacks(pid: int, memory: int) -> str:
     """Return the stacks of another process of this machine and user; empty if it does not answer.
 
-    A suspended process is made to run on: it could not answer else.
-
-    Args:
-        pid: of the process.
-        memory: its file descriptor, as `register_signal` has returned it there.
+    `memory` is what `register_signal` has returned there. A suspended process is made to run on: it could not
+    answer else.
     """
     file = Path(f"/proc/{pid}/fd/{memory}")
     text = ""

@@ -152,8 +152,7 @@ def run_logged(
 ) -> None:
     """Run one step with its output appended to `log`, and end its processes with it.
 
-    Args:
-        is_build: whether it compiles, so that its progress can be shown; there is no time limit then.
+    A step that `is_build` shows its progress, and has no time limit.
 
     Raises:
         InstallError: it failed or did not end in time; `asked` begins the message.

@@ -44,12 +44,6 @@ class PatchError(UserError):
 def apply_patches(source: Path, tools: Path, *, cxx_standard: int, record: Mapping[str, object]) -> None:
     """Patch the unpacked source in place, and add the messages module and the build's record.
 
-    Args:
-        source: the folder with Horovod's setup.py.
-        tools: the folder with the build tools, patch-ng among them.
-        cxx_standard: 17 or 20, as this PyTorch's headers need.
-        record: plain values, readable later as `horovod.hvd_trainer_build.RECORD`.
-
     Raises:
         PatchError: a line differs from the published source of 0.28.1, or is elsewhere in its file.
     """

@@ -50,8 +50,6 @@ def require_private(path: Path, remedy: str, *, above: bool = False) -> None:
     """Refuse a file or folder that other users own or can write to.
 
     Args:
-        path: the file or folder.
-        remedy: what to type.
         above: whether it is a folder above ours. In a sticky one, such as /tmp, others cannot replace ours; and
             its group may write, since many users have a group of their own.
 

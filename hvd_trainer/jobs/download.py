@@ -38,7 +38,6 @@ def download_missing(
 
     Args:
         find: raises DataError if the data is not there.
-        limit_s: for all files, in seconds.
 
     Raises:
         DataError: the server cannot be reached, a file is not what it should be, or time is up.

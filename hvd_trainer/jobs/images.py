@@ -128,11 +128,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
 def load_digits(times: int = 1) -> Images:
     """Return 1,797 handwritten digits of 8x8 pixels in 17 greys, brought to uint8 (N, 1, 28, 28).
 
-    They come with this package (see digits/NOTICE). Every fifth image is for testing: 1,438 to train on and 359
-    to test.
-
-    Args:
-        times: how often each image is trained on in an epoch.
+    They come with this package (see digits/NOTICE). Every fifth image is for testing: 1,438 to train on, each
+    `times` times in an epoch, and 359 to test.
     """
     table = torch.from_numpy(np.loadtxt(DIGITS, delimiter=","))  # per row 64 pixels and the digit
     small = table[:, :64].float().view(-1, 1, 8, 8)
@@ -158,9 +155,6 @@ def _find(folder: Path, name: str) -> Path:
 
 def fetch_mnist(folder: Path, limit_s: float) -> None:
     """Download MNIST to where torchvision puts it below `folder`, unless it is there.
-
-    Args:
-        limit_s: for the download, in seconds.
 
     Raises:
         DataError: it cannot be downloaded, or not be written there.

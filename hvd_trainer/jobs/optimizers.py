@@ -23,11 +23,6 @@ def make_optimizer(
     """Return an optimizer over all parameters.
 
     On an accelerator it is fused: one kernel updates all parameters.
-
-    Args:
-        choice: with a learning rate.
-        device: where the model will be trained; it may still be elsewhere.
-        options: of the training.
     """
     assert choice.lr is not None
     fused = None if accelerator.is_host(device) else True

@@ -97,9 +97,6 @@ STEP_VARIABLES = (
 def detect_slurm(environ: Mapping[str, str]) -> SlurmStep | None:
     """Return the Slurm step that srun started this process in.
 
-    Args:
-        environ: the environment, as `os.environ`.
-
     Returns:
         None if there is no step: outside of Slurm, and in a batch script that has not called srun.
 

@@ -85,9 +85,6 @@ class World:
 def detect(environ: Mapping[str, str]) -> World:
     """Return this process's place in the job, from its environment variables.
 
-    Args:
-        environ: the environment, as `os.environ`.
-
     Returns:
         The world by the variables of the first matching row of `LAUNCHERS`; a single process if none matches.
 

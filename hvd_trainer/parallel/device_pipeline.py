@@ -29,12 +29,7 @@ def clock_cycles(parts: int, chunks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class DevicePipeline:
-    """Run all partitions in this process, each on its device.
-
-    Args:
-        parts: all partitions of the model, in order; outputs return to the first one's device.
-        devices: one per partition.
-    """
+    """Run all partitions in this process, each on its device."""
 
     def __init__(self, parts: Sequence[StageModule], devices: Sequence[torch.device]) -> None:
         self._parts, self._devices = parts, devices

@@ -33,12 +33,7 @@ from hvd_trainer.utils.tensors import parameters_of
 
 
 class FSDPShards:
-    """Shard the parameters of a model, or of a stage, over the replica group.
-
-    Args:
-        backend: the engine.
-        precision: fp32, bf16 or fp16.
-    """
+    """Shard the parameters of a model, or of a stage, over the replica group."""
 
     def __init__(self, backend: Backend, precision: str) -> None:
         self._backend = backend
@@ -69,7 +64,6 @@ class FSDPShards:
         Args:
             roots: the modules that are called in training.
             blocks: the modules that are gathered one at a time; what a root has besides is one more.
-            optimizer: with the same state on all ranks.
         """
         with self._backend.activity.waiting(), torch.no_grad():
             for root in roots:
@@ -116,11 +110,7 @@ class FSDPShards:
         return done if self.is_first else None
 
     def shard_optimizer_state(self, optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
-        """Return this rank's shards of an optimizer's state, by the parameters' numbers.
-
-        Args:
-            state: of whole tensors on the host, the same on all ranks.
-        """
+        """Return this rank's shards of an optimizer's state of whole tensors, by the parameters' numbers."""
         parameters = list(parameters_of(optimizer))
         return {
             number: {key: _local_shard(value, parameters[number]) for key, value in its.items()}

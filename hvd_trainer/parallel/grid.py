@@ -68,10 +68,6 @@ def make_grid(nodes: Sequence[str], stages: int) -> Grid:
     Stages send each other activations in every micro-batch, replicas exchange gradients once per step. So stage
     groups take the ranks of one node first, and only the remaining ranks form groups across nodes.
 
-    Args:
-        nodes: the node of each rank, in rank order.
-        stages: processes that share one copy of the model.
-
     Returns:
         The grid; rank 0 is stage 0 of replica 0.
 

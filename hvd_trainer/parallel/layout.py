@@ -40,9 +40,6 @@ class Layout:
     """The distribution of one training over ranks and devices: here a whole replica on each rank.
 
     Args:
-        backend: the engine, started.
-        options: of the layout.
-        train: of the training.
         exchange: whether replicas average their gradients.
 
     Attributes:
@@ -96,8 +93,6 @@ class Layout:
         """Return the module to train with and the optimizer, alike on all ranks.
 
         Args:
-            model: the user's.
-            optimizer: over all its parameters.
             inputs: returns the inputs of one batch, for measurements; a collective.
         """
         to_train = self._blocks_of(model)
@@ -195,11 +190,7 @@ class Layout:
         return None
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Return further figures of an epoch's record. A collective.
-
-        Args:
-            seconds: the duration of the epoch.
-        """
+        """Return further figures of an epoch's record. A collective."""
         return {}
 
     def lines(self) -> dict[str, str]:

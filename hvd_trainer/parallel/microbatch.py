@@ -54,8 +54,6 @@ class MicroBatchLoss:
     """Compute the loss of each micro-batch of one batch, in the order of the schedule.
 
     Args:
-        loss: returns the mean loss, given outputs and targets.
-        chunks: the micro-batches of the batch.
         weight: of the batch in its step.
         finish: returns the tensor to start backward from, given a micro-batch's share of the loss.
 

@@ -37,11 +37,7 @@ class Partition:
 
 
 def block_names(model: nn.Module, why: str) -> list[str]:
-    """Return the names of a model's blocks.
-
-    Args:
-        model: a sequence of blocks.
-        why: the option that needs them, for the error.
+    """Return the names of a model's blocks; errors name the option that needs them (`why`).
 
     Raises:
         OptionError: the model is not a sequence of blocks, or two blocks share a parameter.
@@ -94,12 +90,8 @@ def make_partitions(
     """Partition a model.
 
     Args:
-        model: a sequence of blocks.
-        names: of its blocks.
-        parts: number of partitions.
         balance: bytes, time, or the numbers of blocks by hand.
         why: the option that asks for it, for errors.
-        times: of the blocks, in seconds, if measured.
 
     Raises:
         OptionError: the model has fewer blocks, or `balance` does not fit it.
@@ -127,10 +119,6 @@ def balance_weights(weights: Sequence[float], parts: int) -> list[int]:
     Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", J. Parallel Distrib. Comput.
     64 (2004). Of the optima it is the one with the smallest sum of squares, which balances the other parts.
 
-    Args:
-        weights: of the blocks, none negative.
-        parts: at most as many as there are blocks.
-
     Returns:
         The number of blocks in each part, at least one.
     """
@@ -145,8 +133,6 @@ def _cheapest(
     """Return the least cost of all ways to split, and the sizes of its parts.
 
     Args:
-        sums: of the first 0, 1, 2, ... weights.
-        parts: how many.
         extended: returns the cost with one more part, given the cost without it and the part's weight.
     """
     n = len(sums) - 1

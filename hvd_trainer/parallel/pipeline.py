@@ -34,11 +34,7 @@ from hvd_trainer.utils.tensors import parameters_of
 
 
 class SingleStage:
-    """Run all blocks in this process, micro-batch after micro-batch.
-
-    Args:
-        blocks: the whole model's.
-    """
+    """Run all blocks in this process, micro-batch after micro-batch."""
 
     def __init__(self, blocks: StageModule) -> None:
         self._blocks = blocks
@@ -64,11 +60,6 @@ class StagePipeline:
 
     Args:
         parts: of this process, by their number among all.
-        num_parts: of the whole model.
-        chunks: micro-batches of a batch.
-        schedule: a name in `schedule.CLASSES`.
-        group: the stage group.
-        backend: the engine.
 
     Attributes:
         busy_s: how long this process has computed in training, in seconds, without waiting, sending and receiving.
@@ -176,11 +167,6 @@ class StageStep(TrainStep):
 
     Args:
         parts: with an optimizer of all the model's parameters; those of other stages get no gradients here.
-        runner: runs the stage or stages of this process.
-        chunks: micro-batches of a batch.
-        chunk_size: samples of each.
-        seed: of the run.
-        replica: the number of this replica.
     """
 
     def __init__(

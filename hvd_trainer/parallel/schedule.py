@@ -32,12 +32,6 @@ def bubble(schedule: Schedule, stages: int, chunks: int, parts: int = 1) -> floa
     gpipe and 1f1b: Huang et al., GPipe (NeurIPS 2019). interleaved: Narayanan et al., Efficient large-scale
     language model training on GPU clusters (SC'21). zero-bubble: the schedule ZB-H1 of Qi et al., Zero bubble
     pipeline parallelism (ICLR 2024), with forward and both halves of backward equally long.
-
-    Args:
-        schedule: a name in `CLASSES`.
-        stages: processes per replica.
-        chunks: micro-batches of a batch.
-        parts: of the model, per stage.
     """
     gaps = stages - 1
     if schedule == "zero-bubble":

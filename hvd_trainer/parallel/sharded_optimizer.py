@@ -56,12 +56,7 @@ def make_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class ShardedOptimizer:
-    """Let an optimizer update only this rank's parameters, and receive the others after each step.
-
-    Args:
-        backend: the engine; the parameters are divided among its replica group.
-        optimizer: gets hooks before and after its step.
-    """
+    """Let an optimizer update only this rank's parameters, and receive the others after each step."""
 
     def __init__(self, backend: Backend, optimizer: Optimizer) -> None:
         self._backend = backend

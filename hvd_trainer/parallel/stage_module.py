@@ -33,8 +33,6 @@ class StageModule(nn.Module):
 
     Args:
         blocks: with their numbers in the whole model.
-        device: where they are.
-        precision: fp32, bf16 or fp16.
         recompute: activation checkpointing: keep only each block's input, and recompute the rest in backward.
         sends: whether another process has the next block.
 

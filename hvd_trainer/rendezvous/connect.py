@@ -51,12 +51,9 @@ def open_store(
     that an earlier session has left in a store are not visible.
 
     Args:
-        world: this process's place, from `launch.detect`.
-        environ: the environment.
         init_method: where ranks that were started by hand meet: `env://`, `tcp://HOST:PORT` or
             `file:///PATH`, as in `torch.distributed`.
         address: of this machine, at which rank 0 shall listen; None: that on the route to the others.
-        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
         LaunchError: the address is missing, taken, or nobody answers there in time.

@@ -31,10 +31,6 @@ PUBLIC_TOKEN = "0" * 32
 def join_at_address(init_method: str, settings: RendezvousSettings) -> Rendezvous:
     """Join the ranks at an address that all of them are given.
 
-    Args:
-        init_method: as in `torch.distributed`.
-        settings: of this rank.
-
     Raises:
         LaunchError: the address is missing, taken, or nobody answers there in time.
     """
@@ -132,11 +128,6 @@ def _join_by_file(url: str, settings: RendezvousSettings) -> Rendezvous:
 
 def open_torch_store(init_method: str, place: str, settings: RendezvousSettings) -> dist.Store:
     """Return PyTorch's own store for an init method, such as that of torchrun.
-
-    Args:
-        init_method: as in `torch.distributed`.
-        place: the address for errors.
-        settings: of this rank.
 
     Raises:
         LaunchError: it cannot be opened, or its file is of an earlier job.

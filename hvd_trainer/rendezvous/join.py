@@ -55,14 +55,7 @@ class RendezvousSettings:
 def join_by_registry(
     registry: EndpointRegistry, settings: RendezvousSettings, address: str, port: int = 0
 ) -> Rendezvous:
-    """Serve and publish a store on rank 0; look it up and join it on the others.
-
-    Args:
-        registry: where all ranks of the job find the same entry.
-        settings: of this rank.
-        address: of this machine, at which rank 0 listens.
-        port: chosen by the user; 0: any.
-    """
+    """Serve and publish a store on rank 0; look it up and join it on the others."""
     secret = settings.secret
     if settings.world.is_first:
         token, nonce = create_token(secret)
@@ -80,12 +73,6 @@ def join_by_registry(
 
 def serve_store(world: World, address: str, port: int, token: str | None = None) -> Endpoint:
     """Start the store's server in a process of its own, and return its endpoint.
-
-    Args:
-        world: of rank 0.
-        address: of this machine, to listen at.
-        port: 0: any.
-        token: None: a new one.
 
     Raises:
         LaunchError: the port stays in use, or the address is not of this machine.

@@ -52,11 +52,7 @@ class StepDiscovery:
         self._name, self._ports, self._hosts = f"hvd_trainer {name}", ports, hosts or {}
 
     def announce(self, address: str, text: str) -> None:
-        """Send a text to each rank that connects, in a thread, as long as this process lives.
-
-        Args:
-            address: of this machine, to listen at.
-            text: without blanks.
+        """Send a text without blanks to each rank that connects, in a thread, as long as this process lives.
 
         Raises:
             LaunchError: all the ports are in use.

@@ -70,11 +70,6 @@ class Store:
 class Connection:
     """The connection of one client.
 
-    Args:
-        sock: the socket.
-        store: what it reads and writes.
-        protocol: returns the handler of its messages.
-
     Attributes:
         is_authenticated: whether it has sent a key with a token.
         awaited: keys that it waits for.

@@ -30,12 +30,7 @@ PARENT_CHECK_S = 0.5
 
 
 class StoreServer:
-    """All connections of one listening socket.
-
-    Args:
-        listener: the socket.
-        pipe: from which tokens are read, one a line.
-    """
+    """All connections of one listening socket."""
 
     def __init__(self, listener: socket.socket, pipe: int) -> None:
         self._listener, self._pipe, self._partial_token = listener, pipe, b""

@@ -64,14 +64,6 @@ def build_run(
 ) -> TrainingRun:
     """Build all parts of a training, alike on all ranks. A collective.
 
-    Args:
-        inputs: the arguments of `fit`.
-        options: all options.
-        backend: the engine, started.
-        stop_condition: the figure of --until.
-        requeue: puts a Slurm job that was stopped back into its queue.
-        snapshot: the state in memory that outlives this world.
-
     Raises:
         OptionError, DataError, BackendError, CheckpointError: the parts do not fit each other, or the ranks.
     """

@@ -28,7 +28,6 @@ class StepConsensus:
     """Requests by name, which all ranks learn of after the same step.
 
     Args:
-        backend: the engine.
         names: all possible requests, the same on every rank.
         interval_s: seconds between two polls where a poll takes no time; if steps take longer, each is followed by
             one.

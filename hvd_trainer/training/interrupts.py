@@ -23,12 +23,6 @@ class Interrupts:
     SAVE      rank 0's clock: the last checkpoint is older than --save-every-s
     STOP      SIGTERM or SIGUSR1 on any rank: save, and end the job
     RESCALE   horovodrun is about to add or remove ranks: remember this step, and leave the world
-
-    Args:
-        backend: the engine.
-        manager: saves.
-        progress: the counters of the run.
-        requeue: puts a Slurm job that was stopped back into its queue.
     """
 
     def __init__(self, backend: Backend, manager: CheckpointManager, progress: Progress, requeue: Requeue) -> None:
@@ -55,9 +49,6 @@ class Interrupts:
 
     def after_step(self, meter: Meter) -> None:
         """Save, stop or rescale after this step, as all ranks have agreed. A collective after some steps.
-
-        Args:
-            meter: what the metrics of the running epoch have gathered.
 
         Raises:
             PreemptedError: a signal has stopped the job; everything is saved.

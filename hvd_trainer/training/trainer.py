@@ -163,13 +163,7 @@ class Trainer:
             inputs.optimizer.zero_grad(set_to_none=True)
 
     def _fit_in_this_world(self, inputs: FitInputs, snapshot: InMemorySnapshot, history: History) -> None:
-        """Train until the end, or until the ranks change.
-
-        Args:
-            inputs: the arguments of `fit`.
-            snapshot: the state in memory to resume from; without one, a checkpoint or nothing.
-            history: gets the records of the epochs.
-        """
+        """Train until the end, or until the ranks change."""
         run = build_run(
             inputs,
             options=self.options,

@@ -151,10 +151,6 @@ def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
     Addresses of tensors are part of the graph: its inputs must stay in place, and each launch overwrites its
     results. Other threads, such as a loader's, may use the device during the capture.
 
-    Args:
-        run: the function.
-        stream: the stream to capture on.
-
     Returns:
         A function that launches the graph on the stream that is current then.
     """

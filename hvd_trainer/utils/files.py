@@ -55,10 +55,6 @@ def find_unsafe_path(folder: Path, names: Iterable[str]) -> str | None:
 
     A folder from an untrusted archive may have links in it: writing through them would destroy other files of this
     user.
-
-    Args:
-        folder: to write to.
-        names: of the files and folders in it that will be written.
     """
     paths = [folder / name for name in names]
     inside = (path for top in paths if top.is_dir() and not top.is_symlink() for path in top.rglob("*"))

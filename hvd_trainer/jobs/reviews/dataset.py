@@ -72,7 +72,6 @@ def load_texts(
     Args:
         vocabulary: how many ids there are; 0 is padding.
         sequence_length: ids per text; inputs are (num_texts, sequence_length).
-        seed: of synthetic tokens.
         say: called with a line about each step that takes time.
 
     Raises:
@@ -116,9 +115,6 @@ def _load_tokens(
 
 def fetch(place: Path, limit_s: float) -> None:
     """Download the archive into the folder `place`, unless the reviews are there.
-
-    Args:
-        limit_s: for the download, in seconds.
 
     Raises:
         DataError: it cannot be downloaded, or not be written there.

@@ -155,9 +155,6 @@ def save(tokens: Tokens, file: Path) -> None:
 def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
     """Read the cache.
 
-    Args:
-        vocabulary, sequence_length: as for `encode`.
-
     Raises:
         DataError: it is not there, damaged, or no such cache.
     """
