@@ -107,11 +107,7 @@ def detect_slurm(environ: Mapping[str, str]) -> SlurmStep | None:
 
 
 def read_step(environ: Mapping[str, str]) -> SlurmStep:
-    """Return the step of a process that srun started.
-
-    Raises:
-        LaunchError: as `detect_slurm`.
-    """
+    """Return the step of a process that srun started."""
     missing = [name for name in STEP_VARIABLES if name not in environ]
     if missing:
         raise LaunchError(

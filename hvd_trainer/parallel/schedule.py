@@ -40,11 +40,7 @@ def bubble(schedule: Schedule, stages: int, chunks: int, parts: int = 1) -> floa
 
 
 def check_chunks(schedule: Schedule, stages: int, chunks: int) -> None:
-    """Refuse a number of micro-batches that the schedule does not support.
-
-    Raises:
-        OptionError: it does not.
-    """
+    """Refuse a number of micro-batches that the schedule does not support."""
     if schedule == "1f1b" and chunks < stages:
         raise OptionError(
             f"--schedule 1f1b keeps {stages} stages busy only with as many chunks, and here are {chunks}. Type "

@@ -38,11 +38,7 @@ class RendezvousSettings:
     timeout: timedelta
 
     def variable(self, name: str) -> str:
-        """Return a variable that the launcher must have set.
-
-        Raises:
-            LaunchError: it has not.
-        """
+        """Return a variable that the launcher must have set."""
         if not self.environ.get(name):
             raise LaunchError(
                 f"{self.world.launcher} should set {name} and has not, so the ranks cannot find each other. Were "
@@ -107,11 +103,7 @@ def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> Rendezvous:
 
 
 def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
-    """Return what a function returns, once that is not None.
-
-    Raises:
-        LaunchError: it did not in time.
-    """
+    """Return what a function returns, once that is not None."""
     start, limit_s = time.monotonic(), settings.timeout.total_seconds()
     while (found := find()) is None:
         waited_s = time.monotonic() - start

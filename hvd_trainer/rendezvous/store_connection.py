@@ -132,11 +132,7 @@ class Connection:
         self.store.pending.add(self)
 
     def flush(self) -> bool:
-        """Send as much as the socket takes for now; return whether that is all.
-
-        Raises:
-            OSError: the connection is broken.
-        """
+        """Send as much as the socket takes for now; return whether that is all."""
         with suppress(BlockingIOError):
             while self._unsent:
                 sent = self.sock.send(self._unsent[0])

@@ -14,11 +14,7 @@ from hvd_trainer.utils import accelerator
 
 
 def check_kernels(train: TrainOptions, device: torch.device) -> None:
-    """Refuse options that are for other devices.
-
-    Raises:
-        OptionError: there are some.
-    """
+    """Refuse options that are for other devices."""
     refuse(
         collect_errors(
             (
