@@ -79,18 +79,45 @@ class StagePipeline:
         self.group, self._backend, self._parts = group, backend, parts
         self._is_first, self._is_last = 0 in parts, num_parts - 1 in parts
         self._loss: MicroBatchLoss | None = None
-        stages = [
-            _make_stage(part, number, num_parts, backend, group, self._add_busy_time)
-            for number, part in parts.items()
-        ]
+        stages = [self._make_stage(part, number, num_parts) for number, part in parts.items()]
         kind = getattr(pipelining, CLASSES[schedule])
         its_stages = stages[0] if schedule in ONE_PART else stages
         self._schedule = kind(its_stages, chunks, loss_fn=self._loss_of, scale_grads=False)
         self._numbers = torch.arange(chunks)
         self.busy_s = 0.0
 
-    def _add_busy_time(self, seconds: float) -> None:
-        self.busy_s += seconds
+    def _make_stage(self, part: StageModule, number: int, num_parts: int) -> Any:
+        """Make a `PipelineStage` that tells the health monitor its phase, and counts how long it computes."""
+        from torch.distributed.pipelining import PipelineStage
+
+        pipeline = self
+
+        class Stage(PipelineStage):
+            def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+                part.chunk = fwd_chunk_id
+                with pipeline._working("forward"):
+                    try:
+                        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+                    except RuntimeError as error:
+                        # PyTorch wraps a block's error in one that lists its inputs.
+                        raise error.__cause__ or error from None
+
+            def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+                with pipeline._working("backward"):
+                    return super().backward_one_chunk(*args, **kwargs)
+
+            def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+                with pipeline._working("backward"):
+                    return super().backward_weight_one_chunk(*args, **kwargs)
+
+        return Stage(part, number, num_parts, self._backend.device, group=self.group)
+
+    @contextmanager
+    def _working(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with self._backend.activity.working(phase):
+            yield
+        self.busy_s += time.perf_counter() - began
 
     def _loss_of(self, outputs: Any, number: Tensor) -> Tensor:
         assert self._loss is not None
@@ -118,45 +145,6 @@ class StagePipeline:
         with self._backend.activity.waiting():
             run(*inputs, **target)
         self._loss = None
-
-
-def _make_stage(
-    part: StageModule,
-    number: int,
-    num_parts: int,
-    backend: Backend,
-    group: dist.ProcessGroup,
-    worked: Callable[[float], None],
-) -> Any:
-    """Make a `PipelineStage` that tells the health monitor its phase, and `worked` how long it has computed."""
-    from torch.distributed.pipelining import PipelineStage
-
-    class Stage(PipelineStage):
-        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            part.chunk = fwd_chunk_id
-            with self._working("forward"):
-                try:
-                    return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-                except RuntimeError as error:
-                    # PyTorch wraps a block's error in one that lists its inputs.
-                    raise error.__cause__ or error from None
-
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._working("backward"):
-                return super().backward_one_chunk(*args, **kwargs)
-
-        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._working("backward"):
-                return super().backward_weight_one_chunk(*args, **kwargs)
-
-        @contextmanager
-        def _working(self, phase: str) -> Iterator[None]:
-            began = time.perf_counter()
-            with backend.activity.working(phase):
-                yield
-            worked(time.perf_counter() - began)
-
-    return Stage(part, number, num_parts, backend.device, group=group)
 
 
 Runner = SingleStage | DevicePipeline | StagePipeline

@@ -29,9 +29,9 @@ from hvd_trainer.rendezvous.endpoint import parse_endpoint, read_secret
 from hvd_trainer.rendezvous.fixed_address import join_at_address, open_torch_store, parse_port
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
-from hvd_trainer.rendezvous.run_store import RUN_STORE
 from hvd_trainer.rendezvous.shared_stores import Rendezvous, shared_stores
 from hvd_trainer.rendezvous.slurm_discovery import join_by_discovery
+from hvd_trainer.rendezvous.store_client import RUN_STORE
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, outward_address
 
 MAX_ENDPOINT_BYTES = 512

@@ -1,4 +1,4 @@
-"""How rank 0 starts the server of a job's store, and how all ranks connect to it."""
+"""How rank 0, or the parent of all ranks, starts the server of a job's store, and how all ranks connect to it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvd_trainer.launch.world import World, rank_variables
 from hvd_trainer.rendezvous.endpoint import Endpoint
-from hvd_trainer.utils.network import listen
+from hvd_trainer.utils.network import LOOPBACK, listen
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,6 +27,8 @@ SERVER_PROGRAM = (
 )
 """Run without site-packages, whose start-up hooks take longer than the server itself."""
 EXIT_TIMEOUT_S = 1.0
+RUN_STORE = "HVD_TRAINER_STORE"
+"""Variable with the store's endpoint, for ranks that a process of this package starts on its own machine."""
 _lock = threading.Lock()
 _servers: dict[tuple[int, str, int], _ServerProcess] = {}
 """Servers of this process by its process number (a fork does not own its parent's), address and requested port."""
@@ -73,6 +78,22 @@ def release(endpoint: Endpoint) -> None:
                 if not server.num_tokens:
                     del _servers[key]
                     _end(server.process)
+
+
+@contextmanager
+def serve_store() -> Iterator[Endpoint]:
+    """Serve the store by which the ranks of `rank_environment` find each other, while the context is open."""
+    endpoint = serve(LOOPBACK)
+    try:
+        yield endpoint
+    finally:
+        release(endpoint)
+
+
+def rank_environment(rank: int, size: int, endpoint: Endpoint) -> dict[str, str]:
+    """Return the variables that make a process a rank on this machine, and with which it finds the others."""
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    return {**rank_variables("run", world), RUN_STORE: str(endpoint)}
 
 
 def _start(address: str, port: int) -> _ServerProcess:

@@ -58,7 +58,6 @@ def build_run(
     *,
     options: TrainerOptions,
     backend: Backend,
-    stop_condition: StopCondition,
     requeue: Requeue,
     snapshot: InMemorySnapshot,
 ) -> TrainingRun:
@@ -67,16 +66,12 @@ def build_run(
     Raises:
         OptionError, DataError, BackendError, CheckpointError: the parts do not fit each other, or the ranks.
     """
-    stop_condition.check(_figure_names(inputs))
+    stop_condition = StopCondition.parse(options.train.until)
+    splits = ("train",) if inputs.test_data is None else ("train", "test")
+    stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
     with ExitStack() as resources:  # closes what is open if a later part cannot be built
         builder = _RunBuilder(inputs, options, backend, resources)
         return builder.build(stop_condition, requeue, snapshot)
-
-
-def _figure_names(inputs: FitInputs) -> list[str]:
-    """Return the names of the figures in an epoch's record, such as train_loss."""
-    splits = ("train",) if inputs.test_data is None else ("train", "test")
-    return [f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)]
 
 
 class _RunBuilder:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from hvd_trainer.config.checks import collect_errors, refuse
+from hvd_trainer.config.checks import refuse
 from hvd_trainer.config.options import TrainOptions
 from hvd_trainer.optim.reproducible import deterministic_algorithms
 from hvd_trainer.utils import accelerator
@@ -15,23 +15,16 @@ from hvd_trainer.utils import accelerator
 
 def check_kernels(train: TrainOptions, device: torch.device) -> None:
     """Refuse options that are for other devices."""
-    refuse(
-        collect_errors(
-            (
-                train.tf32 and accelerator.is_host(device),
-                f"--tf32 is for GPUs, and this rank trains on {accelerator.name(device)}: leave it out",
-            ),
-            (
-                train.cudnn_benchmark and not accelerator.has_cudnn(device),
-                f"--cudnn-benchmark needs cuDNN, and {accelerator.name(device)} has none: leave it out",
-            ),
-            (
-                train.capture_step and not accelerator.can_capture(device),
-                f"--capture-step needs a GPU that captures graphs, and this rank trains on "
-                f"{accelerator.name(device)}: leave it out",
-            ),
+    mistakes, name = [], accelerator.name(device)
+    if train.tf32 and accelerator.is_host(device):
+        mistakes.append(f"--tf32 is for GPUs, and this rank trains on {name}: leave it out")
+    if train.cudnn_benchmark and not accelerator.has_cudnn(device):
+        mistakes.append(f"--cudnn-benchmark needs cuDNN, and {name} has none: leave it out")
+    if train.capture_step and not accelerator.can_capture(device):
+        mistakes.append(
+            f"--capture-step needs a GPU that captures graphs, and this rank trains on {name}: leave it out"
         )
-    )
+    refuse(mistakes)
 
 
 @contextmanager

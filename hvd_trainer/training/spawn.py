@@ -20,7 +20,7 @@ from hvd_trainer.faults.failure_report import GRACE_S, reporter, wait_for_launch
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.observe.log_handler import install_handler
 from hvd_trainer.rendezvous.endpoint import parse_endpoint
-from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
+from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
 
 
 def run(

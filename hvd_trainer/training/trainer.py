@@ -23,7 +23,6 @@ from hvd_trainer.checkpoint.manager import InMemorySnapshot
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
-from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.launch.world import World
 from hvd_trainer.observe.callback import Callback
@@ -79,7 +78,6 @@ class Trainer:
             timeline=self.options.measure.profile is not None,
         )
         check_stages(parallel.stages, self.world.size)
-        self._stop_condition = StopCondition.parse(self.options.train.until)
         self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)
 
     def _replica_grouping(self) -> backends.ReplicaGrouping | None:
@@ -168,7 +166,6 @@ class Trainer:
             inputs,
             options=self.options,
             backend=self.backend,
-            stop_condition=self._stop_condition,
             requeue=self._requeue,
             snapshot=snapshot,
         )

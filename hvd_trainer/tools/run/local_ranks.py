@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
-from hvd_trainer.rendezvous.run_store import rank_environment, serve_store
+from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
 from hvd_trainer.tools.runner.processes import exit_on_sigterm
 
 POLL_S = 0.02
