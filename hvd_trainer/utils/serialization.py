@@ -104,7 +104,7 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: the length of its JSON (8 bytes), the JSON, and safetensors if it has any tensors."""
+    """Return a value as bytes: the length of its JSON (8 bytes), the JSON, and safetensors if it has tensors."""
     tree, tensors = flatten(value)
     text = to_json(tree)
     on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
