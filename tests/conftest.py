@@ -128,6 +128,16 @@ def _process_groups_are_destroyed() -> Iterator[None]:
         pytest.fail("the test left torch.distributed's process group initialised")
 
 
+@pytest.fixture
+def lone_backend() -> Iterator[Any]:
+    """Return the engine of one process, started."""
+    # Not imported above: a test that does not train shall not wait for it.
+    from hvd_trainer.backends import EngineOptions, create
+
+    with create(EngineOptions(backend="single")) as backend:
+        yield backend
+
+
 @pytest.fixture(scope="session")
 def slurm() -> slurm_cluster.SlurmCluster:
     """Return the session's private Slurm of three nodes with 8 CPUs; the session's end stops it."""

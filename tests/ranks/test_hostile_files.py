@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import digits_job
-import fake_imdb
 import msgspec
 import pytest
 import torch
@@ -24,18 +21,15 @@ from test_checkpoint import fit
 
 from hvd_trainer import parse
 from hvd_trainer.checkpoint import storage as checkpoint
-from hvd_trainer.errors import CheckpointError, DataError, OptionError
+from hvd_trainer.errors import CheckpointError, OptionError
 from hvd_trainer.horovod_build import wheel
 from hvd_trainer.horovod_build.errors import InstallError
-from hvd_trainer.jobs import images as mnist_module
 from hvd_trainer.jobs.options import MnistOptions
-from hvd_trainer.jobs.reviews import archive as imdb_archive
-from hvd_trainer.jobs.reviews import tokenizer
 from hvd_trainer.observe.run_log import MAX_LINE_BYTES, _drop_later
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.records import RunRecord, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.utils.serialization import flatten, pack, to_json, unpack
+from hvd_trainer.utils.serialization import flatten, to_json
 
 pytestmark = pytest.mark.warm
 
@@ -376,74 +370,6 @@ def test_results_folder_with_links_is_refused(tmp_path: Path) -> None:
     with locked_folder(out):
         assert not (out / "running").exists()
     assert mine.read_text() == "precious"
-
-
-# Data.
-
-
-def test_mnist_that_unpacks_to_too_much_is_refused(mnist_dir: Path, tmp_path: Path) -> None:
-    for path in (mnist_dir / "MNIST/raw").glob("*-ubyte"):
-        (tmp_path / path.name).symlink_to(path)
-    labels = tmp_path / "t10k-labels-idx1-ubyte"
-    whole = labels.read_bytes()
-    labels.unlink()
-    labels.with_suffix(".gz").write_bytes(gzip.compress(whole + bytes(10**8), 1))
-    with pytest.raises(DataError, match="is not MNIST: expected 10008 bytes .* found more that begin"):
-        mnist_module.load_mnist(tmp_path)
-    labels.write_bytes(whole[:-1] + b"\xc8")
-    with pytest.raises(DataError, match=r"has the label 200, and there are 0 to 9\. Delete it"):
-        mnist_module.load_mnist(tmp_path)
-
-
-VOCABULARY, LENGTH = 300, 16
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    folder = fake_imdb.write_folder(tmp_path, fake_imdb.reviews()) / imdb_archive.FOLDER
-    file = tmp_path / "cache.tokens"
-    tokenizer.save(tokenizer.encode(imdb_archive.read(folder), VOCABULARY, LENGTH), file)
-    tokenizer.load(file, VOCABULARY, LENGTH)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("train_ids", torch.full((24, LENGTH), VOCABULARY, dtype=torch.int16)),
-        ("train_ids", torch.full((24, LENGTH), -1, dtype=torch.int16)),
-        ("test_ids", torch.zeros(24, LENGTH + 1, dtype=torch.int16)),
-        ("test_ids", torch.zeros(24, LENGTH)),
-        ("test_labels", torch.full((24,), 2, dtype=torch.uint8)),
-        ("test_labels", torch.zeros(0, dtype=torch.uint8)),
-        ("train_ids", [{"a": 1}]),
-        ("counts", {"cut": "all"}),
-        ("counts", dict.fromkeys(("not_utf8", "empty", "strange", "cut"), "all")),
-        ("tokenizer", None),
-        ("fingerprint", "0" * 64),
-    ],
-)
-def test_cache_with_other_content_is_refused(name: str, value: Any, tokens: Path) -> None:
-    """Its fingerprint is right, unless that is what was changed: whoever writes the file can compute it."""
-    content = unpack(tokens.read_bytes())
-    kind, _, part = name.partition("_")
-    if part:
-        content[part][kind] = value
-    else:
-        content[name] = value
-    if name != "fingerprint":
-        changed = tokenizer.Tokens(**{key: content[key] for key in content if key != "fingerprint"})
-        with suppress(AttributeError):  # no tensors, say, have no fingerprint
-            content["fingerprint"] = changed.fingerprint()
-    tokens.write_bytes(pack(content))
-    with pytest.raises(DataError, match=r"cache\.tokens is damaged"):
-        tokenizer.load(tokens, VOCABULARY, LENGTH)
-
-
-def test_cache_that_is_nested_too_deeply_is_refused(tokens: Path) -> None:
-    tokens.write_bytes((10_000).to_bytes(8, "big") + b"[" * 10_000)
-    with pytest.raises(DataError, match=r"cache\.tokens is damaged"):
-        tokenizer.load(tokens, VOCABULARY, LENGTH)
 
 
 # Built wheels: code that is run.

@@ -1,0 +1,130 @@
+"""Data sets of many kinds in one process, and which errors name invalid ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import data_checks
+import pytest
+import torch
+from data_checks import Stream, numbers
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hvd_trainer import Trainer, TrainerOptions
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.data import samples_in
+from hvd_trainer.errors import DataError
+
+
+def trainer(**train: Any) -> Trainer:
+    return Trainer(
+        TrainerOptions(
+            engine=EngineOptions(backend="single"), train=TrainOptions(**{"epochs": 1, "batch_size": 4, **train})
+        )
+    )
+
+
+def fit(data: Any, test: Any = None, model: nn.Module | None = None, **options: Any) -> list[dict[str, Any]]:
+    """Train a line on `data` for one epoch in this process."""
+    model = model or nn.Linear(1, 1)
+    with trainer() as mine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        return mine.fit(model, optimizer, mean_square, data, test, **options).epochs
+
+
+def mean_square(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    return ((outputs.squeeze(1) - (targets["id"] if isinstance(targets, dict) else targets)) ** 2).mean()
+
+
+class OfNothing(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError
+
+
+class Sized(OfNothing):
+    def __init__(self, sample: Any, count: int) -> None:
+        self.sample, self.count = sample, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample
+
+
+BAD = [
+    (lambda: DataLoader(numbers(4)), "Give the data set, not a DataLoader"),
+    (lambda: OfNothing(), "OfNothing: a data set has __len__ and __getitem__"),
+    (lambda: 7, "Cannot load batches from a int"),
+    (lambda: [], "The data set (list) is empty"),
+    (lambda: TensorDataset(torch.zeros(0, 1), torch.zeros(0)), "The data set (TensorDataset) is empty"),
+    (lambda: Stream(0), "Stream gave fewer samples"),
+    (lambda: Sized({"image": torch.zeros(1), "label": 1}, 8), "found"),
+    (lambda: Sized((torch.zeros(1), 1, 2), 8), "but is a tuple of 3"),
+    (lambda: Sized(("a", "b"), 8), "A batch should hold tensors"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD, ids=[words for _, words in BAD])
+def test_invalid_data_set_is_named(make: Any, words: str) -> None:
+    """A dictionary of two keys was unpacked into its keys, and a model was trained on the word 'image'."""
+    with pytest.raises(DataError) as caught:
+        fit(make())
+    wanted = "but is a dict with image, label. Let the data set give pairs" if words == "found" else words
+    assert wanted in str(caught.value)
+
+
+def test_unequal_tensors_are_refused() -> None:
+    with pytest.raises(DataError, match="3 inputs and 2 targets"):
+        data_checks.TensorData(torch.zeros(3, 1), torch.zeros(2))
+
+
+def test_tensor_dataset_list_and_stream_train_alike() -> None:
+    whole = numbers(8)
+    kinds: list[Any] = [whole, TensorDataset(whole.inputs, whole.targets), [whole[i] for i in range(8)]]
+    losses = []
+    for data in kinds:
+        torch.manual_seed(0)
+        losses.append(fit(data, data)[0]["test_loss"])
+    assert losses[0] == losses[1] == losses[2]
+    assert fit([(x.float(), y) for x, y in Stream(8)], Stream(8), model=ToFloat())[0]["samples"] == 8
+
+
+class ToFloat(nn.Linear):
+    """A line that takes integers, or a dictionary or tuple of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        if isinstance(inputs, dict):
+            inputs = inputs["x"]
+        elif isinstance(inputs, tuple):
+            inputs = inputs[1]
+        return super().forward(inputs.float())
+
+
+def test_inputs_may_be_dictionaries_and_tuples() -> None:
+    pairs = [({"name": f"sample {i}", "x": torch.tensor([float(i)])}, i) for i in range(6)]
+    assert fit(pairs, pairs, model=ToFloat())[0]["samples"] == 6
+    tuples = [(("text", torch.tensor([float(i)])), {"id": i}) for i in range(6)]
+    assert fit(tuples, tuples, model=ToFloat())[0]["samples"] == 6
+    assert samples_in(({"names": ["a", "b"], "x": torch.zeros(2, 3)}, torch.zeros(2))) == 2
+
+
+def test_collate_makes_the_pair() -> None:
+    def collate(samples: list[dict[str, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tensor([[sample["x"]] for sample in samples])
+        return x, x.squeeze(1)
+
+    assert fit([{"x": float(i)} for i in range(5)], collate=collate)[0]["samples"] == 5
+
+
+def test_batch_norm_on_one_sample_is_an_error() -> None:
+    """9 samples in batches of 4 leave one for the last batch, which has no variance."""
+    model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fit(numbers(9), model=model)
+    assert fit(numbers(8), numbers(1), model=model)[0]["test_loss"] >= 0
