@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torchvision import datasets
 
-from benchmarks.contestants import CONTESTANTS, JOBS, RESNET, Contestant
+from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TOKENS, Contestant
+from benchmarks.raw import files
 from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
 from benchmarks.run import RunError, run
 from hvd_trainer.tools.runner.trial_runner import in_rounds
@@ -26,7 +27,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="MNIST's folder")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="where MNIST is, and files are made")
     parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=["mnist"])
     parser.add_argument("--ranks", type=_counts, default=[2], help="such as 2 or 2,4")
     parser.add_argument("--rounds", type=int, default=5)
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace) -> list[Series]:
         result = None
         try:
             result = run(one.contestant, one.ranks, args.data_dir, limit_s=args.limit_s)
-            said = f"{result.images_per_s:,.0f} images/s, first step after {result.startup_s:.1f} s"
+            said = f"{result.images_per_s:,.0f} samples/s, first step after {result.startup_s:.1f} s"
         except RunError as error:
             said = f"FAILED: {error}"
         print(f"{label}: {said}", file=sys.stderr, flush=True)
@@ -88,9 +89,12 @@ def main() -> int:
             print(f"{contestant.name} is left out: {contestant.needs} is not installed", file=sys.stderr)
     args.contestants = [contestant for contestant in args.contestants if contestant.is_here]
     args.data_dir = args.data_dir.resolve()
-    if any(contestant.job is not RESNET for contestant in args.contestants):
-        # Once, before anything is timed; nothing is fetched if the files are there.
+    # Once, before anything is timed; nothing is fetched or made if the files are there.
+    jobs = {contestant.job for contestant in args.contestants}
+    if jobs & {MNIST, SCRIPTS}:
         datasets.MNIST(args.data_dir, download=True)
+    for kind in [kind for kind, job in (("images", IMAGES), ("tokens", TOKENS)) if job in jobs]:
+        files.make(args.data_dir, kind)
     machine = describe_machine()
     series = measure(args)
     rows = summarise(series)

@@ -56,11 +56,16 @@ class Contestant:
     @property
     def is_here(self) -> bool:
         """Whether it can be run."""
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        if self.needs is None:
+            return True
+        package = self.needs.partition(".")[0]
+        return importlib.util.find_spec(package) is not None and importlib.util.find_spec(self.needs) is not None
 
 
 MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
 SCRIPTS = Job("MNIST CNN, plain scripts", 60_000, 128, warmup=10, baseline="plain_ddp.py", floor="plain_ddp.py")
+IMAGES = Job("images in files", 20_000, 64, warmup=10, baseline="DataLoader", floor="DataLoader, bytes")
+TOKENS = Job("tokens in mapped files", 31_992, 64, warmup=10, baseline="DataLoader", floor="DataLoader")
 RESNET = Job("ResNet-18, 32x32", 2_560, 32, warmup=5, baseline="raw DDP", floor="without exchange")
 
 _OURS = (
@@ -68,7 +73,7 @@ _OURS = (
     "--dataset mnist --data-dir {data} --log-dir {log}"
 )
 
-JOBS = {"mnist": MNIST, "scripts": SCRIPTS, "resnet18": RESNET}
+JOBS = {"mnist": MNIST, "scripts": SCRIPTS, "resnet18": RESNET, "images": IMAGES, "tokens": TOKENS}
 """Names on the command line."""
 
 # Scripts for one engine, on the other.
@@ -88,6 +93,23 @@ PEERS = tuple(
     Contestant(name, job, launcher, f"-m benchmarks.peers.{script} {options}", needs=package)
     for job, options in ((MNIST, "--job mnist --data-dir {data}"), (RESNET, "--job resnet18"))
     for name, (package, launcher, script) in _PEERS.items()
+)
+
+_RAW_LOADING = "-m benchmarks.raw.loading --data-dir {{data}} --kind {} --loader {}"
+_OUR_LOADING = "-m benchmarks.ours.loading --data-dir {{data}} --kind {} --backend {}"
+LOADERS = tuple(
+    Contestant(name, job, launcher, command.format(kind, option), against=against, needs=package)
+    for job, kind, against in ((IMAGES, "images", ("DALI",)), (TOKENS, "tokens", ("torchdata",)))
+    for name, launcher, command, option, package in (
+        ("DataLoader", "torchrun", _RAW_LOADING, "DataLoader", None),
+        ("DataLoader, bytes", "torchrun", _RAW_LOADING, "DataLoader --pixels", None),
+        ("torchdata", "torchrun", _RAW_LOADING, "torchdata", "torchdata"),
+        ("torchdata, bytes", "torchrun", _RAW_LOADING, "torchdata --pixels", "torchdata"),
+        ("DALI", "torchrun", _RAW_LOADING, "DALI", "nvidia.dali"),
+        ("hvd_trainer ddp", "torchrun", _OUR_LOADING, "ddp", None),
+        ("hvd_trainer horovod", "horovodrun", _OUR_LOADING, "horovod", None),
+    )
+    if job is IMAGES or not name.endswith(("bytes", "DALI"))
 )
 
 CONTESTANTS = (
@@ -135,16 +157,17 @@ CONTESTANTS = (
         MNIST,
         "torchrun",
         f"{_OURS} --backend ddp",
-        against=("our ddp, loop by hand",),
+        against=("our ddp, loop by hand", "floor with exchange"),
     ),
     Contestant(
         "hvd_trainer horovod",
         MNIST,
         "horovodrun",
         f"{_OURS} --backend horovod",
-        against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp"),
+        against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp", "floor with exchange"),
     ),
     Contestant("compute floor", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data}"),
+    Contestant("floor with exchange", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data} --exchange"),
     Contestant("plain_ddp.py", SCRIPTS, "torchrun", _PLAIN_DDP),
     Contestant("plain_horovod.py", SCRIPTS, "horovodrun", _PLAIN_HOROVOD),
     Contestant(
@@ -186,5 +209,6 @@ CONTESTANTS = (
         against=("raw Horovod",),
     ),
     *PEERS,
+    *LOADERS,
     Contestant("without exchange", RESNET, "torchrun", "-m benchmarks.raw.resnet_floor"),
 )

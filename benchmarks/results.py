@@ -41,6 +41,7 @@ class Row:
     to_floor: float | None
     against: dict[str, float | None]
     startup_s: float | None
+    peak_mb: float | None
     notes: str
 
 
@@ -51,7 +52,6 @@ def summarise(series: list[Series]) -> list[Row]:
 
 def _row(one: Series, everything: list[Series]) -> Row:
     rates = [measurement.images_per_s for measurement in one.good()]
-    startups = [measurement.startup_s for measurement in one.good()]
     job = one.contestant.job
     return Row(
         job=job.name,
@@ -63,7 +63,8 @@ def _row(one: Series, everything: list[Series]) -> Row:
         to_baseline=_ratio(one, _find(everything, job, one.ranks, job.baseline)),
         to_floor=_ratio(one, _find(everything, job, one.ranks, job.floor)),
         against={name: _ratio(one, _find(everything, job, one.ranks, name)) for name in one.contestant.against},
-        startup_s=_median(startups),
+        startup_s=_median(measurement.startup_s for measurement in one.good()),
+        peak_mb=_median(measurement.peak_mb for measurement in one.good()),
         notes=_notes(one),
     )
 
@@ -111,9 +112,9 @@ def markdown(rows: list[Row], machine: dict[str, Any]) -> str:
     lines = [
         ", ".join(f"{key} {value}" for key, value in machine.items()),
         "",
-        "| job | ranks | contestant | images/s | lowest to highest | to raw DDP | to floor "
-        "| to others | start-up, s | notes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| job | ranks | contestant | samples/s | lowest to highest | to the baseline | to the floor "
+        "| to others | start-up, s | peak, MB | notes |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         spread = f"{_number(row.lowest, ',.0f')} to {_number(row.highest, ',.0f')}"
@@ -125,8 +126,9 @@ def markdown(rows: list[Row], machine: dict[str, Any]) -> str:
             spread if row.lowest is not None else "-",
             _number(row.to_baseline, ".2f"),
             _number(row.to_floor, ".2f"),
-            ", ".join(f"{_number(ratio, '.2f')} {name}" for name, ratio in row.against.items()),
+            ", ".join(f"{ratio:.2f} {name}" for name, ratio in row.against.items() if ratio is not None),
             _number(row.startup_s, ".1f"),
+            _number(row.peak_mb, ",.0f"),
             row.notes,
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -24,10 +24,11 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run. ``images_per_s`` is over all ranks; ``startup_s`` is from command to first step."""
+    """``images_per_s`` is of all ranks, ``startup_s`` from command to first step, ``peak_mb`` of one rank."""
 
     images_per_s: float
     startup_s: float
+    peak_mb: float
     exit_code: int | None
     """None: it was ended at the time limit"""
 
@@ -69,5 +70,6 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
     return Measurement(
         images_per_s=sum(job.timed_samples(ranks) / rank["seconds"][job.warmup :].sum() for rank in probed),
         startup_s=max(float(rank["first_step_at"]) for rank in probed) - started,
+        peak_mb=max(float(rank["peak_memory_mb"]) for rank in probed),
         exit_code=exit_code,
     )

@@ -57,6 +57,8 @@ class LoaderPlan:
     """worker processes of this rank; None: one less than its CPUs, at most 8"""
     prefetch: int | None = None
     """batches that each worker loads ahead; None: PyTorch's default"""
+    batch_transform: Callable[[Any], Any] | None = None
+    """converts the inputs of a batch on the training device"""
 
 
 class DataShard(NamedTuple):
@@ -136,7 +138,11 @@ class Loader(ABC):
         return [(BatchKey(position, number), chosen) for position, chosen in enumerate(batches)]
 
     def _to_device(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        return map(as_pair, self._transfer.move(batches))
+        return self._transformed(map(as_pair, self._transfer.move(batches)))
+
+    def _transformed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        transform = self.plan.batch_transform
+        return batches if transform is None else ((transform(inputs), targets) for inputs, targets in batches)
 
 
 class TensorLoader(Loader):
@@ -158,10 +164,10 @@ class TensorLoader(Loader):
         self.is_sent = self._inputs.device != device
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        return self._batches(epoch, self._training(epoch, consumed, self._inputs.device))
+        return self._transformed(self._batches(epoch, self._training(epoch, consumed, self._inputs.device)))
 
     def evaluation(self) -> Iterator[Batch]:
-        return self._batches(EVALUATION, self._evaluation(self._inputs.device))
+        return self._transformed(self._batches(EVALUATION, self._evaluation(self._inputs.device)))
 
     def _batches(self, epoch: int, batches: Iterable[tuple[BatchKey, Tensor]]) -> Iterator[Batch]:
         device = self.backend.device

@@ -51,6 +51,7 @@ class FitInputs:
     metrics: Mapping[str, Metric]
     callbacks: Sequence[Callback]
     collate: Callable[[list[Any]], Any] | None
+    batch_transform: Callable[[Any], Any] | None
 
 
 def build_run(
@@ -149,6 +150,7 @@ class _RunBuilder:
             shard=self._layout.shard,
             num_workers=train.workers,
             prefetch=train.prefetch,
+            batch_transform=self._inputs.batch_transform,
         )
         return make_loader(data, self._backend, loader_plan, collate=self._inputs.collate)
 

@@ -116,6 +116,7 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[Callback] = (),
         collate: Callable[[list[Any]], Any] | None = None,
+        batch_transform: Callable[[Any], Any] | None = None,
     ) -> History:
         """Train for `options.train.epochs` epochs.
 
@@ -130,6 +131,9 @@ class Trainer:
                 the batch, or torchmetrics objects.
             callbacks: called at the ends of steps and epochs, with the running training.
             collate: makes a batch from a list of samples, as in `DataLoader`.
+            batch_transform: converts the inputs of each batch on the training device, such as bytes to normalised
+                floats, which are four times as many bytes to copy there. Random ones belong in the data set, where
+                each sample has its seed.
 
         Returns:
             One record per epoch.
@@ -144,6 +148,7 @@ class Trainer:
             metrics=dict(metrics or {}),
             callbacks=callbacks,
             collate=collate,
+            batch_transform=batch_transform,
         )
         return self._fit(inputs)
 

@@ -7,13 +7,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from launchers import launch, requires
+from torchvision.transforms import v2
 
 from benchmarks import slow_link
-from benchmarks.contestants import CONTESTANTS
+from benchmarks.contestants import CONTESTANTS, TOKENS
 from benchmarks.growth import Case, Figures, cases, run, table
+from benchmarks.raw import files
 from benchmarks.run import REPOSITORY
+from benchmarks.run import run as measure
 from benchmarks.slow_link_cases import FAST, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
 from benchmarks.to_target import Outcome, report
@@ -101,6 +106,37 @@ def test_growth_measures_a_training(tmp_path: Path) -> None:
     assert 0 < figures.step_ms < 1000
     assert 0 < figures.first_step_s < 60
     assert figures.peak_mb > 100
+
+
+def test_files_are_made_and_read_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are normalised as a batch, or image by image, are the same floats."""
+    for name, value in {"NUM_IMAGES": 20, "NUM_DIFFERENT": 2, "NUM_SHARDS": 2, "SHARD_TOKENS": 1100}.items():
+        monkeypatch.setattr(files, name, value)
+    for kind in ("images", "tokens", "images"):
+        files.make(tmp_path, kind)
+    images = files.data_set(tmp_path, "images", pixels=True)
+    pixels, label = images[19]
+    assert (pixels.shape, pixels.dtype, label) == ((3, 224, 224), torch.uint8, 9)
+    each = v2.Compose([v2.ToDtype(torch.float32, True), v2.Normalize(files.MEAN, files.STD)])(pixels)
+    # Two roundings in another order, of numbers up to 2.6.
+    torch.testing.assert_close(files.normalise(pixels[None])[0], each, rtol=0, atol=1e-5)
+    assert files.data_set(tmp_path, "images")[0][0].dtype == torch.float32
+    tokens = files.data_set(tmp_path, "tokens")
+    assert len(tokens) == 4
+    rows = tokens.__getitems__([0, 3])
+    shard = np.load(tmp_path / "tokens/1.npy").astype(np.int64)
+    assert rows[1][0].tolist() == shard[512:1024].tolist()
+    assert rows[1][1] == shard[1024] % 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["DataLoader", "hvd_trainer ddp"])
+def test_training_on_files_is_measured(tmp_path: Path, name: str) -> None:
+    contestant = next(one for one in CONTESTANTS if (one.job.name, one.name) == (TOKENS.name, name))
+    files.make(tmp_path, "tokens")
+    measured = measure(contestant, 2, tmp_path, limit_s=100)
+    assert measured.images_per_s > 0
+    assert measured.peak_mb > 100
 
 
 SLOW = Link(100.0, 20.0)

@@ -1,0 +1,43 @@
+"""Train on files by hvd_trainer's Trainer, with one loader process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.raw.files import Small, data_set, normalise
+from benchmarks.raw.loading import BATCH
+from hvd_trainer.backends import EngineOptions
+from hvd_trainer.config.options import LogOptions, TrainerOptions, TrainOptions
+from hvd_trainer.training.trainer import Trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--kind", choices=["images", "tokens"], required=True)
+    parser.add_argument("--backend", choices=["horovod", "ddp"], required=True)
+    args = parser.parse_args()
+
+    options = TrainerOptions(
+        EngineOptions(backend=args.backend),
+        TrainOptions(epochs=1, batch_size=BATCH, workers=1),
+        LogOptions(quiet=True),
+    )
+    with Trainer(options) as trainer:
+        pixels = args.kind == "images"
+        model = Small(args.kind)
+        trainer.fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            cross_entropy,
+            data_set(args.data_dir, args.kind, pixels=pixels),
+            batch_transform=normalise if pixels else None,
+        )
+
+
+if __name__ == "__main__":
+    main()
