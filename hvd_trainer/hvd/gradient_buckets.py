@@ -75,9 +75,7 @@ class GradientBuckets:
         self._buckets, self._schedule, self._reduction = buckets, schedule, reduction
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self.parameters = self._bucket_of.keys()
-        self._complete: set[Tensor] = set()
         self._num_sent = 0
-        self._has_begun = False
         # On several devices gradients are finished by several threads.
         self._lock = threading.Lock()
 
@@ -87,12 +85,9 @@ class GradientBuckets:
         return self._schedule.is_over
 
     def add(self, parameter: Tensor) -> None:
-        """Take a parameter's gradient, which is finished."""
+        """Take a parameter's gradient, which is finished; once in a step."""
         with self._lock:
-            self._has_begun = True
-            if parameter not in self._complete:
-                self._complete.add(parameter)
-                self._bucket_of[parameter].missing -= 1
+            self._bucket_of[parameter].missing -= 1
             while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
                 self._send_next()
 
@@ -123,8 +118,7 @@ class GradientBuckets:
         Raises:
             HorovodInternalError: operations have ended.
         """
-        self._num_sent, self._has_begun = 0, False
-        self._complete.clear()
+        self._num_sent = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         for number, bucket in enumerate(self._buckets):
@@ -136,7 +130,7 @@ class GradientBuckets:
 
     def abandon(self) -> None:
         """Forget the gradients of a step that has begun; the other ranks are not kept waiting for them."""
-        if self._has_begun:
+        if any(bucket.missing < len(bucket.parameters) for bucket in self._buckets):
             self.send_rest()
             self.receive(lambda parameter, reduced: None)
 

@@ -73,6 +73,7 @@ class Runtime:
 
     Attributes:
         commits: of elastic training, if the launcher starts ranks again; else None.
+        set_ranks: the ranks of each process set, by its id.
 
     Raises:
         LaunchError: the launcher's variables contradict each other, or the ranks could not meet.
@@ -81,7 +82,7 @@ class Runtime:
     def __init__(
         self, session: Session, environ: Mapping[str, str], process_sets: Sequence[Sequence[int]]
     ) -> None:
-        self._session = session
+        self.session = session
         set_log_level(environ)
         warning = lone_process_warning(session.world, environ)
         if warning:
@@ -95,8 +96,8 @@ class Runtime:
             agent = session.peers[session.world.rank].agent
             self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
             self._settings = _agree(session.store, session.world, read_settings(environ), process_sets)
-            self._controllers: dict[int, Controller | None] = {}
-            self._set_ranks: dict[int, list[int]] = {}
+            self._controllers: dict[int, Controller] = {}
+            self.set_ranks: dict[int, list[int]] = {}
             self._set_numbers = itertools.count()
             for ranks in (range(session.world.size), *process_sets):
                 self._add_set([*ranks])
@@ -112,7 +113,7 @@ class Runtime:
     @property
     def world(self) -> World:
         """This process among all."""
-        return self._session.world
+        return self.session.world
 
     @property
     def has_ended(self) -> bool:
@@ -122,25 +123,13 @@ class Runtime:
     @property
     def has_broken(self) -> bool:
         """Whether an exchange has failed, as one with a lost rank does."""
-        members = [controller for controller in self._controllers.values() if controller is not None]
-        return any(its.ended is not None and not its.shut_down_by for its in members)
-
-    @property
-    def hosts_have_changed(self) -> bool:
-        """Whether horovodrun, in its elastic mode, has told this rank of other hosts."""
-        driver = self._session.driver
-        return driver is not None and driver.hosts_changed.is_set()
+        return any(its.ended is not None and not its.shut_down_by for its in self._controllers.values())
 
     @property
     def local_sizes(self) -> list[int]:
         """The number of ranks on each node."""
-        nodes = [peer.node for peer in self._session.peers]
+        nodes = [peer.node for peer in self.session.peers]
         return [nodes.count(node) for node in dict.fromkeys(nodes)]
-
-    @property
-    def cross_size(self) -> int:
-        """How many nodes have a rank with this one's local rank."""
-        return sum(size > self.world.local_rank for size in self.local_sizes)
 
     def controller(self, set_id: int) -> Controller:
         """Return a process set's controller.
@@ -160,31 +149,19 @@ class Runtime:
         Raises:
             ValueError: there is no such set.
         """
-        if set_id not in self._set_ranks:
+        if set_id not in self.set_ranks:
             raise ValueError("Process set does not exist or has not been registered.")
-        return self._set_ranks[set_id]
-
-    def set_ids(self) -> dict[int, list[int]]:
-        """Return the ranks of each process set, by its id."""
-        return dict(self._set_ranks)
+        return self.set_ranks[set_id]
 
     def _add_set(self, ranks: list[int]) -> int | None:
         """Register a process set, on all ranks at once; return its id, or None if there is one of these ranks."""
-        if ranks in self._set_ranks.values():
+        if ranks in self.set_ranks.values():
             return None
         set_id = next(self._set_numbers)
-        self._set_ranks[set_id] = ranks
-        self._controllers[set_id] = None
+        self.set_ranks[set_id] = ranks
         if self.world.rank in ranks:
-            self._controllers[set_id] = Controller(
-                store=dist.PrefixStore(f"set {set_id}", self._session.store),
-                ranks=ranks,
-                rank=self.world.rank,
-                settings=self._settings,
-                activity=self._session.activity,
-                address=self._session.address,
-                prepare_nccl=self._session.prepare_nccl,
-            )
+            store = dist.PrefixStore(f"set {set_id}", self.session.store)
+            self._controllers[set_id] = Controller(store, ranks, self._settings, self.session)
         return set_id
 
     def change_set(self, kind: str, ranks: Sequence[int]) -> int | None:
@@ -205,10 +182,10 @@ class Runtime:
         return result
 
     def _remove_set(self, ranks: list[int]) -> int | None:
-        found = next((set_id for set_id, its in self._set_ranks.items() if its == ranks and set_id), None)
+        found = next((set_id for set_id, its in self.set_ranks.items() if its == ranks and set_id), None)
         if found is not None:
-            del self._set_ranks[found]
-            controller = self._controllers.pop(found)
+            del self.set_ranks[found]
+            controller = self._controllers.pop(found, None)
             if controller is not None:
                 controller.abort("The process set has been removed.")
         return found
@@ -219,9 +196,9 @@ class Runtime:
         Raises:
             PeerError: another rank is to blame, and its own output says why.
         """
-        self._session.fail(error)
+        self.session.fail(error)
         self._close()
-        self._session.raise_root_cause(error)
+        self.session.raise_root_cause(error)
 
     def leave(self, error: BaseException) -> None:
         """End without a rank that is lost, where the others may go on in another world.
@@ -230,18 +207,15 @@ class Runtime:
             PeerError: there is no other world.
             BaseException: the error, if this rank itself is to blame.
         """
-        if self._session.driver is None:
-            self.fail(error)
-            raise error
-        self._session.fail(error)
+        self.session.fail(error)
         self._close()
-        if not self._session.failed_elsewhere:
-            self._session.raise_root_cause(error)
+        if self.session.driver is None or not self.session.failed_elsewhere:
+            self.session.raise_root_cause(error)
             raise error
 
     def shutdown(self) -> None:
         """End together with all other ranks; without them if an exchange has failed."""
-        self._session.finish()
+        self.session.finish()
         controller = self.controller(0)
         controller.shutdown()
         if self.commits is not None and len(controller.shut_down_by) == self.world.size:
@@ -251,10 +225,9 @@ class Runtime:
     def _close(self) -> None:
         self.stop_timeline()
         for controller in self._controllers.values():
-            if controller is not None:
-                controller.abort("Horovod has been shut down.")
+            controller.abort("Horovod has been shut down.")
         self._controllers.clear()
-        self._session.close()
+        self.session.close()
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Record operations from now on, in a file that rank 0 writes."""
@@ -272,8 +245,7 @@ class Runtime:
     def _abort_exchanges(self) -> None:
         """Give up exchanges with a rank that is gone; called by the monitor's thread."""
         for controller in self._controllers.values():
-            if controller is not None:
-                controller.abort("Another rank has failed or ended.")
+            controller.abort("Another rank has failed or ended.")
 
 
 def _agree(store: dist.Store, world: World, settings: Settings, process_sets: Sequence[Sequence[int]]) -> Settings:
@@ -408,7 +380,8 @@ def commits() -> CommitFiles | None:
 
 def hosts_have_changed() -> bool:
     """Return whether horovodrun, in its elastic mode, has told this rank of other hosts."""
-    return _state.runtime is not None and _state.runtime.hosts_have_changed
+    driver = None if _state.runtime is None else _state.runtime.session.driver
+    return driver is not None and driver.hosts_changed.is_set()
 
 
 def shutdown() -> None:
@@ -454,7 +427,8 @@ def cross_rank() -> int:
 
 def cross_size() -> int:
     """Return how many nodes have a rank with this one's local rank."""
-    return runtime().cross_size
+    sizes, local = runtime().local_sizes, local_rank()
+    return sum(size > local for size in sizes)
 
 
 def is_homogeneous() -> bool:

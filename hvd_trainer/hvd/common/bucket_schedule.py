@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvd_trainer.faults.activity import Activity
+from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
-from hvd_trainer.hvd.common.mesh import Mesh
+from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
 from hvd_trainer.hvd.common.timeline import Timeline
 from hvd_trainer.hvd.common.transport import Transport
@@ -39,6 +39,8 @@ class Owner(Protocol):
     ended: str | None
     ranks: Sequence[int]
     rank: int
+    session: Session
+    settings: Settings
     timeline: Timeline | None
 
     def fail(self, error: BaseException) -> None:
@@ -64,30 +66,24 @@ class BucketSchedule:
         number: of the schedule, the same on all members.
         store: of this schedule alone.
         owner: the process set's controller.
-        stall: of this schedule alone.
-        activity: tells the monitor when this rank waits for others.
         sizes: of the buckets.
         names: of what is in them, for reports.
         op: by which they are reduced.
-        address: as for `Mesh`.
     """
 
     def __init__(
         self,
-        *,
         number: int,
         store: dist.Store,
         owner: Owner,
-        stall: StallInspector,
-        activity: Activity,
+        *,
         sizes: Sequence[BucketSize],
         names: Sequence[str],
         op: dist.ReduceOp.RedOpType,
-        address: str,
     ) -> None:
         self.number = number
-        self._owner, self._stall, self._activity = owner, stall, activity
-        self._sizes, self._names = sizes, names
+        self._owner, self._sizes, self._names = owner, sizes, names
+        self._stall = StallInspector(store, owner.ranks, owner.rank, owner.settings)
         self._lock = threading.Lock()
         self._works: list[Any] = []
         """of buckets that were sent, and not waited for"""
@@ -97,16 +93,8 @@ class BucketSchedule:
         self._has_left = False
         self._is_last_step = False
         # Last: `_check_wait` is called while the members connect.
-        self._transport = Transport(
-            store,
-            owner.ranks.index(owner.rank),
-            len(owner.ranks),
-            on_wait=self._check_wait,
-            prepare_nccl=lambda: None,  # done for the gradients' first step
-        )
-        self._mesh = Mesh(
-            store, self._transport.member, self._transport.size, address=address, on_wait=self._check_wait
-        )
+        me = owner.ranks.index(owner.rank)
+        self._transport = Transport(store, me, len(owner.ranks), owner.session, self._check_wait)
         self._groups = [self._transport.group(size.device) for size in sizes]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = op
@@ -136,7 +124,7 @@ class BucketSchedule:
         self._num_sent = (self._num_sent + 1) % len(self._sizes)
 
     def _send_flags(self, flags: int) -> None:
-        self._mesh.send(bytes([flags]))
+        self._transport.mesh.send(bytes([flags]))
 
     def wait(self, number: int) -> None:
         """Wait until a bucket of this step is reduced; on an accelerator, let the current stream wait.
@@ -150,7 +138,7 @@ class BucketSchedule:
         if self._has_left:
             return
         if number == 0:
-            flags = self._wait_for(self._mesh.receive)
+            flags = self._wait_for(self._transport.mesh.receive)
             if any(its[0] & wire.SHUTDOWN for its in flags):
                 self._owner.drive_to_end()
                 raise HorovodInternalError(self._owner.ended)
@@ -165,7 +153,7 @@ class BucketSchedule:
     def _wait_for(self, receive: Callable[[], T]) -> T:
         self._wait_began = time.monotonic()
         try:
-            with self._activity.waiting():
+            with self._owner.session.activity.waiting():
                 return receive()
         except BaseException as error:
             self._owner.fail(error)
@@ -197,7 +185,6 @@ class BucketSchedule:
 
     def abort(self) -> None:
         """Break the connections."""
-        self._mesh.abort()
         self._transport.abort()
 
     def close(self) -> None:
@@ -210,7 +197,6 @@ class BucketSchedule:
         """Free the connections. The optimizer may live longer than they."""
         self._groups.clear()
         self._works.clear()
-        self._mesh.close()
         self._transport.close()
 
 

@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from hvd_trainer.faults.activity import Activity
+from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
 from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSchedules, BucketSize
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor, Job
 from hvd_trainer.hvd.common.matching import Matcher
-from hvd_trainer.hvd.common.mesh import Mesh
 from hvd_trainer.hvd.common.request import MAX_NUMBER, NUMBER_BITS, Request
 from hvd_trainer.hvd.common.settings import Settings
 from hvd_trainer.hvd.common.stall import StallInspector
@@ -61,9 +60,7 @@ class Controller:
         ranks: global ranks of the members, in order.
         rank: global rank of this process.
         settings: the same on all ranks.
-        activity: tells the monitor when this rank waits for others.
-        address: of this host, at which the other members can connect.
-        prepare_nccl: as for `Transport`.
+        session: of this rank.
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.
@@ -71,26 +68,16 @@ class Controller:
         timeline: records operations; None: nothing does.
     """
 
-    def __init__(
-        self,
-        *,
-        store: dist.Store,
-        ranks: Sequence[int],
-        rank: int,
-        settings: Settings,
-        activity: Activity,
-        address: str,
-        prepare_nccl: Callable[[], None],
-    ) -> None:
-        me = ranks.index(rank)
-        self.ranks, self.rank, self.settings = ranks, rank, settings
+    def __init__(self, store: dist.Store, ranks: Sequence[int], settings: Settings, session: Session) -> None:
+        self.ranks, self.rank, self.settings, self.session = ranks, session.world.rank, settings, session
         self.schedules = BucketSchedules()
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
-        self._store, self._activity = store, activity
+        me = ranks.index(self.rank)
+        self._store = store
         self._matcher = Matcher(ranks, me, settings.cache_capacity)
-        self._stall = self._stall_inspector(store)
+        self._stall = StallInspector(store, ranks, self.rank, settings)
         self._state = threading.Condition()
         self._queue: list[Request] = []
         """submitted, and not yet told the others"""
@@ -107,10 +94,8 @@ class Controller:
         self._last_joined = -1
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
-        self._address = address
         # Last: `_check_wait` is called while the members connect.
-        self._mesh = Mesh(store, me, len(ranks), address=address, on_wait=self._check_wait)
-        self._transport = Transport(store, me, len(ranks), on_wait=self._check_wait, prepare_nccl=prepare_nccl)
+        self._transport = Transport(store, me, len(ranks), session, self._check_wait)
         self._executor = Executor(self._transport, ranks, settings.fusion_bytes)
 
     # Called by the user's threads.
@@ -177,7 +162,6 @@ class Controller:
         self.schedules.leave(wire.SHUTDOWN)
         self.drive_to_end()
         self._stop_thread()
-        self._mesh.close()
         self.schedules.close()
         self._transport.close()
 
@@ -194,7 +178,6 @@ class Controller:
             self._break_connections()  # the others must not wait for this rank
 
     def _break_connections(self) -> None:
-        self._mesh.abort()
         self._transport.abort()
         self.schedules.abort()
 
@@ -212,23 +195,9 @@ class Controller:
         """
         number = self.schedules.next_number()
         store = dist.PrefixStore(f"buckets {number}", self._store)
-        schedule = BucketSchedule(
-            number=number,
-            store=store,
-            owner=self,
-            stall=self._stall_inspector(store),
-            activity=self._activity,
-            sizes=sizes,
-            names=names,
-            op=op,
-            address=self._address,
-        )
+        schedule = BucketSchedule(number, store, self, sizes=sizes, names=names, op=op)
         self.schedules.add(schedule)
         return schedule
-
-    def _stall_inspector(self, store: dist.Store) -> StallInspector:
-        check_s, shutdown_s = self.settings.stall_check_s, self.settings.stall_shutdown_s
-        return StallInspector(store, self.ranks, self.rank, check_s=check_s, shutdown_s=shutdown_s)
 
     def _stop_thread(self) -> None:
         self._work.set()
@@ -317,8 +286,8 @@ class Controller:
         self._num_rounds, self._round_began = self._num_rounds + 1, time.monotonic()
         if self.timeline is not None:
             self.timeline.add_cycle()
-        with self._activity.waiting():
-            messages = self._mesh.exchange(message)
+        with self.session.activity.waiting():
+            messages = self._transport.mesh.exchange(message)
         flags = [wire.read(member, its, self._matcher) for member, its in enumerate(messages)]
         if any(flags):
             self._note_joined([member for member, its in enumerate(flags) if its & wire.JOINED])
@@ -335,7 +304,7 @@ class Controller:
                 continue
             if request is not None and request.action is not None:
                 request.result = request.action(response.signatures)
-            elif response.payloads:
+            elif response.is_inline:
                 assert request is not None
                 self._executor.compute(response, request)
             else:
@@ -343,7 +312,7 @@ class Controller:
             if request is not None:
                 done.append(request)
         if jobs:
-            with self._activity.waiting():
+            with self.session.activity.waiting():
                 self._executor.run(jobs)
         if responses and logger.isEnabledFor(logging.DEBUG):
             names = (f"{response.signature.name}: {response.error or 'done'}" for response in responses)

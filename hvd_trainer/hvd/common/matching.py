@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_trainer.hvd.common.request import (
@@ -23,45 +23,42 @@ from hvd_trainer.hvd.common.request import (
     REDUCESCATTER,
     REMOVE_SET,
     Signature,
+    ranks_text,
 )
 
 NOT_WITH_JOIN = (ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, ADD_SET, REMOVE_SET)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Response:
-    """An operation that all members of the set have asked for, or a mistake in it."""
+    """An operation that members of the set ask for; once all have, it is carried out, or is a mistake."""
 
     key: tuple[str, int]
-    signatures: Sequence[Signature | None]
-    """of each member; None for one that has joined"""
-    payloads: Sequence[bytes] = ()
-    """the members' tensors, if all of them came with the requests"""
+    signatures: list[Signature | None]
+    """of each member; None for one that has not asked yet, or has joined"""
+    ids: list[int]
+    """cache entry by which each member has asked; -1: in full"""
+    payloads: list[bytes]
+    """the members' tensors, of those that came with the requests"""
+    num_posted: int = 0
     error: str | None = None
     cached_id: int = -1
     """the cache entry by which all members have asked for it; -1: there is none"""
+
+    @classmethod
+    def empty(cls, key: tuple[str, int], size: int) -> Response:
+        """Return one that none of `size` members has asked for yet."""
+        return cls(key, [None] * size, [-1] * size, [b""] * size)
 
     @property
     def signature(self) -> Signature:
         """Signature of the first member that asked for the operation; members that have joined have none."""
         return next(signature for signature in self.signatures if signature is not None)
 
-
-@dataclass
-class _Pending:
-    """Who has asked for an operation so far."""
-
-    size: int
-    signatures: list[Signature | None] = field(init=False)
-    ids: list[int] = field(init=False)
-    """cache entry by which each member has asked; -1: in full"""
-    payloads: list[bytes] = field(init=False)
-    num_posted: int = 0
-
-    def __post_init__(self) -> None:
-        self.signatures = [None] * self.size
-        self.ids = [-1] * self.size
-        self.payloads = [b""] * self.size
+    @property
+    def is_inline(self) -> bool:
+        """Whether all members' tensors came with the requests."""
+        return all(self.payloads)
 
 
 class Cached:
@@ -88,10 +85,9 @@ class Matcher:
     """
 
     def __init__(self, ranks: Sequence[int], me: int, capacity: int) -> None:
-        self.ranks = ranks
+        self.ranks, self.me = ranks, me
         self.joined: set[int] = set()
-        self.pending: dict[tuple[str, int], _Pending] = {}
-        self._me = me
+        self.pending: dict[tuple[str, int], Response] = {}
         self._capacity = capacity
         self._cache: OrderedDict[int, Cached] = OrderedDict()
         self._next_id = 0
@@ -106,62 +102,56 @@ class Matcher:
         """Return a cache entry."""
         return self._cache[id_]
 
-    def own_inline_bytes(self, id_: int) -> int:
-        """Return how many bytes of this rank's tensor travel with a request by a cache entry's id."""
-        return self._cache[id_].inline_bytes[self._me]
+    def add(
+        self, member: int, signature: Signature, number: int, cached_id: int = -1, payload: bytes = b""
+    ) -> None:
+        """Note that a member asks for an operation.
 
-    def add_cached(self, member: int, id_: int, number: int, payload: bytes) -> None:
-        """Note that a member asks for what it has asked for before."""
-        self._add(member, self._cache[id_].signatures[member], number, id_, payload)
-
-    def add(self, member: int, signature: Signature, number: int) -> None:
-        """Note that a member asks for an operation."""
-        self._add(member, signature, number, -1, b"")
-
-    def _add(self, member: int, signature: Signature, number: int, id_: int, payload: bytes) -> None:
+        Args:
+            cached_id: the cache entry by which it has asked; -1: in full.
+            payload: its tensor, if that came with the request.
+        """
         key = signature.name, number
         entry = self.pending.get(key)
         if entry is None:
-            entry = self.pending[key] = _Pending(len(self.ranks))
-        entry.signatures[member] = signature
-        entry.ids[member] = id_
-        entry.payloads[member] = payload
+            entry = self.pending[key] = Response.empty(key, len(self.ranks))
+        entry.signatures[member], entry.ids[member], entry.payloads[member] = signature, cached_id, payload
         entry.num_posted += 1
-        self._respond_if_complete(key, entry)
+        self._respond_if_complete(entry)
 
     def join(self, member: int) -> None:
         """Note that a member has joined: it takes part in whatever the others ask for."""
         if member in self.joined:
             return
         self.joined.add(member)
-        for key, entry in list(self.pending.items()):
-            self._respond_if_complete(key, entry)
+        for entry in list(self.pending.values()):
+            self._respond_if_complete(entry)
 
-    def _respond_if_complete(self, key: tuple[str, int], entry: _Pending) -> None:
-        if entry.num_posted < len(self.ranks) and any(
-            signature is None and member not in self.joined for member, signature in enumerate(entry.signatures)
-        ):
+    def _respond_if_complete(self, entry: Response) -> None:
+        if entry.num_posted < len(self.ranks) and (not self.joined or self._missing(entry)):
             return
-        del self.pending[key]
-        payloads = entry.payloads if all(entry.payloads) else ()
-        response = Response(key=key, signatures=entry.signatures, payloads=payloads)
+        del self.pending[entry.key]
         id_ = entry.ids[0]
         if id_ >= 0 and all(other == id_ for other in entry.ids):
-            response.cached_id = id_
+            entry.cached_id = id_
         else:
-            response.error = self._mistake(key, entry.signatures)
-        self._responses.append(response)
+            entry.error = self._mistake(entry.key, entry.signatures)
+        self._responses.append(entry)
+
+    def _missing(self, entry: Response) -> list[int]:
+        """Return the members that neither have asked for an operation yet nor have joined."""
+        return [m for m, signature in enumerate(entry.signatures) if signature is None and m not in self.joined]
 
     def _remember(self, signatures: Sequence[Signature]) -> None:
         if self._capacity == 0 or signatures[0].kind not in (*NOT_WITH_JOIN, ALLREDUCE, BARRIER):
             return
         while len(self._cache) >= self._capacity:
             old_id, old = self._cache.popitem(last=False)
-            if self._own_ids.get(old.signatures[self._me]) == old_id:
-                del self._own_ids[old.signatures[self._me]]
+            if self._own_ids.get(old.signatures[self.me]) == old_id:
+                del self._own_ids[old.signatures[self.me]]
         id_, self._next_id = self._next_id, self._next_id + 1
         self._cache[id_] = Cached(signatures)
-        self._own_ids[signatures[self._me]] = id_
+        self._own_ids[signatures[self.me]] = id_
 
     def take_responses(self) -> list[Response]:
         """Return the operations that have become complete, in the order in which they did.
@@ -192,22 +182,16 @@ class Matcher:
             ]
             if len(keys) == 1 or any(len(signatures) != 1 for signatures in asked):
                 continue
-            signatures = [signature for (signature,) in asked]
-            error = self._mistake(keys[0], signatures)
-            for key in keys:
-                del self.pending[key]
-                self._responses.append(Response(key=key, signatures=signatures, error=error))
+            error = self._mistake(keys[0], [signature for (signature,) in asked])
+            for entry in entries:
+                del self.pending[entry.key]
+                entry.error = error
+            self._responses += entries
 
     def missing(self, key: tuple[str, int]) -> list[int]:
         """Return the global ranks that have not asked for an operation yet."""
         entry = self.pending.get(key)
-        if entry is None:
-            return []
-        return [
-            self.ranks[member]
-            for member, signature in enumerate(entry.signatures)
-            if signature is None and member not in self.joined
-        ]
+        return [] if entry is None else [self.ranks[member] for member in self._missing(entry)]
 
     def _mistake(self, key: tuple[str, int], signatures: Sequence[Signature | None]) -> str | None:
         """Return what ranks disagree in, with who asked for what; None if they agree."""
@@ -216,10 +200,10 @@ class Matcher:
         }
         first = next(iter(asked.values()))
         if len(asked) < len(signatures) and first.kind in NOT_WITH_JOIN:
-            joined = ", ".join(str(self.ranks[member]) for member in sorted(self.joined))
+            joined = [self.ranks[member] for member in sorted(self.joined)]
             return (
                 f"{first.kind.capitalize()} is not supported with Join: {_title(key)} was asked for by "
-                f"{_ranks(list(asked))}, while {_ranks([int(rank) for rank in joined.split(', ')])} had joined."
+                f"{ranks_text([*asked])}, while {ranks_text(joined)} had joined."
             )
         for what, value in _ASPECTS:
             values = {rank: value(signature) for rank, signature in asked.items()}
@@ -233,17 +217,13 @@ def _title(key: tuple[str, int]) -> str:
     return f"{name}.{number & MAX_NUMBER}" if number else name
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _who_asked(values: dict[int, Any]) -> str:
     """Return such as `rank 0 has float32, ranks 1, 2 have int64`."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return "; ".join(
-        f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()
+        f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()
     )
 
 

@@ -43,9 +43,6 @@ class ProcessSet:
             raise ValueError(f"A ProcessSet is made of a list of ranks, which are integers, not {ranks}.")
         self.ranks = ranks
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
-
     def size(self) -> int | None:
         """Return the number of members; None if it is not registered."""
         if self.process_set_id is None:
@@ -104,7 +101,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         return
     if comm and sorted(comm) != list(range(basics.size())):
         raise ValueError(f"comm must have all ranks or be left out, not {list(comm)}. Use a ProcessSet for some.")
-    ids = {tuple(ranks): set_id for set_id, ranks in basics.runtime().set_ids().items()}
+    ids = {tuple(ranks): set_id for set_id, ranks in basics.runtime().set_ranks.items()}
     global_process_set.ranks = list(range(basics.size()))
     for process_set in sets:
         process_set.process_set_id = ids[tuple(process_set.ranks or ())]
@@ -143,5 +140,5 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if os.environ.get(basics.DYNAMIC_SETS) != "1":
         raise ValueError(NEEDS_DYNAMIC)
     ranks = basics.runtime().ranks_of(process_set.process_set_id)
-    process_set._invalidate()
+    process_set.process_set_id = None
     return basics.runtime().change_set(REMOVE_SET, ranks) is not None

@@ -37,6 +37,11 @@ REDUCIBLE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.floa
 """Types that Horovod's operations with arithmetic take; the others take all of `DTYPES`."""
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return such as `rank 0`, or `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 class Signature(msgspec.Struct, frozen=True, array_like=True):
     """Everything about an operation in which ranks must agree, or which the others must know."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.request import ranks_text
+from hvd_trainer.hvd.common.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +28,13 @@ class StallInspector:
         store: of the process set.
         ranks: global ranks of its members.
         rank: this process's.
-        check_s: after how long to report; 0: never.
-        shutdown_s: after how long to give up; 0: never.
+        settings: after how long to report, and to give up; 0: never.
     """
 
-    def __init__(
-        self, store: dist.Store, ranks: Sequence[int], rank: int, *, check_s: float, shutdown_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, settings: Settings) -> None:
         self._store, self._ranks, self._rank = store, ranks, rank
-        self._check_s, self._shutdown_s = check_s, shutdown_s
+        self._check_s, self._shutdown_s = settings.stall_check_s, settings.stall_shutdown_s
+        self._due_s = min((limit for limit in (self._check_s, self._shutdown_s) if limit), default=math.inf)
         self._announced = self._reported = -1
 
     def check_round(self, number: int, began: float, names: Collection[str]) -> None:
@@ -48,13 +49,12 @@ class StallInspector:
             HorovodInternalError: it has waited for `shutdown_s`.
         """
         waited_s = time.monotonic() - began
-        due_s = min((limit for limit in (self._check_s, self._shutdown_s) if limit), default=0.0)
-        if not due_s or waited_s < due_s - ANNOUNCE_S:
+        if waited_s < self._due_s - ANNOUNCE_S:
             return
         if self._announced != number:
             self._announced = number
             self._store.set(f"waiting {number} {self._rank}", "")
-        if waited_s < due_s:
+        if waited_s < self._due_s:
             return
         waiting = [rank for rank in self._ranks if self._store.check([f"waiting {number} {rank}"])]
         missing = [rank for rank in self._ranks if rank not in waiting]
@@ -72,8 +72,7 @@ class StallInspector:
             HorovodInternalError: as in `check_round`.
         """
         waited_s = time.monotonic() - since
-        limits = [limit for limit in (self._check_s, self._shutdown_s) if limit]
-        if limits and waited_s >= min(limits):
+        if waited_s >= self._due_s:
             waiting = [rank for rank in self._ranks if rank not in missing]
             self._report(number, waited_s, [name], waiting, missing)
 
@@ -84,8 +83,8 @@ class StallInspector:
         listed = [*names][:MAX_NAMES]
         rest = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
         text = (
-            f"{_ranks(waiting)} {'have' if len(waiting) > 1 else 'has'} waited for {waited_s:.0f} s for "
-            f"{_ranks(missing)} in {', '.join(listed)}{rest}."
+            f"{ranks_text(waiting)} {'have' if len(waiting) > 1 else 'has'} waited for {waited_s:.0f} s for "
+            f"{ranks_text(missing)} in {', '.join(listed)}{rest}."
         )
         is_due = self._check_s and waited_s >= self._check_s
         if is_due and self._reported != number and waiting[:1] == [self._rank]:
@@ -98,7 +97,3 @@ class StallInspector:
             )
         if gives_up:
             raise HorovodInternalError(f"{text} HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={self._shutdown_s:g} is over.")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""The exchanges of tensors in one process set: by Gloo on a CPU, by the accelerator's library on one."""
+"""The connections of one process set: Gloo for CPU tensors, the accelerator's library for its own, and a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.hvd.common.mesh import CHECK_S
+from hvd_trainer.backends.session import Session
+from hvd_trainer.hvd.common.mesh import CHECK_S, Mesh
 from hvd_trainer.utils import accelerator
 
 CPU = torch.device("cpu")
@@ -23,21 +24,19 @@ class Transport:
         store: of this process set alone.
         member: index of this process in it.
         size: number of members.
+        session: of this rank.
         on_wait: called about every second while this rank waits; may raise to give up.
-        prepare_nccl: called before a group of an accelerator's library is made; may raise to refuse it.
+
+    Attributes:
+        mesh: for messages.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        member: int,
-        size: int,
-        *,
-        on_wait: Callable[[], None],
-        prepare_nccl: Callable[[], None],
+        self, store: dist.Store, member: int, size: int, session: Session, on_wait: Callable[[], None]
     ) -> None:
         self.member, self.size = member, size
-        self._store, self._on_wait, self._prepare_nccl = store, on_wait, prepare_nccl
+        self._store, self._session, self._on_wait = store, session, on_wait
+        self.mesh = Mesh(store, member, size, address=session.address, on_wait=on_wait)
         self._gloo: Any = process_group.standalone_group(store, member, size, CPU)
         self._device_groups: dict[torch.device, Any] = {}
 
@@ -46,7 +45,7 @@ class Transport:
         if accelerator.is_host(device):
             return self._gloo
         if device not in self._device_groups:
-            self._prepare_nccl()
+            self._session.prepare_nccl()
             self._device_groups[device] = process_group.standalone_group(
                 dist.PrefixStore("device", self._store), self.member, self.size, device
             )
@@ -74,11 +73,13 @@ class Transport:
 
     def abort(self) -> None:
         """Break the connections, so that a thread that waits for another rank gets an error."""
+        self.mesh.abort()
         for group in (self._gloo, *self._device_groups.values()):
             if group is not None:
                 group.abort()
 
     def close(self) -> None:
-        """Free the groups. Nothing may be under way."""
+        """Free the connections. Nothing may be under way."""
+        self.mesh.close()
         self._device_groups.clear()
         self._gloo = None

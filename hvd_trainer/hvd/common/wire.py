@@ -48,7 +48,7 @@ def write(requests: Sequence[Request], matcher: Matcher, flags: int) -> bytes:
             continue
         num_cached += 1
         parts.append(ENTRY.pack(id_, request.number))
-        num_bytes = matcher.own_inline_bytes(id_)
+        num_bytes = matcher.cached(id_).inline_bytes[matcher.me]
         if num_bytes:
             parts.append(ctypes.string_at(request.tensors[0].data_ptr(), num_bytes))
     parts[0] = HEADER.pack(flags, num_cached)
@@ -64,8 +64,9 @@ def read(member: int, message: bytes, matcher: Matcher) -> int:
     for _ in range(num_cached):
         id_, number = ENTRY.unpack_from(message, offset)
         offset += ENTRY.size
-        end = offset + matcher.cached(id_).inline_bytes[member]
-        matcher.add_cached(member, id_, number, message[offset:end])
+        entry = matcher.cached(id_)
+        end = offset + entry.inline_bytes[member]
+        matcher.add(member, entry.signatures[member], number, id_, message[offset:end])
         offset = end
     if offset < len(message):
         for signature, number in _decode(message[offset:]):
