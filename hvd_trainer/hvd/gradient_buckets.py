@@ -172,7 +172,7 @@ def propose(
         ]
         sizes = [BucketSize(len(b.flat), b.flat.dtype, b.flat.device) for b in buckets]
         all_names = [f"allreduce.{gradient.name}" for bucket in proposals[0].buckets for gradient in bucket]
-        schedule = controller.add_schedule(sizes, all_names, GROUP_OPS[reduction.op])
+        schedule = controller.schedules.open(sizes, all_names, GROUP_OPS[reduction.op])
         result = GradientBuckets(buckets, schedule, reduction)
         weakref.finalize(result, controller.schedules.release, schedule.number)
         return result

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,19 +91,16 @@ def _check_groups(groups: int | list[list[Tensor]] | None) -> None:
         seen.add(parameter)
 
 
+@dataclass(eq=False)
 class _BackwardPasses:
-    """Counts the gradients of each parameter since the last step, by hooks that live as long as this object.
+    """Counts the gradients of each parameter since the last step, by hooks that live as long as this object."""
 
-    Args:
-        names: of the parameters.
-        per_step: after how many passes a gradient is complete.
-    """
-
-    def __init__(self, names: dict[Tensor, str], per_step: int) -> None:
-        self.names = names
-        self.per_step = per_step
-        self._counts: dict[Tensor, int] = {}
-        self._hooked: dict[Tensor, None] = {}
+    names: dict[Tensor, str]
+    """of the parameters"""
+    per_step: int
+    """after how many passes a gradient is complete"""
+    _counts: dict[Tensor, int] = field(default_factory=dict, init=False)
+    _hooked: dict[Tensor, None] = field(default_factory=dict, init=False)
 
     @property
     def have_begun(self) -> bool:
@@ -150,46 +148,30 @@ class _BackwardPasses:
         """Act on a gradient that is complete."""
 
 
+@dataclass(eq=False, kw_only=True)
 class _GradientReducer(_BackwardPasses):
-    """Reduces the gradients of one optimizer over ranks: in the first step one by one, then in buckets.
+    """Reduces the gradients of one optimizer over ranks: in the first step one by one, then in buckets."""
 
-    Args:
-        names, per_step: as in `_BackwardPasses`.
-        compression: type on the wire.
-        op: Average, Sum, or others of `hvd`.
-        predivide: of an average, divided by before the sum instead of after it.
-        groups: how many buckets of parameters, or which; None: as many as their sizes need.
-        sparse_as_dense: whether sparse gradients travel as dense ones.
-        process_set: the ranks that take part.
-    """
-
-    def __init__(
-        self,
-        names: dict[Tensor, str],
-        per_step: int,
-        *,
-        compression: type[Compressor],
-        op: int,
-        predivide: float,
-        groups: int | list[list[Tensor]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        super().__init__(names, per_step)
-        self._compression = compression
-        self.op = op
-        self.predivide = predivide
-        self.sparse_as_dense = sparse_as_dense
-        self.process_set = process_set
-        self._groups = groups
-        self._started: dict[Tensor, Callable[[], None]] = {}
-        """what waits for the reduction of a gradient by its name, and stores the result"""
-        self._dense: list[Tensor] = []
-        """those of them that travel as dense tensors, in the order in which they were started"""
-        self._buckets: list[GradientBuckets] = []
-        self._buckets_of: dict[Tensor, GradientBuckets] = {}
-        self._proposed: tuple[Controller, Request] | None = None
-        self._is_in_step = False
+    compression: type[Compressor]
+    """type on the wire"""
+    op: int
+    """Average, Sum, or others of `hvd`"""
+    predivide: float
+    """of an average, divided by before the sum instead of after it"""
+    groups: int | list[list[Tensor]] | None
+    """how many buckets of parameters, or which; None: as many as their sizes need"""
+    sparse_as_dense: bool
+    """whether sparse gradients travel as dense ones"""
+    process_set: ProcessSet
+    """the ranks that take part"""
+    _started: dict[Tensor, Callable[[], None]] = field(default_factory=dict, init=False)
+    """what waits for the reduction of a gradient by its name, and stores the result"""
+    _dense: list[Tensor] = field(default_factory=list, init=False)
+    """those of them that travel as dense tensors, in the order in which they were started"""
+    _buckets: list[GradientBuckets] = field(default_factory=list, init=False)
+    _buckets_of: dict[Tensor, GradientBuckets] = field(default_factory=dict, init=False)
+    _proposed: tuple[Controller, Request] | None = field(default=None, init=False)
+    _is_in_step: bool = field(default=False, init=False)
 
     def reset(self) -> None:  # noqa: D102
         for buckets in self._buckets:
@@ -246,7 +228,7 @@ class _GradientReducer(_BackwardPasses):
             wait()
         for buckets in self._buckets:
             buckets.receive(_store)
-        if dense and self._compression in (Compression.none, Compression.fp16, Compression.bf16):
+        if dense and self.compression in (Compression.none, Compression.fp16, Compression.bf16):
             self._propose(dense)
 
     def _propose(self, parameters: Sequence[Tensor]) -> None:
@@ -258,17 +240,17 @@ class _GradientReducer(_BackwardPasses):
                 op=self.op,
                 factor_before=1.0 / self.predivide,
                 factor_after=self.predivide / size,
-                compression=self._compression,
+                compression=self.compression,
             )
             self._proposed = controller, propose(controller, self._grouped(parameters), self.names, reduction)
 
     def _grouped(self, parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the parameters that may share a bucket, in the given order."""
-        if self._groups is None:
+        if self.groups is None:
             return [parameters]
-        if isinstance(self._groups, int):
-            return [part for part in split_list(parameters, self._groups) if part]
-        number = {it: i for i, group in enumerate(self._groups) for it in group}
+        if isinstance(self.groups, int):
+            return [part for part in split_list(parameters, self.groups) if part]
+        number = {it: i for i, group in enumerate(self.groups) for it in group}
         parts: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             parts.setdefault(number.get(parameter, -1), []).append(parameter)
@@ -278,38 +260,25 @@ class _GradientReducer(_BackwardPasses):
         """Start to reduce a gradient by its name."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
+        grad, name = parameter.grad, self.names[parameter]
         if grad.is_sparse and not self.sparse_as_dense:
-            self._started[parameter] = self._start_sparse(parameter, grad)
-        else:
-            self._dense.append(parameter)
-            dense = grad.to_dense() if grad.is_sparse else grad
-            self._started[parameter] = self._start_dense(parameter, dense.contiguous())
-
-    def _start_dense(self, parameter: Tensor, grad: Tensor) -> Callable[[], None]:
-        wire, context = self._compression.compress(grad)
+            finish = sparse_allreduce_async(grad, name, self.op, self.process_set)
+            self._started[parameter] = lambda: setattr(parameter, "grad", finish())
+            return
+        self._dense.append(parameter)
+        dense = grad.to_dense() if grad.is_sparse else grad
+        wire, context = self.compression.compress(dense.contiguous())
         handle = allreduce_async_(
             wire,
-            name=self.names[parameter],
+            name=name,
             op=self.op,
             prescale_factor=1.0 / self.predivide,
             postscale_factor=self.predivide,
             process_set=self.process_set,
         )
-
-        def wait() -> None:
-            synchronize(handle)
-            _store(parameter, self._compression.decompress(wire, context))
-
-        return wait
-
-    def _start_sparse(self, parameter: Tensor, grad: Tensor) -> Callable[[], None]:
-        finish = sparse_allreduce_async(grad, self.names[parameter], self.op, self.process_set)
-
-        def wait() -> None:
-            parameter.grad = finish()
-
-        return wait
+        self._started[parameter] = lambda: _store(
+            parameter, self.compression.decompress(synchronize(handle), context)
+        )
 
 
 def _store(parameter: Tensor, reduced: Tensor) -> None:
@@ -334,6 +303,7 @@ class _DistributedOptimizer(Optimizer):
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         self._passes = passes
         self._parameter_names = passes.names
+        self._is_synchronized = False
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -347,6 +317,7 @@ class _DistributedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, and forget gradients that no step has used."""
+        self._is_synchronized = False
         self._passes.reset()
         super().load_state_dict(state_dict)
 
@@ -375,15 +346,9 @@ class _ReducingOptimizer(_DistributedOptimizer):
         self.process_set = reducer.process_set
         self._reducer = reducer
         self._is_member = reducer.process_set.included()
-        self._is_synchronized = False
         self._synchronizes = True
         if self._is_member:
             reducer.watch(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and forget gradients that no step has used."""
-        self._is_synchronized = False
-        super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before `step`.

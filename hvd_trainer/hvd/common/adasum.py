@@ -8,8 +8,6 @@ gradients, and applied along a binary tree:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
     return (left_share * left + right_share * right).to(a.dtype)
 
 
-def reduce(tensor: Tensor, transport: Transport, group: Any) -> Tensor:
+def reduce(tensor: Tensor, transport: Transport) -> Tensor:
     """Return the Adasum of all members' flat tensors: log2(members) exchanges with a partner.
 
     The number of members is a power of two. Partners compute the same formula on the same pair, so that all
@@ -40,7 +38,7 @@ def reduce(tensor: Tensor, transport: Transport, group: Any) -> Tensor:
         sent = tensor.contiguous()
         # Not by send and recv: Gloo breaks all connections when a wait for one of them times out.
         sizes = [len(sent) if member == partner else 0 for member in range(transport.size)]
-        transport.wait(group.alltoall_base(received, sent, sizes, sizes), tensor.device)
+        transport.all_to_all(received, sent, sizes, sizes)
         tensor = combine(sent, received) if transport.member < partner else combine(received, sent)
         distance *= 2
     return tensor

@@ -201,9 +201,15 @@ class BucketSchedule:
 
 
 class BucketSchedules:
-    """The schedules of one process set, which outlive their optimizers until all members have released them."""
+    """The schedules of one process set, which outlive their optimizers until all members have released them.
 
-    def __init__(self) -> None:
+    Args:
+        owner: the process set's controller.
+        store: of this process set alone.
+    """
+
+    def __init__(self, owner: Owner, store: dist.Store) -> None:
+        self._owner, self._store = owner, store
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._schedules: dict[int, BucketSchedule] = {}
@@ -211,17 +217,19 @@ class BucketSchedules:
         self.released: list[int] = []
         """numbers of those that this rank's optimizers need no more, but other ranks' may"""
 
-    def next_number(self) -> int:
-        """Return the number of the next schedule: all members add schedules in the same order."""
-        return next(self._numbers)
-
-    def add(self, schedule: BucketSchedule) -> None:
-        """Add a schedule; leave it at once if this rank has left the others."""
+    def open(
+        self, sizes: Sequence[BucketSize], names: Sequence[str], op: dist.ReduceOp.RedOpType
+    ) -> BucketSchedule:
+        """Return a new schedule, at the same time as all other members; leave it if this rank has left them."""
+        number = next(self._numbers)  # all members open schedules in the same order
+        store = dist.PrefixStore(f"buckets {number}", self._store)
+        schedule = BucketSchedule(number, store, self._owner, sizes=sizes, names=names, op=op)
         with self._lock:
-            self._schedules[schedule.number] = schedule
+            self._schedules[number] = schedule
             flags = self._flags
         if flags:
             schedule.leave(flags)
+        return schedule
 
     def leave(self, flags: int) -> None:
         """Leave all schedules, because this rank has joined or shuts down."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.hvd.common import wire
-from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSchedules, BucketSize
+from hvd_trainer.hvd.common.bucket_schedule import BucketSchedules
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
 from hvd_trainer.hvd.common.executor import Executor, Job
 from hvd_trainer.hvd.common.matching import Matcher
@@ -70,12 +70,11 @@ class Controller:
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], settings: Settings, session: Session) -> None:
         self.ranks, self.rank, self.settings, self.session = ranks, session.world.rank, settings, session
-        self.schedules = BucketSchedules()
+        self.schedules = BucketSchedules(self, store)
         self.ended: str | None = None
         self.shut_down_by: list[int] = []
         self.timeline: Timeline | None = None
         me = ranks.index(self.rank)
-        self._store = store
         self._matcher = Matcher(ranks, me, settings.cache_capacity)
         self._stall = StallInspector(store, ranks, self.rank, settings)
         self._state = threading.Condition()
@@ -184,20 +183,6 @@ class Controller:
     def drive_to_end(self) -> None:
         """Return when operations have ended: all members have come to a round in which one shuts down."""
         self._drive_until(lambda: self.ended is not None)
-
-    def add_schedule(
-        self, sizes: Sequence[BucketSize], names: Sequence[str], op: dist.ReduceOp.RedOpType
-    ) -> BucketSchedule:
-        """Return a new schedule for buckets, at the same time as all other members.
-
-        Args:
-            sizes, names, op: as for `BucketSchedule`.
-        """
-        number = self.schedules.next_number()
-        store = dist.PrefixStore(f"buckets {number}", self._store)
-        schedule = BucketSchedule(number, store, self, sizes=sizes, names=names, op=op)
-        self.schedules.add(schedule)
-        return schedule
 
     def _stop_thread(self) -> None:
         self._work.set()

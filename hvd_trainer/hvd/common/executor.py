@@ -91,7 +91,8 @@ class Executor:
         for job in jobs:
             signature = job.response.signature
             if signature.kind == ALLREDUCE and signature.op != ADASUM:
-                key: tuple[Any, ...] = (ALLREDUCE, signature.device, signature.op, *_factors(signature))
+                factors = signature.prescale, signature.postscale
+                key: tuple[Any, ...] = (ALLREDUCE, signature.device, signature.op, *factors)
                 fused.setdefault(key, []).append(job)
             elif signature.kind == BROADCAST:
                 fused.setdefault((BROADCAST, signature.device, signature.root), []).append(job)
@@ -229,7 +230,7 @@ class Executor:
         for part in self._parts(jobs[0], device):
             signature = jobs[0].response.signature
             result = part.source * signature.prescale if signature.prescale != 1.0 else part.source
-            result = adasum.reduce(result.view(-1), self._transport, self._transport.group(device))
+            result = adasum.reduce(result.view(-1), self._transport)
             part.output.view(-1).copy_(result)
             _scale(part.output, signature.postscale)
 
@@ -295,21 +296,8 @@ class Executor:
         received_bytes = [count * row_bytes for count in received_rows]
         sent_bytes = [count * row_bytes for count in mine.splits]
         sent = as_bytes(tensor[: sum(mine.splits)])
-        self._exchange(as_bytes(output), sent, received_bytes, sent_bytes, device)
+        self._transport.all_to_all(as_bytes(output), sent, received_bytes, sent_bytes)
         request.outputs, request.result = [output], received_rows
-
-    def _exchange(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        """Send consecutive parts of a flat tensor to the members, and receive theirs."""
-        group = self._transport.group(device)
-        work = group.alltoall_base(received, sent, [*received_sizes], [*sent_sizes])
-        self._transport.wait(work, device)
 
     def _reduce_scatter(self, jobs: Sequence[Job], device: torch.device) -> None:
         response, request = jobs[0]
@@ -325,13 +313,8 @@ class Executor:
                 flat = flat.clone()
                 _scale(flat, response.signature.prescale)
             received = flat.new_empty(size * rows[me] * row_size)
-            self._exchange(
-                as_bytes(received),
-                as_bytes(flat),
-                [rows[me] * row_size * flat.element_size()] * size,
-                [n * row_size * flat.element_size() for n in rows],
-                device,
-            )
+            sent_bytes = [count * row_size * flat.element_size() for count in rows]
+            self._transport.all_to_all(as_bytes(received), as_bytes(flat), [sent_bytes[me]] * size, sent_bytes)
             result = _combine(received.view(size, -1).unbind(), response.signature, scaled=True)
             _scale(result, _factor_after(response.signature, size))
             request.outputs.append(result.view(rows[me], *tensor.shape[1:]))
@@ -340,10 +323,6 @@ class Executor:
 def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:
     """Copy consecutive parts of a buffer to where they belong."""
     torch._foreach_copy_(list(outputs), list(flat.split([len(output) for output in outputs])))
-
-
-def _factors(signature: Signature) -> tuple[float, float]:
-    return signature.prescale, signature.postscale
 
 
 def _factor_after(signature: Signature, size: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hvd_trainer.backends import process_group
 from hvd_trainer.backends.session import Session
@@ -70,6 +71,13 @@ class Transport:
                 # It has failed, or it was done just after the time was up: what it came to is here.
                 work.wait()
             return
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> None:
+        """Send consecutive parts of a flat tensor to the members, and receive theirs."""
+        work = self.group(sent.device).alltoall_base(received, sent, [*received_sizes], [*sent_sizes])
+        self.wait(work, sent.device)
 
     def abort(self) -> None:
         """Break the connections, so that a thread that waits for another rank gets an error."""
