@@ -96,14 +96,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
             work: dist.Work = self._gloo.allreduce(tensors, opts)
             return work
         buffers = [_dense(tensor) for tensor in tensors]
-        return self._start(
-            f"all_reduce of {_op(opts).name}",
-            buffers,
-            [self._all_reduction(buffer, opts) for buffer in buffers],
-            opts,
-            tensors,
-            lambda _: _copy_all(buffers, tensors),
-        )
+        begins = [self._all_reduction(buffer, opts) for buffer in buffers]
+        return self._start(f"all_reduce of {_op(opts).name}", buffers, begins, opts, tensors, buffers)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = RedOp.SUM) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
@@ -116,14 +110,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
             work: dist.Work = self._gloo.reduce(tensors, opts)
             return work
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._start(
-            f"reduce of {_op(opts).name}",
-            [total],
-            [self._all_reduction(total, opts)],
-            opts,
-            tensors,
-            lambda _: _copy_all([total], tensors if self._me == opts.rootRank else []),
-        )
+        begins = [self._all_reduction(total, opts)]
+        received = [total] if self._me == opts.rootRank else []
+        return self._start(f"reduce of {_op(opts).name}", [total], begins, opts, tensors, received)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = RedOp.SUM) -> dist.Work:
         """Reduce a tensor over all ranks, and keep this rank's part of it; all parts have one size."""
@@ -146,14 +135,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 total = input.clone()
                 begins.append(self._all_reduction(total, opts))
                 buffers.append(total.chunk(self._size)[self._me])
-        return self._start(
-            f"reduce_scatter of {_op(opts).name}",
-            buffers,
-            begins,
-            opts,
-            outputs,
-            lambda _: _copy_all(buffers, outputs),
-        )
+        return self._start(f"reduce_scatter of {_op(opts).name}", buffers, begins, opts, outputs, buffers)
 
     def reduce_scatter(
         self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = RedOp.SUM, *_: Any
@@ -165,14 +147,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         if len({part.numel() for part in parts}) == 1:
             return self.reduce_scatter_single(output, _join(parts), opts)
         total = _join(parts)
-        return self._start(
-            f"reduce_scatter of {_op(opts).name}",
-            [total],
-            [self._all_reduction(total, opts)],
-            opts,
-            outputs,
-            lambda _: _copy_all([_split(total, parts)[self._me]], outputs),
-        )
+        begins, mine = [self._all_reduction(total, opts)], _split(total, parts)[self._me]
+        return self._start(f"reduce_scatter of {_op(opts).name}", [total], begins, opts, outputs, [mine])
 
     # Tensors that travel.
 
@@ -181,9 +157,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root, buffers = _root(opts), [_flat(tensor) for tensor in tensors]
         begins = [self._broadcast(buffer, root) for buffer in buffers]
-        return self._start(
-            f"broadcast from {root}", buffers, begins, opts, tensors, lambda _: _copy_all(buffers, tensors)
-        )
+        return self._start(f"broadcast from {root}", buffers, begins, opts, tensors, buffers)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Put all ranks' tensors into one, one after the other."""
@@ -200,7 +174,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     f"all_gather: {len(buffer)} elements for {self._size} ranks of {input.numel()} elements each."
                 )
         begins = [self._gathering(_flat(i), buffer) for i, buffer in zip(inputs, buffers, strict=True)]
-        return self._start("all_gather", buffers, begins, opts, outputs, lambda _: _copy_all(buffers, outputs))
+        return self._start("all_gather", buffers, begins, opts, outputs, buffers)
 
     def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> dist.Work:
         """Give all ranks' tensors to all; they may have different sizes."""
@@ -224,12 +198,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
         """Gather each tensor of `inputs` from all ranks into the tensors of one list of `outputs`."""
         buffers = [_room(parts) for parts in outputs]
         begins = [self._gathering(_flat(i), buffer) for i, buffer in zip(inputs, buffers, strict=True)]
-
-        def finish(_: Any) -> None:
-            for buffer, parts in zip(buffers, outputs, strict=True):
-                _copy_all(_split(buffer, parts), parts)
-
-        return self._start("all_gather", buffers, begins, opts, result, finish)
+        received = [part for buffer, parts in zip(buffers, outputs, strict=True) for part in _split(buffer, parts)]
+        targets = [part for parts in outputs for part in parts]
+        return self._start("all_gather", buffers, begins, opts, result, received, targets)
 
     def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any, *_: Any) -> dist.Work:
         """Give all ranks' tensors to one."""
@@ -337,7 +308,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
         begins: Sequence[Begin | None],
         opts: Any,
         result: Any,
-        finish: Callable[[list[Any]], None] = lambda received: None,
+        received: Sequence[Tensor] = (),
+        targets: Sequence[Tensor] | None = None,
+        check: Callable[[list[Any]], None] = lambda returned: None,
     ) -> HorovodWork:
         """Start an operation.
 
@@ -347,8 +320,15 @@ class HorovodProcessGroup(dist.ProcessGroup):
             begins: start its parts; None: there is nothing to exchange.
             opts: PyTorch's options.
             result: of the work.
-            finish: called with what Horovod returned.
+            received: copied to `targets` at the end.
+            targets: None: those of `result`.
+            check: called with what Horovod returned; may raise.
         """
+
+        def finish(returned: list[Any]) -> None:
+            check(returned)
+            _copy_all(received, result if targets is None else targets)
+
         kind = f"{description} {', '.join(f'{t.dtype}{list(t.shape)}'.removeprefix('torch.') for t in tensors)}"
         timeout: timedelta = getattr(opts, "timeout", UNSET)
         return self._context.begin(
@@ -434,15 +414,14 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 lambda name: self._horovod._alltoall_async(here, sizes, there, counts, name, self._process_set)
             ]
 
-        def finish(results: list[Any]) -> None:
-            for _, counts in results:
+        def check(returned: list[Any]) -> None:
+            for _, counts in returned:
                 if not torch.equal(counts, expected):
                     raise ValueError(
                         f"the ranks sent {counts.tolist()} elements, and {expected.tolist()} were expected"
                     )
-            _copy_all(_split(received, targets), targets)
 
-        return self._start(description, [sent[:0]], begins, opts, targets, finish)
+        return self._start(description, [sent[:0]], begins, opts, targets, _split(received, targets), check=check)
 
     def _can_reduce(self, tensor: Tensor, opts: Any) -> bool:
         return not tensor.is_sparse and _op(opts) in HOROVOD_OPS and self._has("allreduce", tensor)
