@@ -16,6 +16,9 @@ def export_weights(model: nn.Module, folder: Path | None) -> None:
     """Write `model.safetensors` with the module's own names (no `module.` prefix), atomically.
 
     Of tensors that the bare module shares, one is written. Ranks without a folder write nothing.
+
+    Raises:
+        OSError: the folder cannot be written to.
     """
     from safetensors.torch import save_model
 
@@ -24,7 +27,11 @@ def export_weights(model: nn.Module, folder: Path | None) -> None:
 
 
 def export_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write the tensors of a state dict to a file, atomically; tensors that share memory are each written."""
+    """Write the tensors of a state dict to a file, atomically; tensors that share memory are each written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     from safetensors.torch import save_file
 
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -70,10 +70,11 @@ class CheckpointManager:
     def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
         """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
 
-        Return whether a state was restored.
-
         Args:
             is_over: called when all is restored; returns whether nothing is left to train.
+
+        Returns:
+            Whether a state was restored.
 
         Raises:
             CheckpointError: the checkpoint does not fit, or the one that was asked for is missing.
@@ -165,6 +166,9 @@ class CheckpointManager:
 
         Args:
             step: where this run would resume; -1: it starts anew.
+
+        Raises:
+            CheckpointError: there are some; on all ranks.
         """
         backend, place = self._backend, self._log.place
         if backend.world.num_nodes == 1 or place is None:
@@ -231,7 +235,11 @@ class CheckpointManager:
             self._save(None, record, to_disk=to_disk)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         self._writer.wait()
 
     def figures(self) -> dict[str, Any]:

@@ -116,7 +116,11 @@ class TrainState:
         return {name: value for name, value in self._model.state_dict().items() if not is_on_other_stage(value)}
 
     def export(self, folder: Path | None) -> None:
-        """Write the weights of the whole model to a folder, which rank 0 alone has. A collective."""
+        """Write the weights of the whole model to a folder, which rank 0 alone has. A collective.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
         if self._parts.is_whole:
             export_weights(self._model, folder)
             return
@@ -237,7 +241,11 @@ class TrainState:
         return found
 
     def _check_rank(self, rank: Mapping[str, Any]) -> None:
-        """Check the state of one rank, on all ranks: else all but that one would train on."""
+        """Check the state of one rank, on all ranks: else all but that one would train on.
+
+        Raises:
+            TypeError, ValueError, LookupError, RuntimeError, AttributeError: it is none.
+        """
         if "random" in rank:
             check_rng_state(rank["random"])
         if "metrics" in rank:

@@ -35,7 +35,11 @@ def annotations_of(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def refuse(mistakes: Iterable[str]) -> None:
-    """Raise all mistakes as one `OptionError`, if there are any."""
+    """Raise all mistakes as one error.
+
+    Raises:
+        OptionError: there are any.
+    """
     if text := "; ".join(mistakes):
         raise OptionError(text)
 

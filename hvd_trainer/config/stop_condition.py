@@ -46,7 +46,11 @@ class StopCondition:
         return found <= self.value if is_better_lower(self.figure) else found >= self.value
 
     def check(self, known: Collection[str]) -> None:
-        """Check that the epochs' records will have the figure."""
+        """Check that the epochs' records will have the figure.
+
+        Raises:
+            OptionError: it is none of `known`.
+        """
         if self.figure and self.figure not in known:
             raise OptionError(f"--until {self}: this job has no {self.figure}, but {', '.join(sorted(known))}")
 

@@ -59,7 +59,11 @@ class Activity:
             status.close()
 
     def enter(self, phase: str) -> None:
-        """Begin another phase, or the next round of the same one."""
+        """Begin another phase, or the next round of the same one.
+
+        Raises:
+            ExchangeAbortedError: after `abort`.
+        """
         self.check()
         self.phase, self.since = phase, time.monotonic()
         if self._status is not None:
@@ -86,7 +90,11 @@ class Activity:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark the block as waiting for other ranks."""
+        """Mark the block as waiting for other ranks.
+
+        Raises:
+            ExchangeAbortedError: after `abort`.
+        """
         self._waits += 1
         self.since = time.monotonic()
         self._notify(EXCHANGE)

@@ -51,7 +51,11 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        InstallError: something that a user can mend.
+    """
     options = tyro.cli(Options, prog=INSTALL_HOROVOD, args=argv)
     # As an exception, so that the compilers end with the installer.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -28,7 +28,11 @@ MARK = '\nRECORD["proved"] = True\n'
 
 
 def prove(plan: BuildPlan, log: Path) -> None:
-    """Run two ranks on the CPU, and with NCCL and a visible GPU also on up to two GPUs; then mark it as proved."""
+    """Run two ranks on the CPU, and with NCCL and a visible GPU also on up to two GPUs; then mark it as proved.
+
+    Raises:
+        InstallError: a run failed or did not end in time.
+    """
     _run_self_test("cpu", 2, log, "--gloo")
     if plan.mpi and shutil.which("mpirun"):
         _run_self_test("cpu", 2, log, "--mpi")
@@ -75,7 +79,11 @@ def _run_self_test(device: str, num_processes: int, log: Path, controller: str) 
 
 
 def check_collectives(device_name: str) -> str:
-    """Run allreduce, broadcast and one optimizer step on "cpu" or "cuda"; return what was proved."""
+    """Run allreduce, broadcast and one optimizer step on "cpu" or "cuda"; return what was proved.
+
+    Raises:
+        AssertionError: a collective gave a wrong number, or the build's record is wrong.
+    """
     import horovod.torch as hvd
     import torch
     from horovod.common import util

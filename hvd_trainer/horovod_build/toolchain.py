@@ -168,7 +168,11 @@ def _nccl_homes(torch: TorchFacts) -> list[str | Path]:
 
 
 def find_mpi() -> str:
-    """Return the MPI's version, which its C++ compiler wrapper prints."""
+    """Return the MPI's version, which its C++ compiler wrapper prints.
+
+    Raises:
+        InstallError: `mpicxx` is not on PATH.
+    """
     asked = "A build with MPI was asked for (--mpi), but there is no MPI compiler."
     _require_program(
         "mpicxx", asked, "apt-get install libopenmpi-dev openmpi-bin    (or load your cluster's MPI module)"

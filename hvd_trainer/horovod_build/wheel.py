@@ -52,6 +52,9 @@ def require_private(path: Path, remedy: str, *, above: bool = False) -> None:
     Args:
         above: whether it is a folder above ours. In a sticky one, such as /tmp, others cannot replace ours; and
             its group may write, since many users have a group of their own.
+
+    Raises:
+        InstallError: others than this user and root own it or can write to it.
     """
     found = path.lstat()
     others = stat.S_IWOTH if above else stat.S_IWOTH | stat.S_IWGRP

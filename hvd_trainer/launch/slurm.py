@@ -107,7 +107,11 @@ def detect_slurm(environ: Mapping[str, str]) -> SlurmStep | None:
 
 
 def read_step(environ: Mapping[str, str]) -> SlurmStep:
-    """Return the step of a process that srun started."""
+    """Return the step of a process that srun started.
+
+    Raises:
+        LaunchError: as `detect_slurm`.
+    """
     missing = [name for name in STEP_VARIABLES if name not in environ]
     if missing:
         raise LaunchError(

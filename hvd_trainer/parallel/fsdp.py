@@ -42,7 +42,11 @@ class FSDPShards:
         self.is_first = backend.replica_group[0] == backend.world.rank
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that is sharded already, or that has nothing to train."""
+        """Refuse a model that is sharded already, or that has nothing to train.
+
+        Raises:
+            OptionError: it is one of these.
+        """
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise OptionError(
                 "This model was shared out by an earlier training of this process: build model and optimizer anew "

@@ -48,7 +48,11 @@ class Grid:
 
 
 def check_stages(stages: int, size: int) -> None:
-    """Check that the stages divide the ranks."""
+    """Check that the stages divide the ranks.
+
+    Raises:
+        OptionError: they do not.
+    """
     if size % stages:
         divisors = [str(count) for count in range(1, size + 1) if size % count == 0]
         raise OptionError(
@@ -66,6 +70,9 @@ def make_grid(nodes: Sequence[str], stages: int) -> Grid:
 
     Returns:
         The grid; rank 0 is stage 0 of replica 0.
+
+    Raises:
+        OptionError: the stages do not divide the ranks.
     """
     check_stages(stages, len(nodes))
     groups: list[tuple[int, ...]] = []

@@ -76,7 +76,11 @@ class Layout:
         self.is_whole = options.stages == 1 and self._fsdp is None
 
     def check_batch(self, batch_size: int) -> None:
-        """Learn the number of samples per batch, and refuse one of fewer than micro-batches."""
+        """Learn the number of samples per batch.
+
+        Raises:
+            OptionError: they are fewer than the micro-batches.
+        """
 
     def compile(self, model: nn.Module) -> None:
         """Compile a model in place, if the options ask for it."""

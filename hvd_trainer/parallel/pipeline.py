@@ -231,7 +231,11 @@ class StageStep(TrainStep):
 
 
 def _concatenate(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the inputs of all micro-batches, concatenated, as arguments of the first stage."""
+    """Return the inputs of all micro-batches, concatenated, as arguments of the first stage.
+
+    Raises:
+        OptionError: they are neither tensors nor tuples of tensors.
+    """
     rows = [value if isinstance(value, tuple) else (value,) for value in inputs]
     if not all(isinstance(tensor, Tensor) for row in rows for tensor in row):
         raise OptionError("With --stages the inputs of the model are a tensor or a tuple of tensors")

@@ -213,7 +213,11 @@ def make_layout(
 
 
 def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
-    """Refuse stages that would send an accelerator's tensors by Gloo, which takes them for the host's."""
+    """Refuse stages that would send an accelerator's tensors by Gloo, which takes them for the host's.
+
+    Raises:
+        OptionError: they would.
+    """
     if not accelerator.is_host(backend.device) and not backend.uses_nccl:
         library = accelerator.collectives(backend.device)
         raise OptionError(
@@ -224,7 +228,11 @@ def refuse_stages_on_gloo(backend: Backend, stages: int) -> None:
 
 
 def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
-    """Refuse batch norm over micro-batches, whose statistics would take the place of the batch's."""
+    """Refuse batch norm over micro-batches, whose statistics would take the place of the batch's.
+
+    Raises:
+        OptionError: the model has batch norm, and there are several micro-batches.
+    """
     for name, module in model.named_modules():
         if chunks > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise OptionError(
@@ -235,7 +243,11 @@ def refuse_batch_norm(model: nn.Module, chunks: int) -> None:
 
 
 def refuse_in_place(model: nn.Module, parts: Sequence[Partition]) -> None:
-    """Refuse partitions that begin by overwriting their input, which backward needs."""
+    """Refuse partitions that begin by overwriting their input, which backward needs.
+
+    Raises:
+        OptionError: one does.
+    """
     blocks = list(model.named_children())
     for part in parts[1:]:
         name, block = blocks[part.first]
@@ -248,7 +260,11 @@ def refuse_in_place(model: nn.Module, parts: Sequence[Partition]) -> None:
 
 
 def refuse_missing_blocks(model: nn.Module, parts: Sequence[Partition]) -> None:
-    """Refuse partitions whose tensors an earlier training has dropped on this rank."""
+    """Refuse partitions whose tensors an earlier training has dropped on this rank.
+
+    Raises:
+        OptionError: there is one.
+    """
     blocks = list(model.children())
     if any(p.is_meta for part in parts for number in part.blocks for p in blocks[number].parameters()):
         raise OptionError(

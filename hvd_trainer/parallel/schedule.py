@@ -40,7 +40,11 @@ def bubble(schedule: Schedule, stages: int, chunks: int, parts: int = 1) -> floa
 
 
 def check_chunks(schedule: Schedule, stages: int, chunks: int) -> None:
-    """Refuse a number of micro-batches that the schedule does not support."""
+    """Refuse a number of micro-batches that the schedule does not support.
+
+    Raises:
+        OptionError: it does not.
+    """
     if schedule == "1f1b" and chunks < stages:
         raise OptionError(
             f"--schedule 1f1b keeps {stages} stages busy only with as many chunks, and here are {chunks}. Type "

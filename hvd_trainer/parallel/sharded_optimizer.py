@@ -28,7 +28,11 @@ MAX_BUCKETS_IN_FLIGHT = 16
 
 
 def assign_owners(sizes: Sequence[int], owners: int) -> list[int]:
-    """Assign each parameter to an owner, from 0 on: the largest first, always to the one with the least so far."""
+    """Assign each parameter to an owner: the largest first, always to the one with the least so far.
+
+    Returns:
+        The owner of each, from 0 on.
+    """
     load, owner = [0] * owners, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
         owner[number] = load.index(min(load))

@@ -72,7 +72,11 @@ def parse_address(init_method: str, environ: Mapping[str, str], world: World) ->
 
 
 def parse_port(text: str) -> int:
-    """Return the number of a TCP port."""
+    """Return the number of a TCP port.
+
+    Raises:
+        LaunchError: the text is none.
+    """
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65536):
         raise LaunchError(f"A port is a number from 1 to 65535, not {text[:60]!r}.")
     return int(text)

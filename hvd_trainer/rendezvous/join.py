@@ -38,7 +38,11 @@ class RendezvousSettings:
     timeout: timedelta
 
     def variable(self, name: str) -> str:
-        """Return a variable that the launcher must have set."""
+        """Return a variable that the launcher must have set.
+
+        Raises:
+            LaunchError: it has not.
+        """
         if not self.environ.get(name):
             raise LaunchError(
                 f"{self.world.launcher} should set {name} and has not, so the ranks cannot find each other. Were "
@@ -103,7 +107,11 @@ def join_store(endpoint: Endpoint, settings: RendezvousSettings) -> Rendezvous:
 
 
 def wait_for(find: Callable[[], T | None], settings: RendezvousSettings) -> T:
-    """Return what a function returns, once that is not None."""
+    """Return what a function returns, once that is not None.
+
+    Raises:
+        LaunchError: it did not in time.
+    """
     start, limit_s = time.monotonic(), settings.timeout.total_seconds()
     while (found := find()) is None:
         waited_s = time.monotonic() - start

@@ -145,7 +145,11 @@ def private_file(name: str) -> Path:
 
 
 def open_private_folder(folder: Path) -> None:
-    """Make a folder, unless it is there, and see that it is this user's alone."""
+    """Make a folder, unless it is there, and see that it is this user's alone.
+
+    Raises:
+        LaunchError: it is not.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
 

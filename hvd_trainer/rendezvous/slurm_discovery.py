@@ -99,7 +99,11 @@ class StepDiscovery:
 
 
 def _read_line(connection: socket.socket) -> str:
-    """Return the first line that another program sends, which may be anything, and slow."""
+    """Return the first line that another program sends, which may be anything, and slow.
+
+    Raises:
+        TimeoutError: the line is not complete in time.
+    """
     data, deadline = b"", time.monotonic() + ANSWER_TIMEOUT_S
     while not data.endswith(b"\n") and len(data) < MAX_LINE_BYTES:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -132,7 +132,11 @@ class Connection:
         self.store.pending.add(self)
 
     def flush(self) -> bool:
-        """Send as much as the socket takes for now; return whether that is all."""
+        """Send as much as the socket takes for now; return whether that is all.
+
+        Raises:
+            OSError: the connection is broken.
+        """
         with suppress(BlockingIOError):
             while self._unsent:
                 sent = self.sock.send(self._unsent[0])

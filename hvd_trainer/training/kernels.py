@@ -14,7 +14,11 @@ from hvd_trainer.utils import accelerator
 
 
 def check_kernels(train: TrainOptions, device: torch.device) -> None:
-    """Refuse options that are for other devices."""
+    """Refuse options that are for other devices.
+
+    Raises:
+        OptionError: there are some.
+    """
     mistakes, name = [], accelerator.name(device)
     if train.tf32 and accelerator.is_host(device):
         mistakes.append(f"--tf32 is for GPUs, and this rank trains on {name}: leave it out")

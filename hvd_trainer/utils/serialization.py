@@ -89,7 +89,11 @@ def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def to_json(tree: Any) -> bytes:
-    """Return a tree from `flatten` as JSON."""
+    """Return a tree from `flatten` as JSON.
+
+    Raises:
+        ValueError: an integer has more digits than Python reads.
+    """
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -104,7 +108,11 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: the length of its JSON (8 bytes), the JSON, and safetensors if it has tensors."""
+    """Return a value as bytes: the length of the tree's JSON (8 bytes), the JSON, and safetensors if it has any.
+
+    Raises:
+        TypeError, ValueError: as `flatten` and `to_json`.
+    """
     tree, tensors = flatten(value)
     text = to_json(tree)
     on_host = {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -114,7 +114,11 @@ def _load_tokens(
 
 
 def fetch(place: Path, limit_s: float) -> None:
-    """Download the archive into the folder `place`, unless the reviews are there."""
+    """Download the archive into the folder `place`, unless the reviews are there.
+
+    Raises:
+        DataError: it cannot be downloaded, or not be written there.
+    """
     if place.suffix in (".gz", ".tgz", ".tar") and not place.exists():
         raise DataError(f"there is no file {place}. {HOW}")
     try:

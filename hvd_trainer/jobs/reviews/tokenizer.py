@@ -132,7 +132,11 @@ def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int)
 
 
 def save(tokens: Tokens, file: Path) -> None:
-    """Write the cache, whole or not at all."""
+    """Write the cache, whole or not at all.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     content = pack({**vars(tokens), "fingerprint": tokens.fingerprint()})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +177,11 @@ def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
 
 
 def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
-    """Check types, shapes and ranges: later, an id out of range would be an error inside the embedding."""
+    """Check types, shapes and ranges: later, an id out of range would be an error inside the embedding.
+
+    Raises:
+        ValueError: one is wrong.
+    """
     forms = (ids.dtype, ids.shape, labels.dtype)
     if forms != (ids_type(vocabulary), (len(labels), sequence_length), torch.uint8) or not labels.numel():
         raise ValueError("its arrays have other forms")
