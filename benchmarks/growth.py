@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import NO_GPUS
 from benchmarks.run import python_path
-from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 from hvd_trainer.tools.runner.trial_runner import in_rounds
@@ -84,7 +84,9 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
             *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
             *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
         ]
-        start = measured_start(job, engine=case.backend, ranks=case.ranks, log=Path(log), threads=1, native=True)
+        start = MeasuredTrial(job=job, engine=case.backend, ranks=case.ranks, threads=1, native=True).start(
+            Path(log)
+        )
         began = time.time()
         start = start._replace(variables={**NO_GPUS, **python_path(), **start.variables})
         output = Path(log) / "output"

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
 from hvd_trainer.tools.runner.command import LAUNCHER_OF
-from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import Start, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
@@ -42,7 +42,7 @@ def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) 
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
     engine = next(name for name, launcher in LAUNCHER_OF.items() if launcher == contestant.launcher)
-    start = measured_start(words, engine=engine, ranks=ranks, log=log_dir / "probed", threads=1, native=True)
+    start = MeasuredTrial(job=words, engine=engine, ranks=ranks, threads=1, native=True).start(log_dir / "probed")
     return start._replace(variables={**NO_GPUS, **python_path(), **start.variables})
 
 

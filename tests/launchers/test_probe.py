@@ -21,7 +21,7 @@ from hvd_trainer.observe.phases import PARTS
 from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 SCRIPT = """
@@ -98,11 +98,12 @@ def test_exchange_is_left_out_of_a_script(tmp_path: Path, name: str, engine: str
     for left_out in cases:
         log = tmp_path / "-".join(("log", *left_out))
         job = (str(SCRIPTS / name), "--epochs", "1")
-        start = measured_start(job, engine=engine, ranks=2, log=log, leave_out=left_out)
+        trial = MeasuredTrial(job=job, engine=engine, ranks=2, warmup_steps=2, leave_out=left_out)
+        start = trial.start(log)
         subprocess.run(start.command, env={**os.environ, **start.variables}, check=True, timeout=120)
         weights = [str(rank["weights"]) for rank in read_steps(log)]
         assert len(set(weights)) == (2 if left_out else 1)
-        figures = read_measured(log, job=job, ranks=2, warmup_steps=2)
+        figures = trial.read(log)
         assert figures is not None
         assert figures["work"]["steps"] == 16
         assert figures["work"]["samples"] == 512

@@ -22,7 +22,7 @@ from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, script_checksum
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
@@ -127,14 +127,17 @@ class Trial:
         return {ENTRIES: self.entry.name, RANKS: str(self.ranks), **self.variant.values}
 
     @property
-    def job(self) -> tuple[str, ...]:
-        """The words that follow `python`."""
-        return self.entry.script or self.variant.words
-
-    @property
-    def processes(self) -> int:
-        """How many processes it consists of: the ranks of DataParallel are GPUs of one."""
-        return 1 if self.entry.engine == "data-parallel" else self.ranks
+    def measured(self) -> MeasuredTrial:
+        """The same for the runner."""
+        return MeasuredTrial(
+            job=self.entry.script or self.variant.words,
+            engine=self.entry.engine,
+            ranks=self.ranks,
+            threads=self.threads,
+            steps=self.steps,
+            warmup_steps=self.conditions["warmup_steps"],
+            native=not self.entry.is_job,
+        )
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -150,10 +153,8 @@ class Trial:
 
     def start(self, log: Path) -> Start:
         """Return how to start a run of it."""
-        engine, native = self.entry.engine, not self.entry.is_job
-        how: dict[str, Any] = {"threads": self.threads, "steps": self.steps, "native": native}
-        start = measured_start(self.job, engine=engine, ranks=self.ranks, log=log, **how)
-        if engine != "data-parallel":
+        start = self.measured.start(log)
+        if self.entry.engine != "data-parallel":
             return start
         # DataParallel takes all GPUs that it sees.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
@@ -165,8 +166,7 @@ class Trial:
         Raises:
             OptionError: no step counts, or each rank has trained alone.
         """
-        warmup_steps, native = self.conditions["warmup_steps"], not self.entry.is_job
-        figures = read_measured(log, job=self.job, ranks=self.processes, warmup_steps=warmup_steps, native=native)
+        figures = self.measured.read(log)
         if figures is not None:
             self.check_steps(figures)
         return figures

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +17,10 @@ from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner import all_reduce
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import JobTrial, Trial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 
 WARMUP_STEPS = 5
@@ -62,7 +60,7 @@ class Trials:
         self._kept = folder / "log"
         shutil.rmtree(self._kept, ignore_errors=True)
         self._is_trainer_job = is_trainer_job(job)
-        self._rounds: Counter[str] = Counter()
+        self._runs = 0
         self.figures: dict[str, list[Mapping[str, Any]]] = {}
         """by the variants' labels"""
         self.profiles: list[list[RankProfile]] = []
@@ -102,25 +100,22 @@ class Trials:
         is_normal = variant.label == NORMAL
         sampled = ("--sample-stacks",) if is_normal else ()
         options = (*NOT_SAVED, *variant.options, *sampled) if self._is_trainer_job else variant.options
-
-        def start(log: Path) -> Start:
-            return measured_start(
-                self.job,
-                engine=self._engine if variant.ranks > 1 else "single",
-                ranks=variant.ranks,
-                log=log,
-                threads=variant.threads,
-                steps=WARMUP_STEPS + steps,
-                leave_out=variant.leave_out,
-                options=options,
-                sample_stacks=is_normal,
-            )
-
-        read = partial(read_measured, job=self.job, ranks=variant.ranks, warmup_steps=WARMUP_STEPS)
+        trial = MeasuredTrial(
+            label=variant.label,
+            job=self.job,
+            engine=self._engine if variant.ranks > 1 else "single",
+            ranks=variant.ranks,
+            threads=variant.threads,
+            steps=WARMUP_STEPS + steps,
+            warmup_steps=WARMUP_STEPS,
+            leave_out=variant.leave_out,
+            options=options,
+            probe={"sample_stacks": is_normal},
+        )
         watch = MachineWatch() if is_normal else None
         has_ended = False
         try:
-            run = self._run(variant.label, start, read, limit_s)
+            run = self._run(trial, limit_s)
             has_ended = run.state != "killed"
         finally:
             if watch is not None and (profiles := read_profiles(self._kept)):
@@ -141,21 +136,14 @@ class Trials:
             words = [*job, "--sizes", *map(str, EXCHANGE_BYTES)]
             return Start(command_for(LAUNCHER_OF[self._engine], self.normal.ranks, words), {}, self.normal.threads)
 
-        run = self._run("exchanges", start, all_reduce.read_result)
+        run = self._run(JobTrial("exchanges", {}, start, all_reduce.read_result))
         if run.state == "done":
             self._line = Line.through(run.figures["seconds"])
 
-    def _run(
-        self,
-        label: str,
-        start: Callable[[Path], Start],
-        read: Callable[[Path], Mapping[str, Any] | None],
-        limit_s: float | None = None,
-    ) -> RunRecord:
-        self._rounds[label] += 1
-        trial = JobTrial(label, {"trial": label}, start, read)
-        keep = self._kept if label == NORMAL else None
-        return self.runner.run(trial, self._rounds[label], keep=keep, limit_s=limit_s)
+    def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
+        self._runs += 1  # each run is a new one
+        keep = self._kept if trial.label == NORMAL else None
+        return self.runner.run(trial, self._runs, keep=keep, limit_s=limit_s)
 
 
 def plan_variants(evidence: Evidence, normal: Variant) -> list[Variant]:

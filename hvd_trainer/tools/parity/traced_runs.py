@@ -12,7 +12,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_values
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
@@ -83,8 +83,14 @@ class Plan:
             OptionError: the launcher is not installed.
         """
         if not is_trainer_job(self.job):
-            more: Any = {"threads": self.threads, "steps": self.steps, "trace_steps": self.steps}
-            return measured_start(self.job, engine=engine, ranks=self.ranks, log=log, **more)
+            return MeasuredTrial(
+                job=self.job,
+                engine=engine,
+                ranks=self.ranks,
+                threads=self.threads,
+                steps=self.steps,
+                probe={"trace_steps": self.steps},
+            ).start(log)
         words = [*self.job, *NOT_SAVED, "--max-steps", str(self.steps), "--trace-steps", str(self.steps)]
         words += ["--backend", engine, "--log-dir", str(log)]
         if engine == "single" and like is not None:

@@ -1,4 +1,4 @@
-"""Start measured runs of any job, and read their figures.
+"""A trial whose steps are recorded, of any job.
 
 Trainer job    LAUNCHER python JOB --backend ENGINE --log-dir LOG --record-steps ...
 script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, and the variable of ProbeOptions
@@ -6,7 +6,8 @@ script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,54 +18,66 @@ from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
 
-def measured_start(
-    job: Sequence[str],
-    *,
-    engine: str,
-    ranks: int,
-    log: Path,
-    threads: int | None = None,
-    steps: int | None = None,
-    leave_out: tuple[Literal["exchange", "data"], ...] = (),
-    options: Sequence[str] = (),
-    native: bool = False,
-    **probe: Any,
-) -> Start:
-    """Return how to start a run of a job whose steps are recorded.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTrial:
+    """A way to run a job, a `Trial` of the runner, whose figures are those of its recorded steps."""
 
-    Args:
-        job: the words that follow `python`.
-        engine: a name in `LAUNCHER_OF`, whose launcher starts the ranks.
-        log: the run's log folder.
-        threads: of each rank, on the CPU; None: as this process's environment says.
-        steps: how many it makes, however much data it has; None: as many as the job does by itself.
-        leave_out: as in `MeasureOptions`.
-        options: further options of a Trainer job; for a script, of `run`.
-        native: take the job for a script, whose own engine is not replaced.
-        probe: further fields of `ProbeOptions`, for a script.
-    """
-    launcher = LAUNCHER_OF[engine]
-    if not native and is_trainer_job(job):
-        words = [*options, *(("--leave-out", *leave_out) if leave_out else ())]
-        if steps is not None:
-            words = [*ENDLESS, *words, "--max-steps", str(steps)]
-        words = with_options(job, words)
+    job: Sequence[str]
+    """the words that follow `python`"""
+    engine: str
+    """a name in `LAUNCHER_OF`, whose launcher starts the ranks"""
+    ranks: int
+    threads: int | None = None
+    """of each rank, on the CPU; None: as this process's environment says"""
+    steps: int | None = None
+    """that a run makes, however much data it has; None: as many as the job does by itself"""
+    warmup_steps: int = 0
+    """steps at its beginning that do not count"""
+    leave_out: tuple[Literal["exchange", "data"], ...] = ()
+    """as in `MeasureOptions`"""
+    options: Sequence[str] = ()
+    """further options of a Trainer job; for a script, of `run`"""
+    native: bool = False
+    """take the job for a script, whose own engine is not replaced"""
+    probe: Mapping[str, Any] = field(default_factory=dict)
+    """further fields of `ProbeOptions`, for a script"""
+    label: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def _is_trainer_job(self) -> bool:
+        return not self.native and is_trainer_job(self.job)
+
+    def start(self, log: Path) -> Start:
+        """Return how to start a run, whose log folder is `log`.
+
+        Raises:
+            OptionError: the launcher is not installed.
+        """
+        if self._is_trainer_job:
+            words = self._trainer_words(log)
+            return Start(command_for(LAUNCHER_OF[self.engine], self.ranks, words), threads=self.threads)
+        backend = "ddp" if self.engine == "single" else self.engine
+        words = ["-m", "hvd_trainer", "run", "--backend", backend, *self.options, "--"]
+        if self.native:
+            words = ["-m", "hvd_trainer.tools.probe"]
+        asked = ProbeOptions(log_dir=str(log), max_steps=self.steps, leave_out=self.leave_out, **self.probe)
+        command = command_for(LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
+        return Start(command, asked.variables(), self.threads)
+
+    def _trainer_words(self, log: Path) -> list[str]:
+        words = [*self.options, *(("--leave-out", *self.leave_out) if self.leave_out else ())]
+        if self.steps is not None:
+            words = [*ENDLESS, *words, "--max-steps", str(self.steps)]
+        words = with_options(self.job, words)
         given = {option_of(word) for word in words}
         for name, value in zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True):
             words += () if name in given else (name, value)
-        words += ["--backend", engine, "--log-dir", str(log), "--record-steps"]
-        return Start(command_for(launcher, ranks, words), threads=threads)
-    backend = "ddp" if engine == "single" else engine
-    words = ["-m", "hvd_trainer", "run", "--backend", backend, *options, "--"]
-    if native:
-        words = ["-m", "hvd_trainer.tools.probe"]
-    asked = ProbeOptions(log_dir=str(log), max_steps=steps, leave_out=leave_out, **probe)
-    return Start(command_for(launcher, ranks, [*words, *job]), asked.variables(), threads)
+        return [*words, "--backend", self.engine, "--log-dir", str(log), "--record-steps"]
 
-
-def read_measured(
-    log: Path, *, job: Sequence[str], ranks: int, warmup_steps: int, native: bool = False
-) -> dict[str, Any] | None:
-    """Return the figures of a run that `measured_start` describes; None if it did not come to its end."""
-    read = read_figures if not native and is_trainer_job(job) else read_probed
-    return read(log, ranks, warmup_steps)
+    def read(self, log: Path) -> dict[str, Any] | None:
+        """Return the figures of a run; None if it did not come to its end."""
+        # The ranks of DataParallel are GPUs of one process.
+        processes = 1 if self.engine == "data-parallel" else self.ranks
+        read = read_figures if self._is_trainer_job else read_probed
+        return read(log, processes, self.warmup_steps)

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,11 +34,10 @@ from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
-from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord, key_of
 from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.tools.tune import report
 from hvd_trainer.tools.tune.search import Found, Search
 from hvd_trainer.tools.tune.settings import as_words, settling_steps
@@ -195,20 +193,17 @@ class SettingsRunner:
         self._used[key_of(identity)] += 1
         left_out = settings.get("leave_out")
         changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
-
-        def start(log: Path) -> Start:
-            return measured_start(
-                words,
-                engine=self._backend,
-                ranks=options.np,
-                log=log,
-                steps=steps,
-                leave_out=() if left_out is None else (left_out,),
-                options=changed if self._job.is_script else [*NOT_SAVED, *changed],
-            )
-
-        read = partial(read_measured, job=words, ranks=options.np, warmup_steps=warm_up)
-        return self._runner.run(JobTrial("", identity, start, read), self._used[key_of(identity)])
+        trial = MeasuredTrial(
+            identity=identity,
+            job=words,
+            engine=self._backend,
+            ranks=options.np,
+            steps=steps,
+            warmup_steps=warm_up,
+            leave_out=() if left_out is None else (left_out,),
+            options=changed if self._job.is_script else [*NOT_SAVED, *changed],
+        )
+        return self._runner.run(trial, self._used[key_of(identity)])
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.probe.step_hold import MARK
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import measured_start, read_measured
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
-from hvd_trainer.tools.verify_resume.injector import RunningJob, running_job
+from hvd_trainer.tools.verify_resume.injector import running_job
 from hvd_trainer.utils.text import COMMAND, plural
 
 FOLDER = "{folder}"
@@ -55,18 +54,17 @@ class Script:
     engine: str
     ranks: int
 
-    def start(self, place: Path, hold: tuple[int, int] | None = None) -> AbstractContextManager[RunningJob]:
-        """Start it; what it keeps is in the folder above `place`, which is that of this start."""
+    def trial(self, place: Path, hold: tuple[int, int] | None = None) -> MeasuredTrial:
+        """Return how it is run; what it keeps is in the folder above `place`, which is that of one start."""
         words = [word.replace(FOLDER, str(place.parent)) for word in self.job]
-        return running_job(
-            measured_start(words, engine=self.engine, ranks=self.ranks, log=place, hold=hold), place
-        )
+        return MeasuredTrial(job=words, engine=self.engine, ranks=self.ranks, probe={"hold": hold})
 
     def finish(self, place: Path) -> dict[str, Any]:
         """Run it to its end, and return its figures."""
-        with self.start(place) as its:
+        trial = self.trial(place)
+        with running_job(trial.start(place), place) as its:
             its.finish(END_S)
-        figures = read_measured(place, job=self.job, ranks=self.ranks, warmup_steps=0)
+        figures = trial.read(place)
         if figures is None:
             raise its.error("took no step")
         return figures
@@ -74,7 +72,7 @@ class Script:
     def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> int:
         """Start it, kill a rank, or the launcher, after so many steps, and return how many processes are left."""
         late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
-        with self.start(place, (rank, steps)) as its:
+        with running_job(self.trial(place, (rank, steps)).start(place), place) as its:
             its.wait_until((place / MARK).exists, late, limit_s=END_S, interval_s=POLL_S)
             its.kill(None if launcher else int((place / MARK).read_text()))
             return its.left_behind()

@@ -21,7 +21,7 @@ from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import measured_start
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
@@ -120,21 +120,22 @@ def test_modules_of_the_package_are_trainer_jobs() -> None:
     assert is_trainer_job(["-m", "hvd_trainer.mnist"])
 
 
-def test_measured_start_of_a_script_leaves_its_words_as_they_are(tmp_path: Path) -> None:
+def test_start_of_a_script_leaves_its_words_as_they_are(tmp_path: Path) -> None:
     """A script may have options of its own that are called like those of a Trainer job."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     words = (str(script), "--log-dir", "here", "--epochs", "2")
     assert read_job(words) == words
     log = tmp_path / "log"
-    start = measured_start(words, engine="ddp", ranks=2, log=log, steps=7, leave_out=("data",))
+    start = MeasuredTrial(job=words, engine="ddp", ranks=2, steps=7, leave_out=("data",)).start(log)
     expected = ["--nproc-per-node", "2", "-m", "hvd_trainer", "run", "--backend", "ddp", "--", *words]
     assert start.command[-len(expected) :] == expected
     assert ProbeOptions.read(start.variables) == ProbeOptions(log_dir=str(log), max_steps=7, leave_out=("data",))
 
 
-def test_measured_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> None:
-    start = measured_start(JOB, engine="single", ranks=1, log=tmp_path, steps=7, leave_out=("data", "exchange"))
+def test_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> None:
+    trial = MeasuredTrial(job=JOB, engine="single", ranks=1, steps=7, leave_out=("data", "exchange"))
+    start = trial.start(tmp_path)
     words = " ".join(start.command)
     assert "--max-steps 7" in words
     assert "--leave-out data exchange" in words
