@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from hvd_trainer.tools.diagnose.evidence import ONE_THREAD, SIGMAS, Cause, Evidence
 from hvd_trainer.utils.text import plural
@@ -66,11 +69,10 @@ def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    advice = CAUSES[cause.kind].advice
-    if callable(advice):
-        yield from advice(cause, evidence)
+    if cause.kind in MAKERS:
+        yield from MAKERS[cause.kind](cause, evidence)
     else:
-        text = advice.format(**{**cause.details, "where": _at(cause), "rank": cause.rank})
+        text = CAUSES[cause.kind].advice.format(**{**cause.details, "where": _at(cause), "rank": cause.rank})
         yield _action(cause, evidence, text, cause.details.get("saved_s"))
 
 
@@ -206,75 +208,24 @@ def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     yield _action(cause, evidence, text, saved, words=("--batch-size", str(2 * batch)), batch_factor=2)
 
 
-class Described(NamedTuple):
+MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {
+    "data waits": _about_waiting_data,
+    "data computes": _about_computing_data,
+    "overlap": _about_overlap,
+    "exchange": _about_exchange,
+    "contention": _about_contention,
+    "overhead": _about_overhead,
+}
+"""Functions that yield the advice about causes that have none in causes.yaml."""
+
+
+class Described(msgspec.Struct, forbid_unknown_fields=True):
     """A cause in words, and what to do about it."""
 
     name: str
-    advice: str | Callable[[Cause, Evidence], Iterator[Action]]
-    """text with `where`, `rank` and details of the cause in braces; it saves the detail `saved_s`, or all"""
+    advice: str = ""
+    """it saves the detail `saved_s`, or all"""
 
 
-CAUSES: dict[str, Described] = {
-    "data waits": Described("waiting for data", _about_waiting_data),
-    "data computes": Described("computing the data", _about_computing_data),
-    "model": Described(
-        "waiting within the model", "{where}: the model waits there in each forward pass; take it out of the step"
-    ),
-    "loss": Described("the loss function", "{where}: compute the loss of a batch by operations on whole tensors"),
-    "backward": Described(
-        "your own code in the backward pass", "{where}: it runs in each backward pass; make it cheaper"
-    ),
-    "update": Described(
-        "the optimizer's update",
-        "{where}: update all parameters at once (foreach=True or fused=True), not one by one in Python",
-    ),
-    "metric": Described("metrics", "{where}: compute this metric less often, or by operations on whole tensors"),
-    "callback": Described("a callback", "{where}: do this every few steps only, or in a thread of its own"),
-    "script": Described(
-        "your own code between the batches", "{where}: do this every few steps only, or in a thread of its own"
-    ),
-    "gil": Described(
-        "a thread that holds the GIL",
-        "{where}: move the thread {thread!r} of rank {rank} to a process of its own; while it has the GIL, no "
-        "other thread runs Python",
-    ),
-    "programs": Described(
-        "other programs on the ranks' cores",
-        "end the other programs on these cores, or move them to others{programs}",
-    ),
-    "throttled": Described(
-        "a limit on the CPU time of this machine",
-        "raise the CPU limit of the container or the batch job, or start fewer threads",
-    ),
-    "stolen": Described(
-        "other virtual machines on this machine's cores",
-        "ask for a machine of your own, or one with cores that are not shared: the hypervisor gives its time to "
-        "others",
-    ),
-    "swap": Described(
-        "memory that is swapped to the disk",
-        "the machine swaps: use less memory (a smaller --batch-size, fewer --workers), or end other programs",
-    ),
-    "more work": Described(
-        "a rank that has more to do",
-        "give all ranks the same: rank {rank} has {ratio:.3g} times the elements per batch; sort or group samples "
-        "by their length",
-    ),
-    "slow line": Described(
-        "a rank that waits or computes longer than the others",
-        "{where}: rank {rank} spends its time there, and all others wait for it",
-    ),
-    "slow rank": Described(
-        "a rank that is slower at the same work",
-        "look at rank {rank}'s machine (clock rate, temperature, limits, programs beside it){or_at}",
-    ),
-    "hiccups": Described(
-        "slow steps now and then",
-        "{where}: it takes {size_ms:.0f} ms {often}; do it less often, or in a thread or process",
-    ),
-    "overlap": Described("an exchange that does not go on beside the backward pass", _about_overlap),
-    "exchange": Described("exchanging gradients", _about_exchange),
-    "contention": Described("ranks in each other's way on this machine's CPUs", _about_contention),
-    "overhead": Described("overhead per step, however small the batch is", _about_overhead),
-}
+CAUSES = msgspec.yaml.decode(Path(__file__).with_name("causes.yaml").read_bytes(), type=dict[str, Described])
 """All causes of lost time, by their kinds."""

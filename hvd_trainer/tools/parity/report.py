@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.observe.checksums import SMALL
-from hvd_trainer.tools.parity.causes import find_causes, repeats_samples, takes_same_samples
+from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
+from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TRACES_FOLDER, TracedRun
 from hvd_trainer.tools.parity.traces import Moment, Trace

@@ -28,8 +28,8 @@ from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
 from hvd_trainer.observe.trace_writer import draws
-from hvd_trainer.tools.parity import cli
-from hvd_trainer.tools.parity.causes import find_causes
+from hvd_trainer.tools.parity import cli, fits
+from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair, compare_all
 from hvd_trainer.tools.parity.report import as_json, conclusions, details, select_steps, table, verdict
 from hvd_trainer.tools.parity.tensors import NONE, distance_between
@@ -380,3 +380,7 @@ def test_subsample_of_large_models() -> None:
     assert stride([torch.zeros(2**20)], KEPT_BYTES // 2**22) == 4
     assert len(subsample(torch.zeros(100, 100), 16)) == 625
     assert len(subsample(torch.zeros(50), 16)) == 50
+
+
+def test_each_known_cause_has_a_function_that_tells_whether_it_fits() -> None:
+    assert all(callable(getattr(fits, known.when)) for known in known_causes())
