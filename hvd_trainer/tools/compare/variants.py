@@ -113,9 +113,6 @@ def read_axes(texts: Sequence[str]) -> list[Axis]:
 def make_variants(job: Sequence[str], axes: Sequence[Axis]) -> list[Variant]:
     """Return the product of the axes; combinations that make the same options come once.
 
-    Args:
-        job: the words that follow `python`.
-
     Raises:
         OptionError: the job has no such option, or does not take such a value.
     """

@@ -57,12 +57,7 @@ class Action:
 
 
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
-    """Return the best few actions, that with the largest gain first; none whose gain may be noise.
-
-    Args:
-        causes: those that `find_causes` returns.
-        evidence: by which they were found.
-    """
+    """Return the best few actions, that with the largest gain first; none whose gain may be noise."""
     made = [action for cause in causes for action in _advice(cause, evidence)]
     useful = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
     return sorted(useful, key=lambda action: -action.speed)[:MAX_ACTIONS]

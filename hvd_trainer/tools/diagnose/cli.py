@@ -26,11 +26,12 @@ from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
 from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_tried, sentences, show
-from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, Variant, plan_variants
+from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import warn_if_busy
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.ratio import MIN_ROUNDS, ratio
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import in_rounds
@@ -76,10 +77,16 @@ def main(argv: Sequence[str]) -> int:
     """
     options, job = read_command("diagnose", Options, argv)
     check_installed()
-    folder = options.out.expanduser().resolve()
-    with locked_folder(folder):
-        normal = Variant(NORMAL, options.np, options.threads)
-        trials, code = Trials(job, options.backend, normal, folder, options.budget), 130
+    with locked_folder(options.out) as folder:
+        normal = MeasuredTrial(
+            label=NORMAL,
+            job=job,
+            engine=options.backend,
+            ranks=options.np,
+            threads=options.threads,
+            warmup_steps=WARMUP_STEPS,
+        )
+        trials, code = Trials(normal, folder, options.budget), 130
         try:
             note = measure(trials, options)
             code = 1 if note and NORMAL not in trials.figures else 0
@@ -147,7 +154,7 @@ def conclude(trials: Trials, options: Options, folder: Path, note: str) -> None:
         if action.can_be_tried:
             tried.append(try_action(trials, action, evidence.step_s, options.budget))
             print(describe_tried(tried[-1]), flush=True)
-    heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(trials.job)}"
+    heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(trials.normal.job)}"
     files = {
         "diagnosis.json": json.dumps(as_json(report, tried), indent=1) + "\n",
         "diagnosis.html": render(evidence.profiles, heading, sentences(report)),
@@ -173,11 +180,11 @@ def try_action(trials: Trials, action: Action, step_s: float, limit_s: float) ->
     )
     steps = steps_of(RUN_S, step_s)
     print(f"{plural(2 * MIN_ROUNDS, 'run')} of the job with {action.title} and without it", flush=True)
-    speeds: dict[Variant, list[float]] = {before: [], after: []}
+    speeds: dict[str, list[float]] = {before.label: [], after.label: []}
     for _, variant in in_rounds((before, after), MIN_ROUNDS):
         factor = action.batch_factor if variant is after else 1
         run = trials.run(variant, max(MIN_STEPS, steps // factor), limit_s=limit_s)
         if run.state != "done":
             return Tried(action, None, f"the job did not run {variant.label}: {run.note}")
-        speeds[variant].append(run.figures.get("samples_per_s", factor / run.figures["step_s"]))
-    return Tried(action, ratio(speeds[after], speeds[before]))
+        speeds[variant.label].append(run.figures.get("samples_per_s", factor / run.figures["step_s"]))
+    return Tried(action, ratio(speeds[after.label], speeds[before.label]))

@@ -42,8 +42,7 @@ class Line:
             pairs: bytes and seconds, of two sizes at least.
         """
         sizes, seconds = np.array(pairs, dtype=float).T
-        weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
-        (latency, per_byte), *_ = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)
+        per_byte, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
         return cls(max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15))
 
     def parts(self, num_bytes: float, exchanges: int) -> tuple[float, float]:

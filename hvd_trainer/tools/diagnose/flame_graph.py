@@ -18,12 +18,7 @@ NOISE = ("_call_impl", "_wrapped_call_impl", "_fit", "_fit_in_this_world", "deco
 
 
 def speedscope(profiles: Sequence[RankProfile], name: str) -> dict[str, Any]:
-    """Return the stacks in speedscope's format, with one profile for each rank.
-
-    Args:
-        profiles: of all ranks.
-        name: of the job.
-    """
+    """Return the stacks in speedscope's format, with one profile for each rank."""
     numbers: dict[Frame, int] = {}
     made = []
     for rank, profile in enumerate(profiles):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -31,38 +31,24 @@ EXCHANGE_BYTES = tuple(2**10 * 4**step for step in range(8))
 """Sizes of the exchanges that are timed: 1 kB to 16 MB."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to run the job."""
-
-    label: str
-    ranks: int
-    threads: int | None = None
-    options: tuple[str, ...] = ()
-    """further options of a Trainer job; of a script, of `run`"""
-    leave_out: tuple[Literal["exchange", "data"], ...] = ()
-
-
 class Trials:
     """Runs the job in several ways, and collects what they show.
 
     Args:
-        job: the words behind `python`.
-        engine: on which it runs.
-        normal: how it is run as it is.
+        normal: the job as it is.
         folder: of the tool.
         budget_s: seconds that all runs together may take.
     """
 
-    def __init__(self, job: tuple[str, ...], engine: str, normal: Variant, folder: Path, budget_s: float) -> None:
-        self.job, self._engine, self.normal = job, engine, normal
+    def __init__(self, normal: MeasuredTrial, folder: Path, budget_s: float) -> None:
+        self.normal = normal
         self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget", resume=False)
         self._kept = folder / "log"
         shutil.rmtree(self._kept, ignore_errors=True)
-        self._is_trainer_job = is_trainer_job(job)
+        self._is_trainer_job = is_trainer_job(normal.job)
         self._runs = 0
         self.figures: dict[str, list[Mapping[str, Any]]] = {}
-        """by the variants' labels"""
+        """by the trials' labels"""
         self.profiles: list[list[RankProfile]] = []
         """of each normal run, in rank order"""
         self._machine = MachineUse()
@@ -89,29 +75,19 @@ class Trials:
             line=self._line,
         )
 
-    def run(self, variant: Variant, steps: int, limit_s: float | None = None) -> RunRecord:
-        """Run a variant once, and keep its figures under its label; of a normal run also its stacks.
+    def run(self, trial: MeasuredTrial, steps: int, limit_s: float | None = None) -> RunRecord:
+        """Run a trial once, and keep its figures under its label; of a normal run also its stacks.
 
         Args:
-            variant: to run.
+            trial: to run.
             steps: that count.
             limit_s: after so many seconds it is ended; None: at the end of the budget.
         """
-        is_normal = variant.label == NORMAL
-        sampled = ("--sample-stacks",) if is_normal else ()
-        options = (*NOT_SAVED, *variant.options, *sampled) if self._is_trainer_job else variant.options
-        trial = MeasuredTrial(
-            label=variant.label,
-            job=self.job,
-            engine=self._engine if variant.ranks > 1 else "single",
-            ranks=variant.ranks,
-            threads=variant.threads,
-            steps=WARMUP_STEPS + steps,
-            warmup_steps=WARMUP_STEPS,
-            leave_out=variant.leave_out,
-            options=options,
-            probe={"sample_stacks": is_normal},
-        )
+        is_normal, options = trial.label == NORMAL, trial.options
+        if self._is_trainer_job:
+            options = (*NOT_SAVED, *options, *(("--sample-stacks",) if is_normal else ()))
+        probe = {"sample_stacks": is_normal}
+        trial = replace(trial, steps=WARMUP_STEPS + steps, options=options, probe=probe)
         watch = MachineWatch() if is_normal else None
         has_ended = False
         try:
@@ -125,16 +101,17 @@ class Trials:
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
-            self.figures.setdefault(variant.label, []).append(figures)
+            self.figures.setdefault(trial.label, []).append(figures)
         return run
 
     def measure_exchanges(self) -> None:
         """Measure how long exchanges take by their size."""
 
         def start(log: Path) -> Start:
-            job = [*all_reduce.JOB, "--backend", self._engine, "--log-dir", str(log)]
-            words = [*job, "--sizes", *map(str, EXCHANGE_BYTES)]
-            return Start(command_for(LAUNCHER_OF[self._engine], self.normal.ranks, words), {}, self.normal.threads)
+            normal = self.normal
+            words = [*all_reduce.JOB, "--backend", normal.engine, "--log-dir", str(log)]
+            words += ["--sizes", *map(str, EXCHANGE_BYTES)]
+            return Start(command_for(LAUNCHER_OF[normal.engine], normal.ranks, words), threads=normal.threads)
 
         run = self._run(JobTrial("exchanges", {}, start, all_reduce.read_result))
         if run.state == "done":
@@ -146,28 +123,24 @@ class Trials:
         return self.runner.run(trial, self._runs, keep=keep, limit_s=limit_s)
 
 
-def plan_variants(evidence: Evidence, normal: Variant) -> list[Variant]:
-    """Return the variants of each round: those that may explain what the normal runs have left unexplained.
-
-    Args:
-        evidence: of the normal runs.
-        normal: the job as it is.
-    """
+def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTrial]:
+    """Return the trials of each round: those that may explain what the normal runs have left unexplained."""
     facts, step_s, ranks = evidence.facts, evidence.step_s, normal.ranks
     rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
     if rest < MIN_REST * step_s:
         return []
     found = []
     if max(table["exchange"].own for table in evidence.tables) >= MIN_SHARE * step_s:
-        found.append(Variant(NO_EXCHANGE, ranks, normal.threads, leave_out=("exchange",)))
+        found.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.
         share = max(1, evidence.cores // ranks)
         alone = min(facts["threads"], share) if facts["device"] == "cpu" else normal.threads
-        whole, batch = ("--global-batch-size", "None", "--batch-size"), facts["batch_size"]
-        found.append(Variant(ALONE, 1, alone, (*whole, str(batch))))
-        found.append(Variant(TWICE, 1, alone, (*whole, str(2 * batch))))
+        single = replace(normal, engine="single", ranks=1, threads=alone)
+        for label, factor in ((ALONE, 1), (TWICE, 2)):
+            words = ("--global-batch-size", "None", "--batch-size", str(factor * facts["batch_size"]))
+            found.append(replace(single, label=label, options=words))
         if facts["device"] == "cpu" and facts["threads"] > 1:
-            found.append(Variant(ONE_THREAD, ranks, 1))
+            found.append(replace(normal, label=ONE_THREAD, threads=1))
     # Last, for if the budget is short, its stacks are known already.
     return [*found, normal] if found else []

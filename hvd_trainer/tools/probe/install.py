@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 
 from hvd_trainer.launch.world import detect
+from hvd_trainer.tools.probe.after_steps import AfterSteps, hold
 from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.stacks import ScriptStacks
-from hvd_trainer.tools.probe.step_hold import StepHold
-from hvd_trainer.tools.probe.step_times import ScriptStepTimes, StepLimit
+from hvd_trainer.tools.probe.step_times import ScriptStepTimes
 from hvd_trainer.tools.probe.trace import ScriptTrace, seed_by_rank
 
 
@@ -25,8 +27,8 @@ def install_probe(options: ProbeOptions) -> None:
     if options.sample_stacks:
         listeners.append(ScriptStacks(log, world.rank))
     if options.max_steps is not None:
-        listeners.append(StepLimit(options.max_steps))
+        listeners.append(AfterSteps(options.max_steps, sys.exit))
     if options.hold is not None and options.hold[0] == world.rank:
-        listeners.append(StepHold(log, options.hold[1]))
+        listeners.append(AfterSteps(options.hold[1], partial(hold, log)))
     leave_out(options.leave_out)  # first, so that what is left of it is seen
     ScriptEvents(*listeners).install()

@@ -14,12 +14,7 @@ from hvd_trainer.tools.probe.script_events import ScriptListener
 
 
 class ScriptStacks(ScriptListener):
-    """Samples from the first optimizer step to the script's end.
-
-    Args:
-        log: the log folder.
-        rank: of this process.
-    """
+    """Samples from the first optimizer step to the script's end."""
 
     def __init__(self, log: Path, rank: int) -> None:
         self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")

@@ -34,10 +34,6 @@ class ScriptStepTimes(ScriptListener):
     `StepTimes` has; `parameters`, `peak_memory_mb`, `began_at` and `first_step_at`; `weights`, the digest of the
     final parameters of the first optimizer; `world_size`, the ranks among which the script exchanges anything; and
     `facts`: the device, threads, number of tensors, and whether it uses Horovod's API (JSON).
-
-    Args:
-        log: the log folder.
-        rank: of this process.
     """
 
     def __init__(self, log: Path, rank: int) -> None:
@@ -152,22 +148,6 @@ def world_size() -> int:
         return int(hvd.size())
     group = torch.distributed
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
-
-
-class StepLimit(ScriptListener):
-    """Ends the script, as `sys.exit()` does, after so many optimizer steps.
-
-    Args:
-        steps: how many.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def on_step_end(self, optimizer: Optimizer) -> None:
-        self._left -= 1
-        if self._left == 0:
-            raise SystemExit(0)
 
 
 def batch_size(batch: Any) -> int:

@@ -29,13 +29,7 @@ WRAPPERS = re.compile(r"^((module|_forward_module|_original_module|_orig_mod)\.)
 
 
 class ScriptTrace(ScriptListener):
-    """Writes what this rank computes in the first optimizer steps of a script; rank 0 writes run.json as well.
-
-    Args:
-        log: the log folder, on this rank's node.
-        rank, size: of this process, and of all.
-        steps: how many are traced.
-    """
+    """Writes what this rank computes in the first optimizer steps of a script; rank 0 writes run.json as well."""
 
     def __init__(self, log: Path, rank: int, size: int, steps: int) -> None:
         self._log, self._rank, self._size, self._steps = log, rank, size, steps

@@ -44,11 +44,7 @@ class RunRecord:
         return key_of(self.identity)
 
     def why(self, folder: Path) -> str:
-        """Return why it failed, and where its output is.
-
-        Args:
-            folder: that of the tool.
-        """
+        """Return why it failed, and where its output is."""
         return self.note + (f"; its output is in {folder / self.output}" if self.output else "")
 
 

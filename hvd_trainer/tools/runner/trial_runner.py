@@ -126,9 +126,6 @@ class TrialRunner:
         """Run (round, trial) after (round, trial), print a line about each, and yield it with its record.
 
         A trial that has failed is not run in later rounds.
-
-        Args:
-            describe: the text about a run that is done.
         """
         given_up: set[str] = set()
         for count, (number, trial) in enumerate(plan, 1):
@@ -199,11 +196,7 @@ class TrialRunner:
         return str(kept)
 
     def _expected_s(self, key: str) -> float:
-        """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none.
-
-        Args:
-            key: of the trial.
-        """
+        """Return how long a run of a trial takes: the median of its runs, or else of all; 0 if there are none."""
         own = [run.seconds for run in self.last.values() if run.key == key]
         others = own or [run.seconds for run in self.last.values()]
         return median(others) if others else 0.0

@@ -221,8 +221,7 @@ def main(argv: Sequence[str]) -> int:
     options, words = read_command("tune", Options, argv)
     check_installed()
     job, backends = Job.read(words), options.backends
-    folder = options.out.expanduser().resolve()
-    with locked_folder(folder):
+    with locked_folder(options.out) as folder:
         try:
             tune(job, backends, options, folder, shlex.join(argv))
         except KeyboardInterrupt:

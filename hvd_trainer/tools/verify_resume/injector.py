@@ -29,12 +29,7 @@ JOB = "hvd_trainer.tools.verify_resume.audit_job"
 
 
 class RunningJob:
-    """A job that was started by `running_job`.
-
-    Args:
-        launcher: its first process.
-        folder: in which it runs.
-    """
+    """A job that was started by `running_job`."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], folder: Path) -> None:
         self.folder, self._launcher = folder, launcher
@@ -119,12 +114,7 @@ class Kill:
 
 
 class FaultInjector:
-    """Watches the ranks of a job, and kills as planned.
-
-    Args:
-        job: which is running.
-        size: its ranks.
-    """
+    """Watches the ranks of a job, and kills as planned."""
 
     def __init__(self, job: RunningJob, size: int) -> None:
         self._job, self._size = job, size

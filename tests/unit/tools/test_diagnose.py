@@ -23,8 +23,9 @@ from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of
 from hvd_trainer.tools.diagnose.report import Report, Tried, describe_tried, sentences
-from hvd_trainer.tools.diagnose.trials import Variant, plan_variants
+from hvd_trainer.tools.diagnose.trials import plan_variants
 from hvd_trainer.tools.runner.command import with_options
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.ratio import ratio
 
 FACTS = {
@@ -366,7 +367,7 @@ def test_line_fits_latency_and_bandwidth() -> None:
 
 
 def test_runs_with_parts_left_out_are_planned_only_for_what_is_unexplained() -> None:
-    normal = Variant(NORMAL, 2)
+    normal = MeasuredTrial(label=NORMAL, job=("train.py",), engine="ddp", ranks=2)
     given: dict[str, Any] = {"cores": 5, "facts": FACTS | {"threads": 4}, "is_trainer_job": True}
     assert plan_variants(Evidence(profiles=[make_rank(COMPUTE, CALL)] * 2, **given), normal) == []
     evidence = Evidence(profiles=[make_rank(COMPUTE, reduce_for(10))] * 2, **given)
