@@ -14,7 +14,15 @@ from hvd_trainer.tools.compare import heat_map
 from hvd_trainer.tools.compare.plots import Picture, pictures
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
-from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, more_or_less, number, percent
+from hvd_trainer.tools.runner.formats import (
+    console,
+    make_table,
+    milliseconds,
+    more_or_less,
+    number,
+    percent,
+    render_page,
+)
 from hvd_trainer.utils.text import plural
 
 NAME = "comparison"
@@ -174,11 +182,8 @@ def markdown(comparison: Comparison) -> str:
 
 def page(comparison: Comparison, drawn: Sequence[Picture]) -> str:
     """Return verdicts, pictures and tables as a page."""
-    from jinja2 import Environment
-
-    # What came from the command line or from a failed run is text, and never a part of the page.
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
-    rendered = template.render(
+    return render_page(
+        PAGE,
         heading=heading(comparison),
         pairs=comparison.pairs,
         tables=tables(comparison),
@@ -187,7 +192,6 @@ def page(comparison: Comparison, drawn: Sequence[Picture]) -> str:
         deviations=comparison.deviations(),
         troubles=troubles(comparison),
     )
-    return rendered + "\n"
 
 
 def rows_of(comparison: Comparison) -> list[dict[str, Any]]:

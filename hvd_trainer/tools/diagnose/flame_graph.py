@@ -9,7 +9,9 @@ from typing import Any
 
 from hvd_trainer.observe.stack_record import Frame
 from hvd_trainer.tools.diagnose.profile import RankProfile
+from hvd_trainer.tools.runner.formats import render_page
 
+PAGE = Path(__file__).with_name("page.html.j2")
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 MIN_WIDTH = 0.002
 """Fraction of a rank's time below which a box is left out."""
@@ -93,11 +95,5 @@ def nested_boxes(profile: RankProfile) -> Box:
 
 def render(profiles: Sequence[RankProfile], heading: str, said: Sequence[str]) -> str:
     """Return a page with the conclusions and a flame graph of each rank; it needs no network and no script."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     graphs = [nested_boxes(profile) for profile in profiles]
-    return environment.get_template("page.html.j2").render(heading=heading, said=said, graphs=graphs)
+    return render_page(PAGE, heading=heading, said=said, graphs=graphs)

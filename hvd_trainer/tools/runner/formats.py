@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hvd_trainer.errors import OptionError
 
@@ -49,6 +50,18 @@ def check_installed() -> None:
             f"The tables and pictures of this tool need {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed. Type: pip install 'hvd_trainer[tools]'"
         )
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """Return a page that a template makes, in which all values are text; it loads nothing from the network."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # What came from the command line or from a failed run is never a part of the page.
+    loader = FileSystemLoader([template.parent, Path(__file__).parent])
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template.name).render(**values) + "\n"
 
 
 def console(out: TextIO | None = None) -> Console:
