@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import hvd_checks
+import hvd_api
 import pytest
 from combinations import case
 from launchers import REPOSITORY, Result, launch, start
@@ -231,7 +231,7 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
 def test_horovod_run_has_horovods_parameters() -> None:
     import horovod
 
-    assert hvd_checks.parameters(horovod_package.run) == hvd_checks.parameters(horovod.run)
+    assert hvd_api.parameters(horovod_package.run) == hvd_api.parameters(horovod.run)
 
 
 def test_module_is_run_as_python_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from torch import nn
 from hvd_trainer import hvd
 from hvd_trainer.hvd.common import mesh, transport
 
-CHECKS: dict[str, Callable[[], None]] = {}
+Check = Callable[[], None]
+CHECKS: dict[str, Check] = {}
 ALL_DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -33,22 +32,23 @@ SIZES = ((), (3,), (0,), (7, 5), (1000, 3))
 """Tensors that travel with a request, and larger ones."""
 
 
-def check(function: Callable[[], None]) -> Callable[[], None]:
+def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
 
 
-def run_checks(names: Iterable[str] = CHECKS) -> tuple[int, dict[str, str | None]]:
+def run_checks(checks: Mapping[str, Check]) -> tuple[int, dict[str, str | None]]:
     """Run checks; return each one's traceback, or None where it held."""
     outcomes: dict[str, str | None] = {}
     hvd.init(process_sets="dynamic")
     rank = hvd.rank()
-    for name in names:
+    for name, function in checks.items():
         try:
-            CHECKS[name]()
+            function()
             outcomes[name] = None
         except Exception:
             outcomes[name] = traceback.format_exc()
+        hvd.barrier()
     hvd.shutdown()
     return rank, outcomes
 
@@ -510,223 +510,6 @@ def timelines_are_json_and_name_operations() -> None:
                 assert not path.exists()
 
 
-# Whole jobs.
-
-
-@check
-def elastic_sampler_shares_out_the_rest_of_an_epoch() -> None:
-    sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
-    sampler.set_epoch(1)
-    first = list(sampler)[:5]
-    assert len(sampler) == len(list(sampler)) == -(-50 // hvd.size())
-    sampler.record_batch(0, 5)
-    assert sampler.state_dict() == {"epoch": 1, "processed_num": 5 * hvd.size()}
-    other = hvd.elastic.ElasticSampler(range(50), seed=3)
-    other.load_state_dict(sampler.state_dict())
-    seen = hvd.allgather_object(first + list(other))
-    missing = set(range(50)) - set().union(*seen)
-    assert not missing
-    assert sum(map(len, seen)) - 50 < hvd.size(), "samples that fill up are fewer than the ranks"
-    sampler.set_epoch(2)
-    assert sampler.processed_num == 0
-    assert list(sampler)[:5] != first
-
-
-@check
-def elastic_sampler_fills_up_one_last_sample() -> None:
-    """Horovod's fails on an assertion when less is left than is missing."""
-    sampler = hvd.elastic.ElasticSampler(range(hvd.size() + 1), shuffle=False)
-    for last in ([hvd.size()], []):
-        sampler.record_batch(0, 1)
-        sampler.load_state_dict(sampler.state_dict())
-        assert list(sampler) == last
-
-
-def elastic_state() -> tuple[nn.Linear, torch.optim.Optimizer, hvd.elastic.TorchState]:
-    """Return a model, its optimizer with a scheduler, and their state, which differ from rank to rank."""
-    torch.manual_seed(hvd.rank())
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + hvd.rank(), momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=hvd.rank(), seen=[hvd.rank()])
-    return model, optimizer, state
-
-
-@check
-def elastic_state_returns_to_the_last_commit() -> None:
-    model, optimizer, state = elastic_state()
-    state.commit()
-    before = model.weight.clone()
-    state.step += 1
-    state.seen.append(7)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state.scheduler.step()
-    state.restore()
-    assert (state.step, state.seen) == (hvd.rank(), [hvd.rank()])
-    assert torch.equal(model.weight, before)
-    assert not optimizer.state
-    assert state.scheduler.last_epoch == 0
-    assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
-
-
-@check
-def elastic_state_is_that_of_rank_0_after_sync() -> None:
-    model, optimizer, state = elastic_state()
-    state.commit()
-    state.step += 5  # and not saved
-    state.sync()
-    assert (state.step, state.seen) == (5, [0])
-    assert len({str(its) for its in hvd.allgather_object(model.state_dict())}) == 1
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    assert state.scheduler.optimizer is optimizer, "which was sent along, and replaced by a copy"
-    state.restore()
-    assert state.step == 5, "what is received is saved"
-
-
-@check
-def elastic_state_takes_other_values_and_handlers() -> None:
-    _, _, state = elastic_state()
-    state.model = other = nn.Linear(1, 1)
-    with torch.no_grad():
-        other.weight.fill_(9.0)
-    state.restore()
-    assert other.weight.item() != 9.0
-    registry = hvd.elastic.state.get_handler_registry()
-    hvd.elastic.state.set_handler_registry([(set, SetHandler), *registry])
-    try:
-        state = hvd.elastic.TorchState(words={"a"})
-        state.words.add("b")
-        state.restore()
-        assert state.words == {"a"}
-    finally:
-        hvd.elastic.state.set_handler_registry(registry)
-
-
-class SetHandler(hvd.elastic.state.StateHandler):
-    def save(self) -> None:
-        self._saved = set(self.value)
-
-    def restore(self) -> None:
-        self.value.intersection_update(self._saved)
-
-
-@check
-def elastic_training_begins_again_when_hosts_change() -> None:
-    _, _, state = elastic_state()
-    resets = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState, last: int) -> int:
-        while state.step < last:
-            state.step += 1
-            if state.step == 3 and not resets and hvd.rank() == 0:
-                state.on_hosts_updated(0, 1)
-            state.check_host_updates()
-        return int(state.step)
-
-    assert train(state, last=6) == 6
-    assert resets == [hvd.size()]
-
-
-@check
-def elastic_training_ends_by_a_mistake_that_comes_again() -> None:
-    """Horovod repeats it for ever."""
-    state = hvd.elastic.TorchState(step=0)
-    attempts = []
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState) -> None:
-        attempts.append(hvd.allreduce(torch.ones(1)))
-        hvd.allreduce(torch.ones(2 + hvd.rank()), name="mistake")
-
-    if hvd.size() > 1:
-        with pytest.raises(hvd.HorovodInternalError, match="mistake"):
-            train(state)
-        assert len(attempts) == 2
-
-
-def differences_from_horovod() -> tuple[int, list[str]]:
-    """Return each public name of the real package that is missing here, or takes other parameters."""
-    import horovod.common.elastic
-    import horovod.common.exceptions
-    import horovod.common.process_sets
-    import horovod.common.util
-    import horovod.torch
-
-    differences = []
-    for real in (
-        horovod.torch,
-        horovod.torch.mpi_ops,
-        horovod.torch.compression,
-        horovod.torch.functions,
-        horovod.torch.optimizer,
-        horovod.torch.sync_batch_norm,
-        horovod.torch.elastic,
-        horovod.torch.elastic.sampler,
-        horovod.torch.elastic.state,
-        horovod.common.elastic,
-        horovod.common.exceptions,
-        horovod.common.process_sets,
-        horovod.common.util,
-    ):
-        name = real.__name__.removeprefix("horovod.").removeprefix("torch").strip(".")
-        ours = importlib.import_module(f"hvd_trainer.hvd.{name}".rstrip("."))
-        for attribute, value in vars(real).items():
-            # Constants know no home: those of these modules are Horovod's.
-            has_constants = real in (horovod.torch, horovod.torch.mpi_ops)
-            home = str(getattr(value, "__module__", real.__name__ if has_constants else ""))
-            is_own = home.startswith("horovod") if real is horovod.torch else home == real.__name__
-            if attribute.startswith("_") or inspect.ismodule(value) or not is_own or attribute in OF_EXTENSION:
-                continue
-            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
-                continue  # how the functions are made differentiable
-            if not hasattr(ours, attribute):
-                differences.append(f"{real.__name__}.{attribute} is missing")
-            elif inspect.isclass(value) and issubclass(value, Exception):
-                assert issubclass(getattr(ours, attribute), value.__base__)
-            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
-                theirs, its = parameters(value), parameters(getattr(ours, attribute))
-                differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
-    return 0, differences
-
-
-def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
-    """Return names and defaults; classes by their names."""
-    return [
-        (p.name, getattr(p.default, "__qualname__", str(p.default)))
-        for p in inspect.signature(function).parameters.values()
-    ]
-
-
-WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
-"""Parameters of what Horovod wraps into a cache."""
-OF_EXTENSION = (
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "check_installed_version",
-    "check_extension",
-    "HorovodBasics",
-    "MPI",
-)
-"""About Horovod's compiled module, which does not exist here."""
-
-
-def another_rank_never_comes() -> tuple[int, str]:
-    """The last rank sleeps, and the others wait for it."""
-    hvd.init()
-    rank = hvd.rank()
-    text = ""
-    if rank == hvd.size() - 1:
-        time.sleep(6)
-    try:
-        hvd.allreduce(torch.ones(3), name="gradient")
-    except hvd.HorovodInternalError as error:
-        text = str(error)
-    return rank, text
-
-
 def a_rank_asks_for_something_else() -> tuple[int, str]:
     """All ranks wait, the last one for another operation."""
     hvd.init()
@@ -752,20 +535,6 @@ def start_and_stop_again() -> tuple[int, list[float]]:
             hvd.rank()
     assert not [thread for thread in threading.enumerate() if thread.name in ("horovod", "monitor")]
     return rank, totals
-
-
-def one_rank_shuts_down() -> tuple[int, str]:
-    """The last rank ends, the others ask for an operation."""
-    hvd.init()
-    rank = hvd.rank()
-    text = ""
-    if rank < hvd.size() - 1:
-        with pytest.raises(hvd.HorovodInternalError) as caught:
-            hvd.allreduce(torch.ones(1))
-        text = str(caught.value)
-        assert not hvd.is_initialized()
-    hvd.shutdown()
-    return rank, text
 
 
 def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
