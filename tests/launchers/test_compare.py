@@ -1,4 +1,4 @@
-"""`python -m hvd_trainer compare` from the command to the page; unit/tools/test_comparison.py has all else."""
+"""`python -m hvd_trainer compare` from the command to the page; unit/tools/test_compare_*.py have all else."""
 
 from __future__ import annotations
 

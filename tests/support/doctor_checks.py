@@ -7,11 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.horovod_build.facts import Facts, TorchFacts
+from hvd_trainer.horovod_build.facts import Facts, Gpu, TorchFacts
 from hvd_trainer.tools.doctor import cli
 from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up, read_hosts
 from hvd_trainer.tools.doctor.findings import Finding
@@ -25,6 +26,10 @@ TORCH = TorchFacts(
     nccl_version="2.30.7",
     architectures=("sm_80", "sm_90", "compute_90"),
 )
+H100 = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, "9.0", "5baec991-de63-c196-1766-04c38407e133")
+ONE = replace(TORCH, gpus=[H100])
+PAIR = replace(TORCH, gpus=[H100, replace(H100, uuid="02c05ee3")])
+SMI_FAILS = "echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18"
 OTHER = "127.0.0.2"
 """Another host, as it seems: it is this machine, too, but none of its interfaces has that address."""
 
@@ -60,3 +65,8 @@ def plant_program(folder: Path, name: str, script: str) -> dict[str, str]:
     program.write_text(f"#!/bin/sh\nfor command; do :; done\n{script}\n")
     program.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def plant_package(folder: Path, name: str, version: str) -> None:
+    (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+    (folder / f"{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from pages import open_page
 
 from hvd_trainer.observe import stacks
 from hvd_trainer.observe.stack_record import Frame, Record, StackCount, called_expression
@@ -534,14 +535,7 @@ def test_page_in_a_browser(browser: Any, tmp_path: Path, width: int) -> None:
     """A box is as wide as its share; nothing is wider than the window, nothing is loaded, nothing goes wrong."""
     ranks = make_rank(COMPUTE, CALL), make_rank(COMPUTE, reduce_for(50))
     (tmp_path / "diagnosis.html").write_text(render(ranks, "train.py <b>", ["a callback, 83% of a step"]))
-    page = browser.new_page(viewport={"width": width, "height": 800})
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: trouble.append(request.url))
-    page.goto((tmp_path / "diagnosis.html").as_uri())
-    assert trouble == [(tmp_path / "diagnosis.html").as_uri()]
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page = open_page(browser, tmp_path / "diagnosis.html", width)
     assert page.locator(".flame").count() == 2
     whole = page.locator(".flame").first.bounding_box()
     box = page.get_by_text("Save.on_step_end train.py:34").first.bounding_box()

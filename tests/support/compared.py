@@ -1,0 +1,82 @@
+"""Trials of `compare` and runs that are made up for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
+from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
+from hvd_trainer.tools.runner.records import RunRecord
+
+JOB = ("-m", "hvd_trainer.mnist")
+WORK = {
+    "train_data": "MNIST",
+    "train_samples": 60000,
+    "steps": 235,
+    "global_batch_size": 256,
+    "rates": [[0.002, 235]],
+    "precision": "fp32",
+    "tf32": False,
+    "channels_last": False,
+    "skipped_steps": 0,
+    "parameters": 21840,
+    "threads": 1,
+}
+FIGURES = {"work": WORK, "step_s": 0.1, "first_step_at": 1.0}
+PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
+
+
+def varied(**values: str) -> list[Axis]:
+    return read_axes([f"{name}={text}" for name, text in values.items()])
+
+
+def trials_of(
+    *arguments: str,
+    ranks: str = "1",
+    engines: str = "ddp",
+    job: Sequence[str] = JOB,
+    baselines: Sequence[str] = (),
+    threads: int = 1,
+    **values: str,
+) -> list[Trial]:
+    numbers = [int(number) for number in ranks.split(",")]
+    return make_trials(
+        read_entries(engines.split(","), baselines, max_ranks=max(numbers), num_gpus=0),
+        numbers,
+        make_variants((*job, *arguments), varied(**values)),
+        threads=threads,
+        conditions={"warmup_steps": 10},
+    )
+
+
+def only(*arguments: str, **values: Any) -> Trial:
+    (trial,) = trials_of(*arguments, **values)
+    return trial
+
+
+def run_of(trial: Trial, number: int = 1, rate: float = 100.0, batch: int = 256, **figures: Any) -> RunRecord:
+    """Return a run whose steps take 6 ms, and the rest of their time the exchange."""
+    step_s = batch / rate
+    known = {
+        "work": {**WORK, "global_batch_size": batch},
+        "samples_per_s": rate,
+        **{"step_s": step_s, "step_p50_s": step_s, "step_p95_s": 1.2 * step_s, "percentiles_s": [step_s] * 51},
+        "parts": {**dict.fromkeys(PARTS, 0.001), "exchange": step_s - 0.006},
+        "first_step_at": 103.5,
+        "train_loss": 0.5,
+        "weights": "abc",
+        "curve": [[1, 2.0], [2, 1.0]],
+    }
+    return RunRecord(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
+
+
+def unseen(trial: Trial) -> RunRecord:
+    """Return a run of a script that tells no samples."""
+    return RunRecord(trial.identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
+
+
+def compared(trials: Sequence[Trial], runs: Sequence[RunRecord], **values: str) -> Comparison:
+    machine = {"cores": 2}
+    return Comparison.of(trials, runs, job=JOB, strong=False, machine=machine, varied=varied(**values))
