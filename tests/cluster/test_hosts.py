@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import digits_job
 import process_tree
 import pytest
 import warm
@@ -73,15 +74,25 @@ def started(
 
 @contextmanager
 def typed(
-    commands: Sequence[tuple[Host, list[str]]], cluster: Sequence[Host], folder: Path
+    commands: Sequence[tuple[Host, list[str]]],
+    cluster: Sequence[Host],
+    folder: Path,
+    environs: Sequence[Mapping[str, str | None]] = (),
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start commands on hosts; at the end of the block they and all that is left on the hosts are killed."""
+    """Start commands on hosts; at the end of the block they and all that is left on the hosts are killed.
+
+    Args:
+        environs: variables of each command.
+    """
     with ExitStack() as stack:
         running = []
-        for host, words in commands:
+        for (host, words), variables in itertools.zip_longest(commands, environs, fillvalue={}):
             output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
             environ = child_environment(
-                host.environ, warm.variables(), mark=os.environ[process_tree.MARK], folder=Path("/tmp")
+                host.environ,
+                warm.variables() | dict(variables),
+                mark=os.environ[process_tree.MARK],
+                folder=Path("/tmp"),
             )
             popen = subprocess.Popen(
                 host.command(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ
@@ -216,35 +227,19 @@ def test_four_stages_over_two_hosts(backend: str, cluster: Cluster, shared: Path
     assert (shared / "log/model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
 
 
-@contextmanager
 def by_hand(
     pair: Sequence[Host], argv: Sequence[str], folder: Path, secrets: Sequence[str]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """Start a rank on each host by hand, with one address and port, and a secret for each."""
-    where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS)), "WORLD_SIZE": str(len(pair))}
-    with ExitStack() as stack:
-        running = []
-        for rank, (host, secret) in enumerate(zip(pair, secrets, strict=True)):
-            file = folder / f"secret-{host.name}"
-            file.write_text(secret)
-            file.chmod(0o600)
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "HVD_TRAINER_SECRET_FILE": str(file),
-            }
-            output = stack.enter_context((folder / f"output-{host.name}").open("wb"))
-            words = host.command([sys.executable, *argv])
-            popen = subprocess.Popen(words, stdout=output, stderr=output, env={**host.environ, **where, **own})
-            running.append(popen)
-            stack.callback(popen.wait)
-            stack.callback(popen.kill)
-        try:
-            yield running
-        finally:
-            for host in pair:
-                host.end_all()
+    where = {"MASTER_ADDR": pair[0].name, "MASTER_PORT": str(next(PORTS))}
+    environs = []
+    for rank, (host, secret) in enumerate(zip(pair, secrets, strict=True)):
+        file = folder / f"secret-{host.name}"
+        file.write_text(secret)
+        file.chmod(0o600)
+        own = digits_job.by_hand(rank, len(pair), local=(0, 1), HVD_TRAINER_SECRET_FILE=str(file))
+        environs.append({**where, **own})
+    return typed([(host, [sys.executable, *argv]) for host in pair], pair, folder, environs)
 
 
 @pytest.mark.long
