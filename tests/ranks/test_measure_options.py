@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launchers import QUICKEST, launch, requires
+from launchers import QUICKEST, SUPPORT, launch, requires
 from records import records
 
 ENGINES = ("ddp", "horovod")
@@ -99,36 +99,14 @@ def test_record_steps_counts_a_small_first_step(tmp_path: Path) -> None:
 
 
 def test_record_steps_shows_a_slow_phase(tmp_path: Path) -> None:
-    """Each batch of rank 1 takes 50 ms to fetch: rank 1 has that time under data, and rank 0 waits in reduce."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
-    launch(QUICKEST, 2, [str(script), "--backend", "ddp", "--log-dir", str(tmp_path / "log"), "--record-steps"])
-    waited, fetched = (steps_of(tmp_path / "log", rank) for rank in range(2))
+    """Each batch of rank 1 takes 30 ms to fetch: rank 1 has that time under data, and rank 0 waits in reduce."""
+    job = [str(SUPPORT / "slow_rank_job.py"), "--backend", "ddp", "--epochs", "1", "--log-dir", "log"]
+    launch(QUICKEST, 2, [*job, "--record-steps"], cwd=tmp_path)
+    waited, fetched = (steps_of(tmp_path / str(rank) / "log", rank) for rank in range(2))
     column = fetched["parts"].tolist().index
-    assert np.median(fetched["seconds"][:, column("data")]) > 0.05
-    assert np.median(waited["seconds"][:, column("data")]) < 0.02
-    assert np.median(waited["seconds"][:, column("reduce")]) > 0.04
-
-
-SLOW = """
-import time
-import torch
-from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
-
-def main(options):
-    with Trainer(options) as trainer:
-        def fetch(inputs):
-            time.sleep(0.05 * trainer.world.rank)
-            return inputs
-        inputs = torch.randn(1600, 8)
-        data = TensorData(inputs, (inputs[:, 0] > 0).long(), fetch)
-        model = torch.nn.Linear(8, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, data)
-
-if __name__ == "__main__":
-    run_job(TrainerOptions, main)
-"""
+    assert np.median(fetched["seconds"][:, column("data")]) > 0.03
+    assert np.median(waited["seconds"][:, column("data")]) < 0.012
+    assert np.median(waited["seconds"][:, column("reduce")]) > 0.02
 
 
 @pytest.mark.parametrize("backend", ENGINES)

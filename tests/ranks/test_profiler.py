@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launchers import QUICKEST, launch, requires, run_ranks
+from launchers import QUICKEST, SUPPORT, launch, requires, run_ranks
 from records import records
 
 from hvd_trainer.backends import EngineOptions, create
@@ -257,46 +257,18 @@ def run_script(tmp_path: Path, *options: str, block: str = "") -> list[str]:
 
 
 def run_job(tmp_path: Path, *options: str, block: str, check: bool = True) -> Any:
-    (tmp_path / "job.py").write_text(JOB)
-    job = [str(tmp_path / "job.py"), "--backend", "ddp", "--epochs", "1", "--batch-size", "64", "--log-dir", "log"]
+    job = [
+        str(SUPPORT / "slow_rank_job.py"),
+        "--backend",
+        "ddp",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "64",
+        "--log-dir",
+        "log",
+    ]
     return launch(QUICKEST, 2, [*job, *options], env={"BLOCK": block}, cwd=tmp_path, check=check)
-
-
-JOB = """
-import os
-import time
-from pathlib import Path
-import torch
-from hvd_trainer import Callback, TensorData, Trainer, TrainerOptions, run_job
-from hvd_trainer.observe.profiler import recorder
-
-class Block(Callback):
-    def on_step_end(self, run, result):
-        block = os.environ["BLOCK"]
-        if block == "large":
-            recorder.MAX_TRACE_BYTES = 100
-        if block == "fail" and run.progress.step == 5 and run.world.rank:
-            raise RuntimeError("the user's own mistake")
-        if "." in block:
-            Path("log/profile", block, "full").mkdir(parents=True, exist_ok=True)
-
-def main(options):
-    with Trainer(options) as trainer:
-        folder = Path(str(trainer.world.rank))
-        folder.mkdir(exist_ok=True)
-        os.chdir(folder)
-        def fetch(inputs):
-            time.sleep(0.03 * trainer.world.rank)
-            return inputs
-        inputs = torch.randn(2560, 8)
-        data = TensorData(inputs, (inputs[:, 0] > 0).long(), fetch)
-        model = torch.nn.Linear(8, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, data, callbacks=[Block()])
-
-if __name__ == "__main__":
-    run_job(TrainerOptions, main)
-"""
 
 
 def test_profile_of_a_short_training_says_so(tmp_path: Path) -> None:
