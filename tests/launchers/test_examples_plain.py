@@ -88,19 +88,20 @@ def test_ddp_leaves_no_thread_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ddp_without_torchrun_says_what_to_type() -> None:
-    argv = [str(EXAMPLES / "plain_ddp.py"), "--data-dir", str(MNIST)]
-    failed = launch("python", 1, argv, check=False)
-    assert failed.returncode != 0
-    assert "RANK is not set" in failed.stderr
-    assert "Type: torchrun --nproc-per-node 2" in failed.stderr
-
-
-@pytest.mark.long
 @requires("horovodrun")
-def test_horovod_under_torchrun_says_what_to_type() -> None:
-    argv = [str(EXAMPLES / "plain_horovod.py"), "--data-dir", str(MNIST)]
-    failed = launch("torchrun", 2, argv, check=False)
+@pytest.mark.parametrize(
+    ("launcher", "size", "script", "found", "command"),
+    [
+        ("python", 1, "plain_ddp.py", "RANK is not set", "torchrun --nproc-per-node 2"),
+        (
+            *("torchrun", 2, "plain_horovod.py", "torchrun started 2 processes, but Horovod sees 1"),
+            "horovodrun -np 2 python",
+        ),
+    ],
+)
+def test_wrong_launcher_says_what_to_type(launcher: str, size: int, script: str, found: str, command: str) -> None:
+    argv = [str(EXAMPLES / script), "--data-dir", str(MNIST)]
+    failed = launch(launcher, size, argv, check=False)
     assert failed.returncode != 0
-    assert "torchrun started 2 processes, but Horovod sees 1" in failed.stderr
-    assert "Type: horovodrun -np 2 python" in failed.stderr
+    assert found in failed.stderr
+    assert f"Type: {command}" in failed.stderr

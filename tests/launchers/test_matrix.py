@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -202,11 +200,3 @@ def test_omp_num_threads_is_respected() -> None:
         digits_job.world_of, num_processes=2, launcher="torchrun", args=("ddp",), env={"OMP_NUM_THREADS": "2"}
     )
     assert [world[7] for world in worlds] == [2, 2]
-
-
-def test_importing_the_package_or_its_launch_layer_imports_neither_engine() -> None:
-    code = "import sys, json, hvd_trainer, hvd_trainer.launch.world; print(json.dumps(sorted(sys.modules)))"
-    asked = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    assert not {"torch", "horovod"} & set(json.loads(asked.stdout))

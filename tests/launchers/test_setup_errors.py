@@ -79,9 +79,22 @@ def test_half_set_variables_of_one_rank_end_all(script) -> None:
     expect_refusal("mpirun", argv, f"but {lost} is not")
 
 
-@each_launcher("torchrun", "mpirun")
+@each_launcher("torchrun", "horovodrun", "mpirun")
 def test_unknown_backend_is_refused(launcher: str) -> None:
     expect_refusal(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
+
+
+@requires("horovod")
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        case(["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be", when="long"),
+        (["--data-dir", "/nowhere", "--dataset", "mnist"], "Or train on the embedded digits"),
+    ],
+    ids=["folder", "data"],
+)
+def test_unusable_folder_is_named_once(args: list[str], words: str) -> None:
+    expect_refusal("horovodrun", ["-m", "hvd_trainer.mnist", *args], words)
 
 
 @requires("srun")

@@ -15,7 +15,6 @@ from typing import Annotated
 import pytest
 import yaml
 from annotated_types import Gt, Lt
-from launchers import launch, requires
 
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.checks import flag
@@ -26,8 +25,6 @@ from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
 from hvd_trainer.tools.runner.command import ENDLESS
-
-pytestmark = pytest.mark.warm
 
 COMMON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
@@ -330,23 +327,3 @@ def test_batch_plan_divides_the_global_batch() -> None:
         OptionError, match="contradict each other: with 2 ranks x --accumulate 1 the batch size is 32"
     ):
         plan(2, global_batch_size=64, batch_size=16)
-
-
-@requires("horovod")
-@pytest.mark.parametrize(
-    ("size", "args", "words"),
-    [
-        (4, ["--epochs", "many"], "Error parsing --epochs"),
-        pytest.param(
-            *(2, ["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be written to"),
-            marks=pytest.mark.long,
-        ),
-        (2, ["--data-dir", "/nowhere", "--dataset", "mnist"], "Or train on the embedded digits"),
-    ],
-    ids=["command line", "folder", "data"],
-)
-def test_many_ranks_print_one_message(size: int, args: list[str], words: str) -> None:
-    result = launch("horovodrun", size, ["-m", "hvd_trainer.mnist", *args], check=False)
-    assert result.returncode != 0
-    assert (result.stdout + result.stderr).count(words) == 1
-    assert "Traceback" not in result.stderr

@@ -18,7 +18,7 @@ from hvd_trainer.tools.compare import report as compare_report
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import Entry, make_trials
 from hvd_trainer.tools.compare.variants import Axis, make_variants
-from hvd_trainer.tools.estimate.cli import Options, estimate, main
+from hvd_trainer.tools.estimate.cli import Options, estimate
 from hvd_trainer.tools.estimate.fit import PRIORS, fit, interval
 from hvd_trainer.tools.estimate.held_out import (
     Errors,
@@ -484,11 +484,3 @@ def test_from_reads_the_format_of_compare(tmp_path: Path, work: dict[str, Any]) 
     file.write_text(json.dumps(compare_report.as_json(varied)))
     with pytest.raises(OptionError, match="has several values of options"):
         estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))
-
-
-def test_help_lists_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
-    assert "estimate how a job scales" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "--link-gbit" in capsys.readouterr().out
