@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvd_trainer.errors import UserError
@@ -15,61 +15,48 @@ from hvd_trainer.utils.text import COMMAND
 
 
 class Command(NamedTuple):
-    """A command, and how the help lists it."""
+    """A command's module, and how the help lists it."""
 
-    group: str
     module: str
     summary: str
 
 
-COMMANDS = {
-    "doctor": Command(
-        "Set up",
-        "hvd_trainer.tools.doctor.cli",
-        "check this machine and other hosts, and say what to type",
-    ),
-    "install-horovod": Command(
-        "Set up",
-        "hvd_trainer.horovod_build.installer",
-        "build a Horovod that fits this PyTorch, and prove that it works",
-    ),
-    "parity": Command(
-        "Verify",
-        "hvd_trainer.tools.parity.cli",
-        "train a job on both engines, and name the first difference and its cause",
-    ),
-    "verify-resume": Command(
-        "Verify",
-        "hvd_trainer.tools.verify_resume.cli",
-        "kill a training again and again, and prove that nothing was lost",
-    ),
-    "compare": Command(
-        "Measure",
-        "hvd_trainer.tools.compare.cli",
-        "time engines, ranks and options side by side: tables, plots, and which is faster",
-    ),
-    "diagnose": Command(
-        "Measure",
-        "hvd_trainer.tools.diagnose.cli",
-        "find out where a step's time goes, and what to change",
-    ),
-    "tune": Command(
-        "Measure",
-        "hvd_trainer.tools.tune.cli",
-        "search the fastest options of each engine for a job, and write them as YAML",
-    ),
-    "estimate": Command(
-        "Measure",
-        "hvd_trainer.tools.estimate.cli",
-        "estimate how a job scales on hosts that you do not have, with an interval",
-    ),
-    "run": Command(
-        "Use",
-        "hvd_trainer.tools.run.cli",
-        "run a script for Horovod or torch.distributed on either engine, unchanged",
-    ),
-    "export": Command("Use", "hvd_trainer.tools.export", "write a checkpoint's weights as model.safetensors"),
+COMMANDS: Mapping[str, Mapping[str, Command]] = {
+    "Set up": {
+        "doctor": Command("tools.doctor.cli", "check this machine and other hosts, and say what to type"),
+        "install-horovod": Command(
+            "horovod_build.installer", "build a Horovod that fits this PyTorch, and prove that it works"
+        ),
+    },
+    "Verify": {
+        "parity": Command(
+            "tools.parity.cli", "train a job on both engines, and name the first difference and its cause"
+        ),
+        "verify-resume": Command(
+            "tools.verify_resume.cli", "kill a training again and again, and prove that nothing was lost"
+        ),
+    },
+    "Measure": {
+        "compare": Command(
+            "tools.compare.cli", "time engines, ranks and options side by side: tables, plots, and which is faster"
+        ),
+        "diagnose": Command("tools.diagnose.cli", "find out where a step's time goes, and what to change"),
+        "tune": Command(
+            "tools.tune.cli", "search the fastest options of each engine for a job, and write them as YAML"
+        ),
+        "estimate": Command(
+            "tools.estimate.cli", "estimate how a job scales on hosts that you do not have, with an interval"
+        ),
+    },
+    "Use": {
+        "run": Command(
+            "tools.run.cli", "run a script for Horovod or torch.distributed on either engine, unchanged"
+        ),
+        "export": Command("tools.export", "write a checkpoint's weights as model.safetensors"),
+    },
 }
+"""By group and name; modules of this package."""
+MODULES = {name: f"hvd_trainer.{command.module}" for group in COMMANDS.values() for name, command in group.items()}
 RENAMED = {"grid": "compare", "project": "estimate"}
 """Commands of earlier versions, and what they are called now."""
 
@@ -87,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (new := RENAMED.get(name)) is not None:
         print(f"error: {name} is now called {new}. Type: {COMMAND} {new} --help", file=sys.stderr)
         return 2
-    if name not in COMMANDS:
+    if name not in MODULES:
         print(f"error: there is no command {name!r}.\n{usage()}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(COMMANDS[name].module).main(rest))
+        return int(importlib.import_module(MODULES[name]).main(rest))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -102,13 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the list of all commands, by groups."""
-    width = max(map(len, COMMANDS))
+    width = max(map(len, MODULES))
     lines = [f"usage: hvd-trainer <command> [options] [-- job]        (also: {COMMAND} <command>)"]
-    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+    for group, commands in COMMANDS.items():
         lines += ["", f"{group}:"]
-        lines += [
-            f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items() if command.group == group
-        ]
+        lines += [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
     return "\n".join(
         [
             *lines,

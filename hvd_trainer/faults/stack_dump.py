@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_trainer.utils.threads import start_in_thread
+from hvd_trainer.utils.process import start_in_thread
 
 SIGNAL = signal.SIGUSR2
 MAX_EXCHANGES = 4

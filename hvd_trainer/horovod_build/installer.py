@@ -26,7 +26,7 @@ from hvd_trainer.horovod_build.patch_set import PATCH_SET
 from hvd_trainer.horovod_build.self_test import prove
 from hvd_trainer.horovod_build.toolchain import CudaToolkit, find_cuda, find_mpi, nccl_for
 from hvd_trainer.horovod_build.wheel import build_wheel, cached_wheel, lock_wheels
-from hvd_trainer.utils.paths import default_wheel_dir
+from hvd_trainer.utils.files import default_wheel_dir
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 

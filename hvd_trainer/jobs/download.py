@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvd_trainer.errors import DataError, first_line
-from hvd_trainer.utils.threads import start_in_thread
+from hvd_trainer.utils.process import start_in_thread
 
 CONNECT_S = 5.0
 """To reach the server, and between two pieces of a file."""

@@ -22,8 +22,7 @@ from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_n
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.download import RemoteFile, download_missing
 from hvd_trainer.jobs.options import ImageOptions
-from hvd_trainer.utils.files import atomic_write, open_regular
-from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.files import atomic_write, default_data_dir, open_regular
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", 60_000),

@@ -41,37 +41,25 @@ class Launcher:
         return [name for name in self.markers or self.variables() if name in environ]
 
 
+HOROVOD_NAMES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
-    Launcher(
-        "horovodrun",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        host="HOROVOD_HOSTNAME",
-    ),
+    Launcher("horovodrun", *HOROVOD_NAMES, host="HOROVOD_HOSTNAME"),
     Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",)),
     # WORLD_SIZE alone is no marker: batch scripts often set it for all tasks, whatever starts them.
     Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK")),
     Launcher(
         "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     Launcher("mpiexec", *HYDRA_NAMES, markers=("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     Launcher(
         "srun",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
+        *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        *("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
         host="SLURMD_NODENAME",
         # SLURM_PROCID and the others are set in every batch script too, where plain python runs as one process.
         markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),

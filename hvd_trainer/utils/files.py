@@ -1,4 +1,4 @@
-"""Files from untrusted sources, read within limits; and files that are replaced atomically.
+"""Files from untrusted sources, read within limits; files that are replaced atomically; and this user's cache.
 
 Written files follow the user's umask. `tempfile` is not used for them: its files are readable by their owner only,
 and a rename would keep that.
@@ -83,3 +83,17 @@ def atomic_write(file: Path) -> Iterator[Path]:
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def default_data_dir() -> Path:
+    """Return the folder for data sets and their tokens: $XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/data."""
+    return _cache_folder() / "data"
+
+
+def default_wheel_dir() -> Path:
+    """Return the folder for built wheels: $XDG_CACHE_HOME (else ~/.cache) /hvd_trainer/wheels."""
+    return _cache_folder() / "wheels"
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hvd_trainer"

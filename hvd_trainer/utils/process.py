@@ -1,9 +1,15 @@
-"""Facts about processes of this machine."""
+"""Facts about processes of this machine, and calls in threads of this one."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def start_time(pid: int) -> str:
@@ -21,3 +27,17 @@ def cpu_ids() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Start a call that may never return in a daemon thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -33,11 +33,7 @@ NATIVE = (
 SEQUENCES: dict[Any, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 MAKERS: Mapping[str, Callable[[Any], Any]] = {
-    "$tuple": tuple,
-    "$set": set,
-    "$size": torch.Size,
-    "$dict": dict,
-    "$ordered_dict": OrderedDict,
+    **{tag: kind for kind, tag in (SEQUENCES | MAPPINGS).items()},
     "$counter": lambda items: Counter(dict(items)),
     "$float": float,
     "$complex": lambda parts: complex(*parts),

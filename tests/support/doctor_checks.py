@@ -16,7 +16,7 @@ from hvd_trainer.horovod_build.facts import Facts, Gpu, TorchFacts
 from hvd_trainer.tools.doctor import cli
 from hvd_trainer.tools.doctor.context import Context, Options, Programs, look_up, read_hosts
 from hvd_trainer.tools.doctor.findings import Finding
-from hvd_trainer.utils.threads import start_in_thread
+from hvd_trainer.utils.process import start_in_thread
 
 TORCH = TorchFacts(
     version="2.15.0+cu132",

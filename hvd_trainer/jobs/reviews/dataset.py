@@ -25,7 +25,7 @@ from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
 from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, REVIEWS_PER_SPLIT, SPLITS
 from hvd_trainer.jobs.reviews.tokenizer import Tokens
-from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.files import default_data_dir
 
 URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
 DOWNLOAD_S, PREPARE_S = 240.0, 600.0

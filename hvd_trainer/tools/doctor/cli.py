@@ -33,8 +33,8 @@ from hvd_trainer.tools.doctor.findings import (
     summary,
 )
 from hvd_trainer.tools.runner.processes import exit_on_sigterm
+from hvd_trainer.utils.process import start_in_thread
 from hvd_trainer.utils.text import COMMAND
-from hvd_trainer.utils.threads import start_in_thread
 
 Check = Callable[[Context], Iterable[Finding]]
 

@@ -16,7 +16,7 @@ import psutil
 
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, size, warning
-from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.files import default_data_dir
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 

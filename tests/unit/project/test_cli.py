@@ -34,7 +34,7 @@ def test_help_lists_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_all_commands_have_a_module() -> None:
-    assert [name for name, command in cli.COMMANDS.items() if find_spec(command.module) is None] == []
+    assert [name for name, module in cli.MODULES.items() if find_spec(module) is None] == []
 
 
 @pytest.mark.parametrize(("old", "new"), cli.RENAMED.items())

@@ -21,7 +21,7 @@ from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor import machine
 from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
 from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
-from hvd_trainer.utils.paths import default_data_dir
+from hvd_trainer.utils.files import default_data_dir
 
 # Python and its packages; what the probe prints.
 

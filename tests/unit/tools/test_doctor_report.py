@@ -23,7 +23,7 @@ from hvd_trainer.tools.doctor import cli, engines
 from hvd_trainer.tools.doctor.context import Context, Programs
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
 from hvd_trainer.tools.runner import all_reduce
-from hvd_trainer.utils.threads import start_in_thread
+from hvd_trainer.utils.process import start_in_thread
 
 
 def test_engines_and_devices_of_run() -> None:
