@@ -36,36 +36,25 @@ class InMemorySnapshot:
     state: Mapping[str, Any] | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Saves and restores one training, alike on all ranks.
+    """Saves and restores one training, alike on all ranks."""
 
-    Args:
-        is_enabled: whether there is such a folder; the same on all ranks.
-        before_save: called before each save; raises if the state must not be saved.
-        snapshot: the state in memory, shared with the managers of this training's other worlds.
-    """
+    backend: Backend
+    options: SaveOptions
+    log: RunLog
+    is_enabled: bool
+    """whether it has a folder, which holds the checkpoints; the same on all ranks"""
+    state: TrainState
+    progress: Progress
+    before_save: Callable[[], None]
+    """raises if the state must not be saved"""
+    snapshot: InMemorySnapshot
+    """shared with the managers of this training's other worlds"""
 
-    def __init__(
-        self,
-        backend: Backend,
-        options: SaveOptions,
-        log: RunLog,
-        *,
-        is_enabled: bool,
-        state: TrainState,
-        progress: Progress,
-        before_save: Callable[[], None],
-        snapshot: InMemorySnapshot,
-    ) -> None:
-        self._backend = backend
-        self._options = options
-        self._log = log
-        self.is_enabled = is_enabled
-        self._state = state
-        self._progress = progress
-        self._before_save = before_save
-        self._snapshot = snapshot
-        self._writer = AsyncWriter(None if log.folder is None else log.folder / "checkpoints", options)
+    def __post_init__(self) -> None:
+        folder = self.log.folder
+        self._writer = AsyncWriter(None if folder is None else folder / "checkpoints", self.options)
 
     def restore(self, *, seed: int, is_over: Callable[[], bool]) -> bool:
         """Restore the newest state in memory or on the disk, or seed the random state of a new run. A collective.
@@ -85,32 +74,32 @@ class CheckpointManager:
         if found is None:
             found = self._from_disk()
         # From here on dropout differs between ranks, and not between engines.
-        torch.manual_seed(seed + 1 + self._backend.world.rank)
+        torch.manual_seed(seed + 1 + self.backend.world.rank)
         said = list(found.notes)
         if found.state is not None:
-            said += self._state.restore(found.state, self._options.resume_partial)
-            if self._snapshot.state is not None:
-                self._snapshot.step = self._progress.step
-            said.append(f"at epoch {self._progress.epoch + 1}, after {self._progress.step:,} steps")
+            said += self.state.restore(found.state, self.options.resume_partial)
+            if self.snapshot.state is not None:
+                self.snapshot.step = self.progress.step
+            said.append(f"at epoch {self.progress.epoch + 1}, after {self.progress.step:,} steps")
         if from_disk:
-            self._refuse_newer_elsewhere(-1 if found.state is None else self._progress.step)
+            self._refuse_newer_elsewhere(-1 if found.state is None else self.progress.step)
         for line in said:
-            self._log.info(f"resume   {line}")
-        self._log.open_at(
-            self._progress.step,
-            self._progress.epoch,
+            self.log.info(f"resume   {line}")
+        self.log.open_at(
+            self.progress.step,
+            self.progress.epoch,
             goes_on=found.continues_run,
             finished=is_over(),
-            names=self._in_this_fit(self._backend.session.job.names),
+            names=self._in_this_fit(self.backend.session.job.names),
         )
         return found.state is not None
 
     def _from_memory(self) -> storage.LoadedCheckpoint | None:
         """Return the newest snapshot of any rank; None without elastic mode, and at its start. A collective."""
-        if self._backend.session.driver is None:
+        if self.backend.session.driver is None:
             return None
-        snapshot = self._snapshot
-        all_ranks = self._backend.collectives.all_gather_object((snapshot.fit, snapshot.step))
+        snapshot = self.snapshot
+        all_ranks = self.backend.collectives.all_gather_object((snapshot.fit, snapshot.step))
         fits = {fit for fit, _ in all_ranks}
         if len(fits) > 1:
             raise OptionError(
@@ -122,8 +111,8 @@ class CheckpointManager:
         if newest < 0:
             return None
         holder = steps.index(newest)
-        mine = snapshot.state if self._backend.world.rank == holder else None
-        snapshot.state = self._backend.collectives.broadcast_object(mine, holder)
+        mine = snapshot.state if self.backend.world.rank == holder else None
+        snapshot.state = self.backend.collectives.broadcast_object(mine, holder)
         # A copy, or training would change the snapshot.
         state = copy_to_host(snapshot.state)
         return storage.LoadedCheckpoint(
@@ -133,30 +122,26 @@ class CheckpointManager:
     def _from_disk(self) -> storage.LoadedCheckpoint:
         """Return the checkpoint that rank 0 reads for all. A collective."""
         outcome: dict[str, Any] = {}
-        if self._backend.world.is_first:
+        if self.backend.world.is_first:
             # A job that is started again resumes its own run, whatever --resume says.
-            again = self._log.belongs_to(self._in_this_fit(self._backend.session.job.previous_names))
+            again = self.log.belongs_to(self._in_this_fit(self.backend.session.job.previous_names))
             if again:
-                self._log.info("restart  this job was started before, and goes on")
-            resume = self._options.resume
+                self.log.info("restart  this job was started before, and goes on")
+            resume = self.options.resume
             try:
-                found = storage.restore(self._log.folder, "auto" if again else resume)
+                found = storage.restore(self.log.folder, "auto" if again else resume)
                 if again and found.state is None and resume != "auto":
-                    found = storage.restore(self._log.folder, resume)
+                    found = storage.restore(self.log.folder, resume)
                 outcome = found._asdict()
             except CheckpointError as error:
                 outcome = {"error": str(error)}
-        outcome = self._backend.collectives.broadcast_object(outcome)
+        outcome = self.backend.collectives.broadcast_object(outcome)
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
         found = storage.LoadedCheckpoint(**outcome)
-        if (
-            self._backend.session.driver is not None
-            and found.state is not None
-            and not self._options.resume_partial
-        ):
+        if self.backend.session.driver is not None and found.state is not None and not self.options.resume_partial:
             # A snapshot taken now would lack what the metrics of the running epoch have gathered.
-            self._snapshot.state = copy_to_host(found.state)
+            self.snapshot.state = copy_to_host(found.state)
         return found
 
     def _refuse_newer_elsewhere(self, step: int) -> None:
@@ -170,15 +155,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are some; on all ranks.
         """
-        backend, place = self._backend, self._log.place
+        backend, place = self.backend, self.log.place
         if backend.world.num_nodes == 1 or place is None:
             return
         newest = -1
         if backend.world.is_first_on_node and not backend.world.is_first:
-            again = self._log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
+            again = self.log.belongs_to(self._in_this_fit(backend.session.job.previous_names))
             found, _ = (
                 storage.find_checkpoints(place / "checkpoints")
-                if again or self._options.resume == "auto"
+                if again or self.options.resume == "auto"
                 else ([], [])
             )
             newest = max((manifest.step for manifest, _ in found), default=-1)
@@ -195,13 +180,13 @@ class CheckpointManager:
 
     def _in_this_fit(self, names: Collection[str]) -> set[str]:
         """Return the job's names with the number of this `fit` among those of the process."""
-        return {f"{name} fit {self._snapshot.fit}" for name in names}
+        return {f"{name} fit {self.snapshot.fit}" for name in names}
 
     @contextmanager
     def open_writer(self) -> Iterator[None]:
         """Save inside; on exit the last checkpoint is written."""
         with self._writer:
-            if self._backend.session.driver is not None and self._snapshot.state is None:
+            if self.backend.session.driver is not None and self.snapshot.state is None:
                 self._save(None, to_disk=False)
             yield
 
@@ -217,21 +202,21 @@ class CheckpointManager:
             save: write a checkpoint, whatever the step's number.
             commit: keep a snapshot, whatever the step's number; in elastic mode only.
         """
-        step = self._progress.step
+        step = self.progress.step
         to_disk = self.is_enabled and (save or self._writer.is_due_after_step(step))
-        is_elastic = self._backend.session.driver is not None
-        if to_disk or commit or (is_elastic and step % self._options.commit_every_steps == 0):
+        is_elastic = self.backend.session.driver is not None
+        if to_disk or commit or (is_elastic and step % self.options.commit_every_steps == 0):
             self._save(meter, to_disk=to_disk)
 
     def at_end_of_run(self, meter: Meter) -> None:
         """Save where the run ends inside an epoch, so that a later run can resume there. A collective."""
-        if self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=True):
+        if self.is_enabled and self._writer.is_due_after_epoch(self.progress.epoch, last=True):
             self._save(meter, to_disk=True)
 
     def after_epoch(self, record: Mapping[str, Any], *, last: bool) -> None:
         """Save between epochs if the epoch's number asks for it. A collective."""
-        to_disk = self.is_enabled and self._writer.is_due_after_epoch(self._progress.epoch, last=last)
-        if to_disk or self._backend.session.driver is not None:
+        to_disk = self.is_enabled and self._writer.is_due_after_epoch(self.progress.epoch, last=last)
+        if to_disk or self.backend.session.driver is not None:
             self._save(None, record, to_disk=to_disk)
 
     def wait(self) -> None:
@@ -248,17 +233,17 @@ class CheckpointManager:
 
     def _save(self, meter: Meter | None, record: Mapping[str, Any] | None = None, *, to_disk: bool) -> None:
         """Save: inside an epoch with what its metrics have gathered, at its end with the figures of its record."""
-        self._backend.activity.enter("save")
-        accelerator.synchronize(self._backend.device)  # or the steps in its queue would count as saving
+        self.backend.activity.enter("save")
+        accelerator.synchronize(self.backend.device)  # or the steps in its queue would count as saving
         began = time.perf_counter()
-        self._before_save()
-        everywhere = self._backend.session.driver is not None
-        state = self._state.collect(meter, everywhere=everywhere)
-        step, epoch = self._progress.step, self._progress.epoch
+        self.before_save()
+        everywhere = self.backend.session.driver is not None
+        state = self.state.collect(meter, everywhere=everywhere)
+        step, epoch = self.progress.step, self.progress.epoch
         if everywhere:
             copied = copy_to_host(state)
-            self._backend.confirm_exchanges()
-            self._snapshot.step, self._snapshot.state = step, copied
+            self.backend.confirm_exchanges()
+            self.snapshot.step, self.snapshot.state = step, copied
         if to_disk:
             figures = {k: v for k, v in (record or {}).items() if k.startswith(("train_", "test_"))}
             self._writer.submit(began, state, step=step, epoch=epoch, figures=figures)

@@ -11,6 +11,7 @@ State that is equal on all ranks is kept once; state that differs is kept per ra
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,33 +54,24 @@ class ModelShards(Protocol):
     def local_optimizer_state(self, optimizer: Any, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainState:
-    """The state of a run.
+    """The state of a run."""
 
-    Args:
-        others: optimizer, scheduler and scaler by these names, as far as the run has them.
-        data: seed and number of samples of the training set.
-        reproducible: whether each step leaves equal buffers on all ranks.
-
-    Attributes:
-        metrics: the `Meter.state_dict` of this rank in a restored epoch; None at an epoch's start.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        model: nn.Module,
-        progress: Progress,
-        others: Mapping[str, Stateful],
-        data: Mapping[str, Any],
-        parts: ModelShards,
-        *,
-        reproducible: bool = False,
-    ) -> None:
-        self._parts, self._reproducible = parts, reproducible
-        self._backend, self._model, self._progress = backend, model, progress
-        self._others, self._data = others, data
-        self.metrics: Mapping[str, Any] | None = None
+    backend: Backend
+    model: nn.Module
+    """the bare module"""
+    progress: Progress
+    others: Mapping[str, Stateful]
+    """optimizer, scheduler and scaler by these names, as far as the run has them"""
+    data: Mapping[str, Any]
+    """seed and number of samples of the training set"""
+    parts: ModelShards
+    """of model and optimizer, which this rank has"""
+    reproducible: bool = False
+    """whether each step leaves equal buffers on all ranks"""
+    metrics: Mapping[str, Any] | None = field(default=None, init=False)
+    """the `Meter.state_dict` of this rank in a restored epoch; None at an epoch's start"""
 
     def collect(self, meter: Meter | None, *, everywhere: bool = False) -> dict[str, Any] | None:
         """Return the current state on rank 0, or everywhere; else None. A collective.
@@ -87,33 +79,33 @@ class TrainState:
         The meter is that of the running epoch; None between epochs.
         """
         # At an epoch's end evaluation has made buffers equal, and a mean of equal numbers could round.
-        differ = meter is not None and not self._reproducible
-        means = self._backend.mean_buffers(self._model) if differ else {}
-        mine: dict[str, Any] = {"random": rng_state(self._backend.device)}
+        differ = meter is not None and not self.reproducible
+        means = self.backend.mean_buffers(self.model) if differ else {}
+        mine: dict[str, Any] = {"random": rng_state(self.backend.device)}
         if meter is not None:
             mine["metrics"] = meter.state_dict()
-            own = dict(self._model.named_buffers())
+            own = dict(self.model.named_buffers())
             mine["buffers"] = {name: own[name] for name in means}
-        ranks = self._backend.collectives.all_gather_object(mine)
-        model = self._parts.gather_state({name: means.get(name, value) for name, value in self._owned().items()})
+        ranks = self.backend.collectives.all_gather_object(mine)
+        model = self.parts.gather_state({name: means.get(name, value) for name, value in self._owned().items()})
         if model is not None:
-            model = {name: model[name] for name in self._model.state_dict()}  # in the model's order
-        others = {name: part.state_dict() for name, part in self._others.items()}
-        others["optimizer"]["state"] = self._parts.gather_optimizer_state(others["optimizer"]["state"])
-        if not (everywhere or self._backend.world.is_first):
+            model = {name: model[name] for name in self.model.state_dict()}  # in the model's order
+        others = {name: part.state_dict() for name, part in self.others.items()}
+        others["optimizer"]["state"] = self.parts.gather_optimizer_state(others["optimizer"]["state"])
+        if not (everywhere or self.backend.world.is_first):
             return None
         return {
             "model": model,
-            "progress": self._progress.state_dict(),
-            "data": dict(self._data),
-            "kinds": {name: type(part).__name__ for name, part in self._others.items()},
+            "progress": self.progress.state_dict(),
+            "data": dict(self.data),
+            "kinds": {name: type(part).__name__ for name, part in self.others.items()},
             "ranks": ranks,
             **others,
         }
 
     def _owned(self) -> dict[str, Any]:
         """Return the model's state without the tensors of other stages, which have no contents here."""
-        return {name: value for name, value in self._model.state_dict().items() if not is_on_other_stage(value)}
+        return {name: value for name, value in self.model.state_dict().items() if not is_on_other_stage(value)}
 
     def export(self, folder: Path | None) -> None:
         """Write the weights of the whole model to a folder, which rank 0 alone has. A collective.
@@ -121,10 +113,10 @@ class TrainState:
         Raises:
             OSError: the folder cannot be written to.
         """
-        if self._parts.is_whole:
-            export_weights(self._model, folder)
+        if self.parts.is_whole:
+            export_weights(self.model, folder)
             return
-        weights = self._parts.gather_state(self._owned())
+        weights = self.parts.gather_state(self._owned())
         if folder is not None and weights is not None:
             export_tensors(weights, folder / WEIGHTS)
 
@@ -157,20 +149,20 @@ class TrainState:
     def _load(self, state: Mapping[str, Any]) -> list[str]:
         restored, anew = ["model"], []
         # All names and shapes have been compared.
-        self._model.load_state_dict(self._parts.local_model_state(self._model, state["model"]), strict=False)
-        for name, part in self._others.items():
+        self.model.load_state_dict(self.parts.local_model_state(self.model, state["model"]), strict=False)
+        for name, part in self.others.items():
             if self._fits(state, name):
                 its = state[name]
                 if name == "optimizer":
-                    its = {**its, "state": self._parts.local_optimizer_state(part, its["state"])}
+                    its = {**its, "state": self.parts.local_optimizer_state(part, its["state"])}
                 part.load_state_dict(its)
                 restored.append(name)
             else:
                 anew.append(name)
-        self._progress.load_state_dict(state["progress"])
-        if state["data"] != self._data and self._progress.consumed:
+        self.progress.load_state_dict(state["progress"])
+        if state["data"] != self.data and self.progress.consumed:
             anew.append("data (the epoch begins again)")
-            self._progress.consumed = 0
+            self.progress.consumed = 0
         notes = self._load_ranks(state["ranks"], restored, anew)
         lines = [f"restored {', '.join(restored)}"]
         lines += [f"anew: {', '.join(anew)}"] if anew else []
@@ -178,35 +170,35 @@ class TrainState:
 
     def _load_ranks(self, ranks: Sequence[Mapping[str, Any]], restored: list[str], anew: list[str]) -> list[str]:
         """Load the state that is kept per rank; append to `restored` and `anew`, and return further lines."""
-        world, device = self._backend.world, self._backend.device
+        world, device = self.backend.world, self.backend.device
         same = len(ranks) == world.size
         mine = ranks[world.rank] if same else {}
         notes = []
         if "random" in mine:
             set_rng_state(mine["random"], device)
             restored.append("random")
-        elif not self._parts.seeds_itself:
-            seed_all(derive_seed(self._data["seed"], self._progress.step, world.rank), device)
+        elif not self.parts.seeds_itself:
+            seed_all(derive_seed(self.data["seed"], self.progress.step, world.rank), device)
             anew.append("random")
-        if not same and not self._parts.seeds_itself:
+        if not same and not self.parts.seeds_itself:
             before = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
             notes.append(f"it was saved by {before}: dropout draws other numbers now, and all else goes on")
         for name, buffer in mine.get("buffers", {}).items():
-            if not is_on_other_stage(self._model.get_buffer(name)):
-                self._model.get_buffer(name).copy_(buffer)
-        gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self._progress.consumed else []
+            if not is_on_other_stage(self.model.get_buffer(name)):
+                self.model.get_buffer(name).copy_(buffer)
+        gathered = [rank["metrics"] for rank in ranks if "metrics" in rank] if self.progress.consumed else []
         if gathered:
             # On another number of ranks, rank 0 has gathered everything, and the others nothing.
             whole = gathered[world.rank] if same else combine_states(gathered) if world.is_first else None
             self.metrics = whole
             restored.append("metrics")
-        elif self._progress.consumed:
+        elif self.progress.consumed:
             anew.append("metrics")
         return notes
 
     def _fits(self, state: Mapping[str, Any], name: str) -> bool:
         """Return whether the state has this part, of the class that this run has."""
-        return name in state and state["kinds"].get(name) == type(self._others[name]).__name__
+        return name in state and state["kinds"].get(name) == type(self.others[name]).__name__
 
     def _find_mismatches(self, state: Mapping[str, Any], partial: Collection[str]) -> list[str]:
         """Return one message per difference between a state and this run that `partial` does not allow."""
@@ -216,21 +208,21 @@ class TrainState:
         Progress().load_state_dict(state["progress"])
         for rank in state["ranks"]:
             self._check_rank(rank)
-        found = find_differences(self._model.state_dict(), state["model"])
-        for name in self._others:
+        found = find_differences(self.model.state_dict(), state["model"])
+        for name in self.others:
             if self._fits(state, name):
                 found += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]
             if name in partial or self._fits(state, name):
                 continue
-            there = f"its {name} is {state['kinds'][name]}, not {type(self._others[name]).__name__}"
+            there = f"its {name} is {state['kinds'][name]}, not {type(self.others[name]).__name__}"
             found.append(
                 (there if name in state["kinds"] else f"it has no {name}")
                 + f" (to start that anew: --resume-partial {name})"
             )
         if "random" not in partial and any("random" not in rank for rank in state["ranks"]):
             found.append("it has no random state (to start that anew: --resume-partial random)")
-        if state["progress"]["consumed"] and state["data"] != self._data and "data" not in partial:
-            theirs, ours = state["data"], self._data
+        if state["progress"]["consumed"] and state["data"] != self.data and "data" not in partial:
+            theirs, ours = state["data"], self.data
             changed = [
                 f"{key} {theirs.get(key)} (here {ours[key]})" for key in ours if theirs.get(key) != ours[key]
             ]
@@ -251,12 +243,12 @@ class TrainState:
         if "metrics" in rank:
             check_state(rank["metrics"])
         for name, buffer in rank.get("buffers", {}).items():
-            if _describe(buffer) != _describe(self._model.get_buffer(name)):
+            if _describe(buffer) != _describe(self.model.get_buffer(name)):
                 raise ValueError(f"{name} of a rank is {_describe(buffer)}")
 
     def _find_non_numbers(self, state: Mapping[str, Any], name: str) -> list[str]:
         """Return the settings that are numbers here and not in the state: they would fail later, in a step."""
-        ours, theirs = self._others[name].state_dict(), state[name]
+        ours, theirs = self.others[name].state_dict(), state[name]
         pairs = [(ours, theirs), *zip(ours.get("param_groups", ()), theirs.get("param_groups", ()), strict=False)]
         return [
             key

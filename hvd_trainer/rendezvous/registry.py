@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch.distributed as dist
@@ -30,16 +29,6 @@ from hvd_trainer.utils.process import start_time
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 30.0
 MAX_ENTRY_BYTES = 1 << 12
-
-
-class EndpointRegistry(Protocol):
-    """A place that all ranks of one job can see."""
-
-    def publish(self, endpoint: str) -> None:
-        """Publish the endpoint."""
-
-    def lookup(self) -> str | None:
-        """Return the endpoint; None as long as there is none."""
 
 
 class HttpRegistry:
@@ -130,6 +119,10 @@ class StoreRegistry:
         with suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
             return endpoint
         return None
+
+
+EndpointRegistry = HttpRegistry | FileRegistry | StoreRegistry
+"""A place that all ranks of one job can see, with an endpoint; None as long as there is none."""
 
 
 def job_file(world: World, environ: Mapping[str, str], session: str) -> Path:

@@ -209,12 +209,12 @@ class _RunBuilder:
     def _build_state(self, train_loader: Loader, step: TrainStep, scheduler: LRScheduler | None) -> TrainState:
         parts = {"optimizer": step.optimizer, "scheduler": scheduler, "scaler": step.scaler}
         return TrainState(
-            self._backend,
-            self._inputs.model,
-            self._progress,
-            {name: part for name, part in parts.items() if part is not None},
-            {"seed": self._options.train.seed, "samples": train_loader.num_samples},
-            self._layout,
+            backend=self._backend,
+            model=self._inputs.model,
+            progress=self._progress,
+            others={name: part for name, part in parts.items() if part is not None},
+            data={"seed": self._options.train.seed, "samples": train_loader.num_samples},
+            parts=self._layout,
             reproducible=self._options.train.reproducible is not None,
         )
 
@@ -223,9 +223,9 @@ class _RunBuilder:
     ) -> CheckpointManager:
         options = self._options
         return CheckpointManager(
-            self._backend,
-            options.save,
-            log,
+            backend=self._backend,
+            options=options.save,
+            log=log,
             is_enabled=options.log.log_dir is not None and not options.measure.leave_out,
             state=state,
             progress=self._progress,

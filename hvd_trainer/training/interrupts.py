@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint.manager import CheckpointManager
@@ -17,6 +18,7 @@ from hvd_trainer.training.consensus import StepConsensus
 SAVE, STOP, RESCALE = "save", "stop", "rescale"
 
 
+@dataclass(eq=False)
 class Interrupts:
     """Acts on all ranks after the same step on what one rank has noticed.
 
@@ -25,18 +27,19 @@ class Interrupts:
     RESCALE   horovodrun is about to add or remove ranks: remember this step, and leave the world
     """
 
-    def __init__(self, backend: Backend, manager: CheckpointManager, progress: Progress, requeue: Requeue) -> None:
-        self._backend = backend
-        self._manager = manager
-        self._progress = progress
-        self._requeue = requeue
-        self._consensus = StepConsensus(backend, [SAVE, STOP, RESCALE])
+    backend: Backend
+    manager: CheckpointManager
+    progress: Progress
+    requeue: Requeue
+
+    def __post_init__(self) -> None:
+        self._consensus = StepConsensus(self.backend, [SAVE, STOP, RESCALE])
         self._signal: StopRequest | None = None
 
     @contextmanager
     def listen(self) -> Iterator[None]:
         """Listen for signals inside. Where nothing can be saved, a signal ends the process as usual."""
-        if not self._manager.is_enabled:
+        if not self.manager.is_enabled:
             yield
             return
         with listen_for_signals(lambda number: self._consensus.request(STOP)) as self._signal:
@@ -54,10 +57,10 @@ class Interrupts:
             PreemptedError: a signal has stopped the job; everything is saved.
             RescaleError: ranks are about to come or go; every rank remembers this step.
         """
-        driver = self._backend.session.driver
-        if not self._manager.is_enabled and driver is None:
+        driver = self.backend.session.driver
+        if not self.manager.is_enabled and driver is None:
             return
-        if self._manager.is_overdue:
+        if self.manager.is_overdue:
             self._consensus.request(SAVE)
         if driver is not None and driver.hosts_changed.is_set():
             self._consensus.request(RESCALE)
@@ -65,18 +68,18 @@ class Interrupts:
         self.note_progress()
         if self._signal is not None:
             self._signal.granted = STOP in agreed
-        self._manager.after_step(meter, save=bool(agreed & {SAVE, STOP}), commit=RESCALE in agreed)
+        self.manager.after_step(meter, save=bool(agreed & {SAVE, STOP}), commit=RESCALE in agreed)
         if STOP in agreed:
             self._stop()
         if RESCALE in agreed:
-            self._manager.wait()  # raises if the last checkpoint of this world could not be written
-            raise RescaleError(f"after step {self._progress.step:,}")
+            self.manager.wait()  # raises if the last checkpoint of this world could not be written
+            raise RescaleError(f"after step {self.progress.step:,}")
 
     def _stop(self) -> None:
-        self._manager.wait()
-        self._backend.session.stopping = True
-        what = f"stopped by a signal after step {self._progress.step:,}, and saved"
-        said = self._requeue.submit(what, acts=self._backend.world.is_first)
+        self.manager.wait()
+        self.backend.session.stopping = True
+        what = f"stopped by a signal after step {self.progress.step:,}, and saved"
+        said = self.requeue.submit(what, acts=self.backend.world.is_first)
         # The first rank to end takes the others with it, so none may before the checkpoint is there.
-        self._backend.collectives.barrier()
+        self.backend.collectives.barrier()
         raise PreemptedError(said)

@@ -216,7 +216,12 @@ def test_restore_refuses_second_fit_of_elastic_job() -> None:
     parts: dict[str, Any] = dict.fromkeys(("state", "progress", "before_save"))
     log: Any = SimpleNamespace(folder=None)
     manager = CheckpointManager(
-        backend, SaveOptions(), log, is_enabled=False, snapshot=InMemorySnapshot(fit=0), **parts
+        backend=backend,
+        options=SaveOptions(),
+        log=log,
+        is_enabled=False,
+        snapshot=InMemorySnapshot(fit=0),
+        **parts,
     )
     with pytest.raises(OptionError, match="training 1 of its process, and others are in 2: .* fit only once"):
         manager.restore(seed=0, is_over=lambda: False)

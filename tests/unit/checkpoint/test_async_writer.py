@@ -149,10 +149,10 @@ def test_save_stall_excludes_steps_that_still_run(gpu: StandIn) -> None:
     )
     began: list[float] = []
     mine: Any = SimpleNamespace(
-        _backend=backend,
-        _before_save=lambda: gpu.calls.append("check"),
-        _state=SimpleNamespace(collect=lambda meter, everywhere: None),
-        _progress=SimpleNamespace(step=1, epoch=0),
+        backend=backend,
+        before_save=lambda: gpu.calls.append("check"),
+        state=SimpleNamespace(collect=lambda meter, everywhere: None),
+        progress=SimpleNamespace(step=1, epoch=0),
         _writer=SimpleNamespace(submit=lambda at, state, **_: began.append(at)),
     )
     settled: list[float] = []

@@ -137,7 +137,7 @@ def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(ExchangeAbortedError):
         figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)
-    assert runs[0].manager._snapshot.step == 2
+    assert runs[0].manager.snapshot.step == 2
 
 
 def test_rejoin_retries_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
