@@ -127,8 +127,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             "--requeue needs a log folder to go on from: add --log-dir DIR",
         ),
         Conflict(
-            given("--resume auto", without="--log-dir"),
-            "--resume auto looks in the log folder: add --log-dir DIR",
+            given("--resume auto", without="--log-dir"), "--resume auto looks in the log folder: add --log-dir DIR"
         ),
     ),
     "Reproducible sums (`--reproducible`)": (
@@ -262,8 +261,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     ),
     "Measuring without a part of the step (`--leave-out`)": (
         Conflict(
-            given("--leave-out", "--resume"),
-            "--leave-out trains nothing of use: leave out --resume {save.resume}",
+            given("--leave-out", "--resume"), "--leave-out trains nothing of use: leave out --resume {save.resume}"
         ),
         Conflict(
             given("--leave-out exchange", "--shard full"),

@@ -147,11 +147,7 @@ class MonitorServer(Monitor):
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
         failure = Failure(
-            rank=event.rank,
-            peers=self.peers,
-            heartbeat=heartbeat,
-            what=event.text,
-            detail=event.detail,
+            rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
         )
         reports = not reporter.parent_reports
         if reports:

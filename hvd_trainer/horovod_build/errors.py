@@ -61,11 +61,7 @@ CAUSES = (
         "a folder is not writable",
         "use a virtual environment of your own, or --wheel-dir FOLDER that you may write to",
     ),
-    (
-        r"No module named pip\b",
-        "this Python has no pip",
-        "python -m ensurepip --upgrade",
-    ),
+    (r"No module named pip\b", "this Python has no pip", "python -m ensurepip --upgrade"),
 )
 
 

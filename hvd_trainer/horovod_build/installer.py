@@ -185,12 +185,7 @@ def find_mismatch(horovod: HorovodFacts, torch: TorchFacts, options: Options) ->
     record = horovod.record
     if not record:
         return horovod.error or "it was not built by this tool, so CVE-2024-10190 is open in it"
-    wanted = {
-        "horovod": VERSION,
-        "patch_set": PATCH_SET,
-        "torch": torch.version,
-        "python": python_tag(),
-    }
+    wanted = {"horovod": VERSION, "patch_set": PATCH_SET, "torch": torch.version, "python": python_tag()}
     if record.get("cuda") and torch.nccl_version:
         wanted["nccl"] = torch.nccl_version
     for name, value in wanted.items():

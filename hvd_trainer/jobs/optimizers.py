@@ -14,11 +14,7 @@ from hvd_trainer.utils import accelerator
 
 
 def make_optimizer(
-    model: nn.Module,
-    choice: OptimizerOptions,
-    *,
-    device: torch.device,
-    options: TrainerOptions,
+    model: nn.Module, choice: OptimizerOptions, *, device: torch.device, options: TrainerOptions
 ) -> Optimizer:
     """Return an optimizer over all parameters.
 
@@ -32,11 +28,7 @@ def make_optimizer(
         if options.parallel.shard == "full" or (options.train.precision == "fp16" and choice.momentum):
             fused = None
         optimizer: Optimizer = torch.optim.SGD(
-            model.parameters(),
-            choice.lr,
-            momentum=choice.momentum,
-            weight_decay=choice.weight_decay,
-            fused=fused,
+            model.parameters(), choice.lr, momentum=choice.momentum, weight_decay=choice.weight_decay, fused=fused
         )
     else:
         kind = torch.optim.AdamW if choice.optimizer == "adamw" else torch.optim.Adam

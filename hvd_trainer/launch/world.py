@@ -41,11 +41,7 @@ class World:
     """number of the launcher's process on the node, which tells apart nodes on one machine; empty without one"""
 
     def __post_init__(self) -> None:
-        for index, count in (
-            ("rank", "size"),
-            ("local_rank", "local_size"),
-            ("node_rank", "num_nodes"),
-        ):
+        for index, count in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "num_nodes")):
             i, n = getattr(self, index), getattr(self, count)
             if (i, n) == (UNKNOWN, UNKNOWN) and index == "node_rank":
                 continue

@@ -62,11 +62,7 @@ class MicroBatchLoss:
     """
 
     def __init__(
-        self,
-        loss: LossFunction,
-        chunks: Sequence[MicroBatch],
-        weight: float,
-        finish: Callable[[Tensor], Tensor],
+        self, loss: LossFunction, chunks: Sequence[MicroBatch], weight: float, finish: Callable[[Tensor], Tensor]
     ) -> None:
         self._loss, self._chunks, self._weight, self._finish = loss, chunks, weight, finish
         self._samples = sum(chunk.samples for chunk in chunks)

@@ -17,12 +17,7 @@ from hvd_trainer.rendezvous.endpoint import Endpoint
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, StoreRegistry, private_file
 from hvd_trainer.rendezvous.shared_stores import JOINED, Rendezvous, shared_stores
-from hvd_trainer.utils.network import (
-    LOOPBACK,
-    outward_address,
-    resolve_own_address,
-    resolves_to_loopback,
-)
+from hvd_trainer.utils.network import LOOPBACK, outward_address, resolve_own_address, resolves_to_loopback
 
 PUBLIC_TOKEN = "0" * 32
 """Of a store whose address is all that ranks share: everyone may read it. It has other stores' endpoints only."""
