@@ -23,18 +23,7 @@ from launchers import REPOSITORY, Result, launch, requires, start
 from requirements import missing
 from slurm_cluster import SlurmCluster
 
-<<<<<<< HEAD
 from hvd_trainer.tools.doctor import engines
-=======
-from hvd_trainer.backends import EngineOptions, create
-from hvd_trainer.errors import BackendError, LaunchError
-from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
-from hvd_trainer.tools.doctor import cli, engines
-from hvd_trainer.tools.doctor.context import Context, Programs
-from hvd_trainer.tools.doctor.findings import Finding, error, ok, print_findings, summary, warning
-from hvd_trainer.tools.runner import all_reduce
-from hvd_trainer.utils.process import start_in_thread
->>>>>>> 9bb1b3c (Commands by group, as help lists them; caches of this user beside files, calls in threads beside processes)
 
 DOCTOR = ["-m", "hvd_trainer", "doctor"]
 STATUSES = ("ok", "warning", "error")
