@@ -98,8 +98,11 @@ PEERS = tuple(
 _RAW_LOADING = "-m benchmarks.raw.loading --data-dir {{data}} --kind {} --loader {}"
 _OUR_LOADING = "-m benchmarks.ours.loading --data-dir {{data}} --kind {} --backend {}"
 LOADERS = tuple(
-    Contestant(name, job, launcher, command.format(kind, option), against=against, needs=package)
-    for job, kind, against in ((IMAGES, "images", ("DALI",)), (TOKENS, "tokens", ("torchdata",)))
+    Contestant(name, job, launcher, command.format(kind, option), against=against, needs=package or reader)
+    for job, kind, against, reader in (
+        (IMAGES, "images", ("DALI", "torchdata, bytes"), "torchcodec"),
+        (TOKENS, "tokens", ("torchdata",), None),
+    )
     for name, launcher, command, option, package in (
         ("DataLoader", "torchrun", _RAW_LOADING, "DataLoader", None),
         ("DataLoader, bytes", "torchrun", _RAW_LOADING, "DataLoader --pixels", None),

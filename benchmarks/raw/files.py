@@ -38,12 +38,17 @@ class Small(nn.Module):
 def data_set(folder: Path, kind: str, *, pixels: bool = False) -> Dataset[Any]:
     """One of both, which `make` has written to `folder`.
 
-    ``pixels``: images are bytes, and a batch is normalised by `normalise`; else each is normalised by itself.
+    ``pixels``: images are bytes, read by torchcodec, which `normalise` converts as a batch; else each is read
+    by Pillow, torchvision's default, and normalised by itself.
     """
     if kind == "tokens":
         return Tokens(folder / kind)
-    each = [] if pixels else [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    return ImageFolder(folder / kind, v2.Compose([v2.PILToTensor(), *_AUGMENT, *each]))
+    if pixels:
+        from torchcodec.decoders import decode_image
+
+        return ImageFolder(folder / kind, v2.Compose(_AUGMENT), loader=decode_image)
+    floats = [v2.PILToTensor(), *_AUGMENT, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    return ImageFolder(folder / kind, v2.Compose(floats))
 
 
 def normalise(pixels: Tensor) -> Tensor:
