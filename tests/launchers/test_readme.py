@@ -151,10 +151,10 @@ TYPED_ELSEWHERE = {
     "python -m benchmarks --data-dir ../shared/data/mnist --ranks 2,4 --rounds 5 --output results/mnist": (
         *("test_benchmarks.py", '"benchmarks"'),
     ),
-    "python -m benchmarks --jobs scripts resnet18 --rounds 5": (
-        "test_benchmarks.py",
-        '"benchmarks"',
-    ),
+    "python -m benchmarks --jobs scripts resnet18 --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks --jobs images tokens --rounds 5": ("test_benchmarks.py", '"benchmarks"'),
+    "python -m benchmarks --data-dir ../shared/data/mnist --jobs mnist resnet18 images tokens --ranks 2,4 "
+    "--rounds 3": ("test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks --list": ("test_benchmarks.py", '"benchmarks"'),
     "python -m benchmarks.growth --rounds 3": (
         "test_benchmarks.py",
