@@ -23,6 +23,7 @@ from hvd_trainer import (
 from hvd_trainer.backends.data_parallel import DataParallelBackend
 from hvd_trainer.tools.compare.trials import make_trials, read_entries
 from hvd_trainer.tools.compare.variants import make_variants
+from hvd_trainer.tools.runner import measured
 
 JOB = ("-m", "hvd_trainer.mnist")
 
@@ -93,12 +94,15 @@ def test_data_parallel_refuses_conflicting_options(train: TrainOptions) -> None:
 
 def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_entries(["ddp", "data-parallel"], [], max_ranks=4, num_gpus=4)
-    plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={})
+    plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={"warmup_steps": 0})
     labels = [trial.label for trial in plan]
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
-    assert [trial.processes for trial in plan] == [1, 2, 1, 4, 1]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     log = Path("log")
+    processes: list[int] = []
+    monkeypatch.setattr(measured, "read_figures", lambda log, number, warmup_steps: processes.append(number))
+    assert [trial.read(log) for trial in plan] == [None] * 5
+    assert processes == [1, 2, 1, 4, 1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert plan[2].start(log).variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     assert plan[2].start(log).variables == {"CUDA_VISIBLE_DEVICES": "3,5"}
