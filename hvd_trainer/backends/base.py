@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 ReplicaGrouping = Callable[[Sequence[str]], list[list[int]]]
 """Returns the replica groups (lists of ranks that have the same parameters), given the node of each rank."""
+SMALL_BYTES = 2**16
+"""Size of a tensor up to which it is sent together with others."""
 TotalNorm = Callable[[Sequence[Tensor]], Tensor]
 """Returns the norm of all gradients together."""
 
@@ -350,15 +352,21 @@ class Backend(ABC):
         first, *others = self.replica_group
         if not others:
             return
-        targets = [tensor.detach() for tensor in tensors]
-        packed = [tensor.contiguous() for tensor in targets]  # as engines need them
+        # Small ones together: 10,000 by themselves took two seconds.
+        groups: dict[Any, list[Tensor]] = {}
+        for tensor in tensors:
+            key = tensor.device if tensor.nbytes <= SMALL_BYTES else id(tensor)
+            groups.setdefault(key, []).append(tensor.detach())
+        packed = [_pack(group) for group in groups.values()]
         with self.activity.waiting():
             self.collectives.broadcast_to_replicas([(tensor, first) for tensor in packed])
             # Horovod makes only the default stream wait for the result, and the current one may be another.
             accelerator.synchronize(self.device)
-        for target, received in zip(targets, packed, strict=True):
-            if received is not target:
-                target.copy_(received)
+        for group, received in zip(groups.values(), packed, strict=True):
+            parts = _as_bytes(received).split([tensor.nbytes for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                if part.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
     def set_parameter_names(self, model: nn.Module) -> None:
         """Learn the names of parameters for error messages; again after a model's parameters are replaced."""
@@ -527,6 +535,22 @@ class Backend(ABC):
             parts = flat.split([b.numel() for b in same.values()])
             means |= {name: part.view_as(same[name]) for name, part in zip(same, parts, strict=True)}
         return means
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    """Return tensors as one that is contiguous and of a type that engines can send; the same memory if it can be.
+
+    They are sorted, such that each is aligned in it.
+    """
+    tensors.sort(key=lambda tensor: -tensor.itemsize)
+    if len(tensors) > 1:
+        return torch.cat([_as_bytes(tensor) for tensor in tensors])
+    # Horovod sends no booleans; of floats more than 2 GB are one tensor.
+    return tensors[0].contiguous() if tensors[0].is_floating_point() else _as_bytes(tensors[0])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _scaled_update(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | Tensor:

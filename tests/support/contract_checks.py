@@ -330,6 +330,30 @@ def buffers_become_their_mean(backend: Backend) -> None:
 
 
 @check()
+def tensors_of_all_kinds_start_equal(backend: Backend) -> None:
+    """Horovod refused models with booleans, such as a mask of attention; small tensors are sent together."""
+    torch.manual_seed(backend.world.rank)
+    first = backend.world.is_first
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    model.scale = nn.Parameter(torch.randn(()))
+    model.wide = nn.Parameter(torch.randn(200, 300).t())
+    kinds = {
+        "mask": torch.full((300, 300), first),
+        "flags": torch.tensor([first] * 3),
+        "count": torch.tensor(first),
+    }
+    floats = {"fp16": torch.randn(5).half(), "fp64": torch.randn(3).double(), "empty": torch.zeros(0)}
+    for name, tensor in {**kinds, **floats, "number": torch.tensor([backend.world.rank])}.items():
+        model.register_buffer(name, tensor)
+    strides = [tensor.stride() for tensor in model.state_dict().values()]
+    backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    values = [tensor.tolist() for tensor in model.state_dict().values()]
+    assert backend.collectives.all_gather_object(values) == [values] * backend.world.size
+    assert (bool(model.mask.all()), model.flags.tolist(), model.number.item()) == (True, [True] * 3, 0)
+    assert [tensor.stride() for tensor in model.state_dict().values()] == strides
+
+
+@check()
 def different_models_are_refused(backend: Backend) -> None:
     if backend.world.size == 1:
         return
