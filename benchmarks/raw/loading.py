@@ -28,7 +28,7 @@ def by_data_loader(folder: Path, kind: str, *, pixels: bool) -> Iterator[tuple[T
 
 
 def by_torchdata(folder: Path, kind: str, *, pixels: bool) -> Iterable[tuple[Tensor, Tensor]]:
-    """The same from torchdata's nodes."""
+    """One loader process, by torchdata's nodes; `pixels` as for `by_data_loader`."""
     from torchdata.nodes import Batcher, Loader, ParallelMapper, SamplerWrapper
 
     data = data_set(folder, kind, pixels=pixels)

@@ -357,6 +357,8 @@ class Backend(ABC):
         for tensor in tensors:
             key = tensor.device if tensor.nbytes <= SMALL_BYTES else id(tensor)
             groups.setdefault(key, []).append(tensor.detach())
+        for group in groups.values():
+            group.sort(key=lambda tensor: -tensor.itemsize)  # so that each is aligned among the bytes of all
         packed = [_pack(group) for group in groups.values()]
         with self.activity.waiting():
             self.collectives.broadcast_to_replicas([(tensor, first) for tensor in packed])
@@ -538,11 +540,7 @@ class Backend(ABC):
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:
-    """Return tensors as one that is contiguous and of a type that engines can send; the same memory if it can be.
-
-    They are sorted, such that each is aligned in it.
-    """
-    tensors.sort(key=lambda tensor: -tensor.itemsize)
+    """Return tensors as one that is contiguous and of a type that engines can send; in place if it can be."""
     if len(tensors) > 1:
         return torch.cat([_as_bytes(tensor) for tensor in tensors])
     # Horovod sends no booleans; of floats more than 2 GB are one tensor.

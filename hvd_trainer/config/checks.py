@@ -1,4 +1,4 @@
-"""What a field of options carries beside its type, and the check of values against it.
+"""Metadata of option fields (ranges, marks), and the check of values against it.
 
     epochs: Annotated[int, Ge(1), COMMON] = 3
 

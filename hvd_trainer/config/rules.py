@@ -63,7 +63,7 @@ SEVERAL_WAYS: Mapping[str, Condition] = {
     "--stages, --chunks and --devices-per-rank": lambda o: o.parallel.is_staged,
     SEVERAL_DEVICES: lambda o: o.parallel.num_devices > 1,
 }
-"""What can be typed in several ways, and is named by all of them."""
+"""Options that can be typed in several ways, with all of them."""
 
 
 def is_set(typed: str) -> Condition:

@@ -15,7 +15,7 @@ WORLDS = [
     *(("single", "python", 1), ("ddp", "torchrun", 2), ("horovod", "horovodrun", 2)),
     *(("ddp", "torchrun", 1), ("ddp", "torchrun", 3), ("horovod", "horovodrun", 1), ("horovod", "horovodrun", 4)),
 ]
-"""Those after the first three are tried where there is time for long tests."""
+"""Engines, launchers and numbers of ranks; the first three run on each push, the others as long tests."""
 SIZES = [
     case(*world, name=f"{world[0]}-{world[2]}", when="" if world in WORLDS[:3] else "long") for world in WORLDS
 ]

@@ -1,4 +1,4 @@
-"""What tests of launches are tried with: launchers, engines and what else a test varies, and when.
+"""Combinations of launchers and engines for tests that launch ranks, and when each one runs.
 
 On each push runs a selection, with LONG=1 what is marked `long`, and with LONG=all what is marked `nightly`.
 """

@@ -1,4 +1,4 @@
-"""What `hvd_trainer.hvd.elastic` promises, one function per promise, as in `hvd_checks.py`."""
+"""Checks of `hvd_trainer.hvd.elastic`, one function per promise, as in `hvd_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hvd.DistributedOptimizer` promises, one function per promise. Each runs in two ranks, after `hvd.init()`.
+"""Checks of `hvd.DistributedOptimizer`, one function per promise. Each runs in two ranks, after `hvd.init()`.
 
 A check passes by returning.
 """

@@ -1,4 +1,4 @@
-"""What checks of trainings share: small data, a training that is stopped, and a digest of its weights."""
+"""Small data, a training that is stopped, and a digest of its weights, for checks of trainings."""
 
 from __future__ import annotations
 

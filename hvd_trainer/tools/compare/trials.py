@@ -128,7 +128,7 @@ class Trial:
 
     @property
     def measured(self) -> MeasuredTrial:
-        """The same for the runner."""
+        """This trial as the runner starts and reads it."""
         return MeasuredTrial(
             job=self.entry.script or self.variant.words,
             engine=self.entry.engine,

@@ -39,7 +39,7 @@ ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
-"""The same fraction for an update, loss or metric that spends its time in libraries only."""
+"""Fraction of a step from which an update, loss or metric is a cause that spends its time in libraries only."""
 CALLS = (".step", "loss", "cross_entropy")
 """Ends of calls by which a script's loop enters a library for it."""
 MIN_OTHER_CORES = 0.15
