@@ -2,26 +2,766 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hvd_api
-import hvd_checks
-import hvd_elastic_checks
 import pytest
+import torch
 from combinations import case, each_launcher
 from launchers import QUICKEST, launch, requires, run_ranks
+from torch import nn
+
+from hvd_trainer import hvd
+from hvd_trainer.hvd.common import mesh, transport
 
 pytestmark = pytest.mark.warm
 
-CHECKS = hvd_checks.CHECKS | hvd_elastic_checks.CHECKS
+
+def differences_from_horovod() -> tuple[int, list[str]]:
+    """Return each public name of the real package that is missing here, or takes other parameters."""
+    import horovod.common.elastic
+    import horovod.common.exceptions
+    import horovod.common.process_sets
+    import horovod.common.util
+    import horovod.torch
+
+    differences = []
+    for real in (
+        horovod.torch,
+        horovod.torch.mpi_ops,
+        horovod.torch.compression,
+        horovod.torch.functions,
+        horovod.torch.optimizer,
+        horovod.torch.sync_batch_norm,
+        horovod.torch.elastic,
+        horovod.torch.elastic.sampler,
+        horovod.torch.elastic.state,
+        horovod.common.elastic,
+        horovod.common.exceptions,
+        horovod.common.process_sets,
+        horovod.common.util,
+    ):
+        name = real.__name__.removeprefix("horovod.").removeprefix("torch").strip(".")
+        ours = importlib.import_module(f"hvd_trainer.hvd.{name}".rstrip("."))
+        for attribute, value in vars(real).items():
+            # Constants know no home: those of these modules are Horovod's.
+            has_constants = real in (horovod.torch, horovod.torch.mpi_ops)
+            home = str(getattr(value, "__module__", real.__name__ if has_constants else ""))
+            is_own = home.startswith("horovod") if real is horovod.torch else home == real.__name__
+            if attribute.startswith("_") or inspect.ismodule(value) or not is_own or attribute in OF_EXTENSION:
+                continue
+            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
+                continue  # how the functions are made differentiable
+            if not hasattr(ours, attribute):
+                differences.append(f"{real.__name__}.{attribute} is missing")
+            elif inspect.isclass(value) and issubclass(value, Exception):
+                assert issubclass(getattr(ours, attribute), value.__base__)
+            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
+                theirs, its = parameters(value), parameters(getattr(ours, attribute))
+                differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
+    return 0, differences
+
+
+def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    """Return names and defaults; classes by their names."""
+    return [
+        (p.name, getattr(p.default, "__qualname__", str(p.default)))
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
+"""Parameters of what Horovod wraps into a cache."""
+OF_EXTENSION = (
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "check_installed_version",
+    "check_extension",
+    "HorovodBasics",
+    "MPI",
+)
+"""About Horovod's compiled module, which does not exist here."""
+
+
+Check = Callable[[], None]
+CHECKS: dict[str, Check] = {}
+ALL_DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+REDUCIBLE = ALL_DTYPES[3:]
+SIZES = ((), (3,), (0,), (7, 5), (1000, 3))
+"""Tensors that travel with a request, and larger ones."""
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(checks: Mapping[str, Check]) -> tuple[int, dict[str, str | None]]:
+    """Run checks; return each one's traceback, or None where it held."""
+    outcomes: dict[str, str | None] = {}
+    hvd.init(process_sets="dynamic")
+    rank = hvd.rank()
+    for name, function in checks.items():
+        try:
+            function()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+        hvd.barrier()
+    hvd.shutdown()
+    return rank, outcomes
+
+
+def ranks() -> range:
+    return range(hvd.size())
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor of a rank: small whole numbers, whose sums are exact in each type."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 4, shape, generator=generator).to(dtype)
+
+
+@check
+def allreduce_combines_all_types_and_sizes() -> None:
+    combine = {hvd.Sum: torch.sum, hvd.Min: torch.amin, hvd.Max: torch.amax, hvd.Product: torch.prod}
+    for dtype in REDUCIBLE:
+        for shape in SIZES:
+            mine = values(hvd.rank(), shape, dtype)
+            everyone = torch.stack([values(rank, shape, dtype) for rank in ranks()])
+            for op, function in combine.items():
+                for repeat in range(3):  # unknown, then known to all
+                    result = hvd.allreduce(mine, name=f"{dtype}.{shape}.{op}", op=op)
+                    assert result.dtype == dtype
+                    assert torch.equal(result, function(everyone, 0).to(dtype)), (dtype, shape, op, repeat)
+            assert torch.equal(mine, values(hvd.rank(), shape, dtype)), "the input was changed"
+
+
+@check
+def allreduce_averages_and_scales() -> None:
+    size = hvd.size()
+    for repeat in range(3):
+        result = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), name="average")
+        assert torch.allclose(result, torch.full((3,), (size + 1) / 2)), repeat
+        whole = hvd.allreduce(torch.tensor([3, -4, size]), name="whole")
+        assert whole.tolist() == [3, -4, size], "integers are cut towards zero"
+        scaled = hvd.allreduce(
+            torch.ones(5), name="scaled", op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25
+        )
+        assert torch.allclose(scaled, torch.full((5,), size / 2))
+
+
+@check
+def in_place_operations_return_their_tensor() -> None:
+    for shape in SIZES:
+        tensor = torch.full(shape, 1.0, requires_grad=True)
+        for op, expected in ((hvd.Sum, hvd.size()), (hvd.Average, hvd.size())):
+            assert hvd.allreduce_(tensor, op=op) is tensor
+            assert torch.equal(tensor.detach(), torch.full(shape, float(expected)))
+        whole = torch.full(shape, hvd.rank())
+        assert hvd.broadcast_(whole, 0) is whole
+        assert torch.equal(whole, torch.full(shape, 0))
+
+
+@check
+def groups_are_one_operation() -> None:
+    tensors = [values(hvd.rank(), shape, dtype) for shape in SIZES for dtype in REDUCIBLE]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
+    expected = [
+        sum(values(rank, tuple(tensor.shape), tensor.dtype) for rank in ranks())  # type: ignore[misc]
+        for tensor in tensors
+    ]
+    assert all(map(torch.equal, results, expected))
+    assert hvd.grouped_allreduce_(tensors, op=hvd.Sum)[0] is tensors[0]
+    assert all(map(torch.equal, tensors, expected))
+    one = hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2)], op=hvd.Sum))
+    assert isinstance(one, tuple)
+    rows = [torch.full((hvd.rank() + 1, 2), hvd.rank()), torch.full((3,), hvd.rank(), dtype=torch.int16)]
+    gathered = hvd.grouped_allgather(rows)
+    assert gathered[0].shape == (sum(rank + 1 for rank in ranks()), 2)
+    assert gathered[1].tolist() == [rank for rank in ranks() for _ in range(3)]
+    parts = hvd.grouped_reducescatter([torch.ones(hvd.size(), 2), torch.ones(2 * hvd.size())], op=hvd.Sum)
+    assert [tuple(part.shape) for part in parts] == [(1, 2), (2,)]
+
+
+@check
+def allgather_takes_different_numbers_of_rows() -> None:
+    for dtype in ALL_DTYPES:
+        for columns in (1, 40):
+            for rows_of in (lambda rank: 2, lambda rank: rank, lambda rank: rank + 3):
+                mine = torch.full((rows_of(hvd.rank()), columns), hvd.rank(), dtype=dtype)
+                expected = torch.cat([torch.full((rows_of(r), columns), r, dtype=dtype) for r in ranks()])
+                for _ in range(2):
+                    assert torch.equal(hvd.allgather(mine, name=f"gather.{dtype}.{columns}"), expected)
+
+
+@check
+def broadcast_sends_from_any_root() -> None:
+    for dtype in ALL_DTYPES:
+        for shape in SIZES:
+            for root in {0, hvd.size() - 1}:
+                for _ in range(2):
+                    got = hvd.broadcast(values(hvd.rank(), shape, dtype), root, name=f"{dtype}.{shape}.{root}")
+                    assert torch.equal(got, values(root, shape, dtype))
+
+
+@check
+def alltoall_sends_rows_and_tells_how_many_came() -> None:
+    size, me = hvd.size(), hvd.rank()
+    even = hvd.alltoall(torch.arange(size * 2) + 100 * me)
+    assert even.tolist() == [100 * rank + 2 * me + row for rank in ranks() for row in (0, 1)]
+    splits = torch.tensor([(me + to) % 3 for to in ranks()], dtype=torch.int32)
+    rows = torch.cat([torch.full((int(count), 2), 10 * me + to) for to, count in enumerate(splits)])
+    for dtype in ALL_DTYPES:
+        got, received = hvd.alltoall(rows.to(dtype), splits, name=f"{dtype}")
+        assert received.tolist() == [(rank + me) % 3 for rank in ranks()]
+        assert received.dtype == torch.int32
+        expected = torch.cat([torch.full((int(n), 2), 10 * r + me) for r, n in enumerate(received)])
+        assert torch.equal(got, expected.to(dtype))
+
+
+@check
+def reducescatter_gives_the_first_ranks_one_row_more() -> None:
+    size, me = hvd.size(), hvd.rank()
+    for dtype in REDUCIBLE:
+        for extra in (0, 1):
+            whole = values(0, (2 * size + extra, 3), dtype)
+            got = hvd.reducescatter(whole, op=hvd.Sum, name=f"{dtype}.{extra}")
+            first = 2 * me + min(me, extra)
+            assert torch.equal(got, whole[first : first + 2 + (me < extra)] * size), (dtype, extra)
+    assert torch.allclose(hvd.reducescatter(torch.ones(size), prescale_factor=4.0), torch.tensor([4.0]))
+
+
+@check
+def adasum_averages_parallel_and_adds_orthogonal_gradients() -> None:
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(NotImplementedError, match="power of two"):
+            hvd.allreduce(torch.ones(3), op=hvd.Adasum)
+        return
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        parallel = hvd.allreduce(torch.ones(300, dtype=dtype), op=hvd.Adasum)
+        assert torch.allclose(parallel, torch.ones(300, dtype=dtype))
+        orthogonal = torch.zeros(hvd.size(), dtype=dtype)
+        orthogonal[hvd.rank()] = 2
+        assert torch.allclose(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.full((hvd.size(),), 2, dtype=dtype))
+
+
+@check
+def gradients_flow_as_in_horovod() -> None:
+    size, me = hvd.size(), hvd.rank()
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        tensor = torch.ones(4 * size, requires_grad=True)
+        function(tensor).sum().backward()
+        assert tensor.grad is not None
+        return tensor.grad
+
+    assert torch.equal(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum)), torch.full((4 * size,), float(size)))
+    assert torch.allclose(gradient(hvd.allreduce), torch.ones(4 * size))
+    assert torch.equal(
+        gradient(lambda t: hvd.grouped_allreduce([t], op=hvd.Sum)[0]), torch.full((4 * size,), size)
+    )
+    assert torch.equal(gradient(hvd.allgather), torch.ones(4 * size))
+    root = gradient(lambda t: hvd.broadcast(t, 0))
+    assert torch.equal(root, torch.full((4 * size,), float(me == 0)))
+    assert torch.equal(gradient(hvd.alltoall), torch.ones(4 * size))
+    assert torch.equal(gradient(lambda t: hvd.alltoall(t, [1] * size)[0]), (torch.arange(4 * size) < size).float())
+    assert torch.equal(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum)), torch.full((4 * size,), float(size)))
+
+
+@check
+def operations_are_matched_by_name_in_any_order() -> None:
+    names = [f"layer{number}" for number in range(150)]
+    order = names[hvd.rank() :] + names[: hvd.rank()]
+    for _ in range(3):
+        handles = {name: hvd.allreduce_async(torch.full((5,), float(name[5:])), name=name) for name in order}
+        for name in reversed(order):
+            assert hvd.synchronize(handles[name]).tolist() == [float(name[5:])] * 5
+
+
+@check
+def large_operations_are_matched_by_name_in_any_order() -> None:
+    shapes = {f"large{number}": (number + 1, 1000) for number in range(30)}
+    order = list(shapes)[hvd.rank() :] + list(shapes)[: hvd.rank()]
+    for _ in range(2):
+        handles = {name: hvd.allreduce_async(torch.ones(shapes[name]), name=name, op=hvd.Sum) for name in order}
+        sent = {name: hvd.broadcast_async(torch.full(shapes[name], hvd.rank()), 0, name=name) for name in order}
+        for name in order:
+            assert torch.equal(hvd.synchronize(handles[name]), torch.full(shapes[name], float(hvd.size())))
+            assert torch.equal(hvd.synchronize(sent[name]), torch.full(shapes[name], 0))
+
+
+@check
+def several_threads_may_submit() -> None:
+    def reduce(number: int) -> float:
+        total = 0.0
+        for step in range(20):
+            total += float(hvd.allreduce(torch.tensor(float(number)), name=f"thread{number}.{step % 3}"))
+        return total
+
+    order = [(number + hvd.rank()) % 4 for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(reduce, order)) == [20.0 * number for number in order]
+
+
+@check
+def poll_and_synchronize_know_their_handles() -> None:
+    handle = hvd.allreduce_async(torch.ones(3), name="polled", op=hvd.Sum)
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+    assert hvd.synchronize(handle) is None
+    with pytest.raises(ValueError, match="Handle"):
+        hvd.poll(handle)
+
+
+@check
+def mistakes_are_the_same_error_on_all_ranks_and_the_job_goes_on() -> None:
+    odd = hvd.rank() % 2
+    if hvd.size() == 1:
+        return
+    mistakes: dict[str, Callable[[], object]] = {
+        "tensor shapes": lambda: hvd.allreduce(torch.ones(3 + odd), name="wrong"),
+        "data types": lambda: hvd.allreduce(torch.ones(3).to([torch.int32, torch.float32][odd]), name="wrong"),
+        "reduction operations": lambda: hvd.allreduce(torch.ones(3), name="wrong", op=[hvd.Sum, hvd.Max][odd]),
+        "prescale factors": lambda: hvd.allreduce(torch.ones(3), name="wrong", prescale_factor=1.0 + odd),
+        "postscale factors": lambda: hvd.allreduce(torch.ones(3), name="wrong", postscale_factor=1.0 + odd),
+        "root ranks": lambda: hvd.broadcast(torch.ones(3), odd, name="wrong"),
+        "numbers of tensors": lambda: hvd.grouped_allreduce([torch.ones(3)] * (1 + odd), name="wrong"),
+        "operations": lambda: (
+            hvd.broadcast(torch.ones(3), 0, name="wrong") if odd else hvd.allreduce(torch.ones(3), name="wrong")
+        ),
+    }
+    for what, call in mistakes.items():
+        with pytest.raises(hvd.HorovodInternalError, match=f"Mismatched {what}.*wrong: rank.* 0.*; rank.* 1"):
+            call()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@check
+def names_in_use_are_refused_at_once() -> None:
+    handle = hvd.allreduce_async(torch.ones(1), name="taken") if hvd.rank() == 0 else None
+    if handle is not None and hvd.size() > 1:
+        with pytest.raises(ValueError, match="taken"):
+            hvd.allreduce_async(torch.ones(1), name="taken")
+    hvd.barrier()
+    if handle is None:
+        handle = hvd.allreduce_async(torch.ones(1), name="taken")
+    assert hvd.synchronize(handle).item() == 1
+
+
+@check
+def unsupported_tensors_are_refused() -> None:
+    for call, error in (
+        (lambda: hvd.allreduce(torch.ones(2, dtype=torch.uint8)), "ByteTensor"),
+        (lambda: hvd.allgather(torch.ones(2, dtype=torch.bool)), "BoolTensor"),
+        (lambda: hvd.allreduce(torch.ones(2, 3).t()), "contiguous"),
+        (lambda: hvd.broadcast(torch.ones(2), hvd.size()), "root rank"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "scalar"),
+        (lambda: hvd.reducescatter(torch.tensor(1.0)), "scalar"),
+        (lambda: hvd.alltoall(torch.ones(hvd.size()), torch.ones(hvd.size())), "32-bit"),
+        (lambda: hvd.alltoall(torch.ones(1), [2] * hvd.size()), "do not fit"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "supersedes"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            call()
+    with pytest.raises(hvd.HorovodInternalError, match="Average and"):
+        hvd.reducescatter(torch.ones(4), op=hvd.Max)
+
+
+@check
+def ranks_that_joined_contribute_zeros() -> None:
+    size, me = hvd.size(), hvd.rank()
+    if size == 1:
+        assert hvd.join() == 0
+        return
+    for known in (False, True):
+        if known:
+            hvd.allreduce(torch.ones(3), name="joined", op=hvd.Sum)
+        for first in {0, size - 1}:
+            if me != first:
+                for shape in ((3,), (500,)):
+                    name = "joined" if shape == (3,) else "joined.large"
+                    assert torch.equal(
+                        hvd.allreduce(torch.ones(shape), name=name, op=hvd.Sum), torch.full(shape, size - 1.0)
+                    )
+                with pytest.raises(hvd.HorovodInternalError, match=f"Join.*while rank {first} had joined"):
+                    hvd.allgather(torch.ones(3), name="joined.gather")
+                hvd.allreduce(torch.ones(3))  # without a name, which the rank that joined does not count
+            last = hvd.join()
+            assert last != first
+            assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
+
+
+@check
+def barriers_wait_for_all_ranks() -> None:
+    began = time.monotonic()
+    if hvd.rank() == 0:
+        time.sleep(0.3)
+    hvd.barrier()
+    assert time.monotonic() - began > 0.25
+
+
+@check
+def process_sets_work_by_themselves_and_at_once() -> None:
+    size, me = hvd.size(), hvd.rank()
+    with pytest.raises(ValueError, match="duplicate"):
+        hvd.add_process_set([*ranks()])
+    if size == 1:
+        return
+    even, odd = hvd.add_process_set([*range(0, size, 2)]), None
+    if size > 1:
+        odd = hvd.add_process_set(range(1, size, 2))
+        mine, other = (even, odd) if me % 2 == 0 else (odd, even)
+        assert mine.included()
+        assert not other.included()
+        assert mine.rank() == me // 2
+        total = hvd.allreduce(torch.tensor([float(me)]), op=hvd.Sum, process_set=mine, name="same name")
+        assert total.item() == sum(mine.ranks or ())
+        assert (
+            hvd.broadcast(torch.tensor([me]), (mine.ranks or [0])[-1], process_set=mine).item() == mine.ranks[-1]
+        )
+        assert hvd.allgather(torch.tensor([me]), process_set=mine).tolist() == mine.ranks
+        with pytest.raises(ValueError, match="not a member"):
+            hvd.allreduce(torch.ones(1), process_set=other)
+        with pytest.raises(NotImplementedError, match="Adasum"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=mine)
+        # One set waits, and the other does not wait for it.
+        began = time.monotonic()
+        if me == 0:
+            time.sleep(0.5)
+        hvd.barrier(mine)
+        if mine is odd:
+            assert time.monotonic() - began < 0.4
+    hvd.barrier()
+    for process_set in (even, odd):
+        if process_set is not None:
+            assert hvd.remove_process_set(process_set)
+            assert process_set.process_set_id is None
+    assert not hvd.remove_process_set(even)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+@check
+def idle_ranks_use_no_cpu() -> None:
+    hvd.barrier()
+    if hvd.rank() == hvd.size() - 1:
+        time.sleep(1.5)
+        began = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - began < 0.05
+        hvd.allreduce(torch.ones(1), name="late")
+    else:
+        handle = hvd.allreduce_async(torch.ones(1), name="late")
+        time.sleep(0.2)
+        began = time.process_time()
+        hvd.synchronize(handle)
+        if hvd.size() > 1:
+            assert time.process_time() - began < 0.1
+
+
+@check
+def rank_and_size_are_the_launchers() -> None:
+    assert hvd.is_initialized()
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert str(hvd.global_process_set) == (f"ProcessSet(process_set_id=0, ranks={list(ranks())}, mpi_comm=None)")
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert not hvd.mpi_built()
+
+
+@check
+def objects_travel_whole() -> None:
+    size, me = hvd.size(), hvd.rank()
+    mine = {"rank": me, "tensor": torch.full((me,), me), "kind": type(hvd.Compression.fp16)}
+    for _ in range(2):
+        everyone = hvd.allgather_object(mine)
+        assert [one["rank"] for one in everyone] == [*ranks()]
+        assert [len(one["tensor"]) for one in everyone] == [*ranks()]
+        assert everyone[0]["kind"] is type(hvd.Compression.fp16)
+    # Only the root has it, so its type cannot be the name.
+    assert hvd.broadcast_object("from the last" if me == size - 1 else None, size - 1) == "from the last"
+    assert hvd.broadcast_object((me, 2), name="pair") == (0, 2)
+
+
+@check
+def parameters_become_the_roots() -> None:
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[0].weight.set_(torch.randn(3, 4).t())  # not contiguous
+    expected = hvd.broadcast_object(model.state_dict())
+    for params in (model.state_dict(), model.named_parameters(), list(model.parameters())):
+        hvd.broadcast_parameters(params, root_rank=0)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="invalid params"):
+        hvd.broadcast_parameters("weights", root_rank=0)
+
+
+@check
+def optimizer_state_travels_without_a_fake_step() -> None:
+    """Horovod takes a step on zero gradients, and Adam's first update is then 0.744 of what it should be."""
+    me = hvd.rank()
+    for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.LBFGS):
+        model = nn.Linear(3, 2)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = kind(model.parameters(), lr=0.1 * (me + 1))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert all(map(torch.equal, before, model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if me == 0:  # it has resumed from a checkpoint, the others have not
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    states = hvd.allgather_object(optimizer.state_dict())
+    for state in states:
+        assert state["state"].keys() == {0, 1}
+        assert torch.equal(state["state"][0]["exp_avg"], states[0]["state"][0]["exp_avg"])
+
+
+@check
+def compression_restores_the_type() -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            result = hvd.allreduce(torch.full((3,), 2, dtype=dtype), compression=compression)
+            assert result.dtype == dtype
+            assert result.tolist() == [2, 2, 2]
+
+
+@check
+def batch_norm_is_over_all_ranks() -> None:
+    size, me = hvd.size(), hvd.rank()
+    torch.manual_seed(0)
+    whole = torch.randn(4 * size, 3, 2)
+    ours, theirs = hvd.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    mine = whole[4 * me : 4 * me + 4].clone().requires_grad_()
+    everyone = whole.clone().requires_grad_()
+    (ours(mine) ** 3).sum().backward()
+    (theirs(everyone) ** 3).sum().backward()
+    assert mine.grad is not None
+    assert everyone.grad is not None
+    assert torch.allclose(mine.grad, everyone.grad[4 * me : 4 * me + 4], atol=1e-4)
+    assert torch.allclose(ours.running_var, theirs.running_var, atol=1e-5)
+
+
+@check
+def timelines_are_json_and_name_operations() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        for mark_cycles in (True, False):
+            hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+            for name in ("small", "large"):
+                hvd.allreduce(torch.ones(2 if name == "small" else 2000), name=name)
+            hvd.stop_timeline()
+            if hvd.rank() == 0:
+                events = json.loads(path.read_text())
+                names = {event["name"] for event in events}
+                assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
+                assert ("CYCLE_START" in names) == mark_cycles
+                rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
+                assert {"allreduce.small", "allreduce.large"} <= rows
+            else:
+                assert not path.exists()
+
+
+# Elastic training.
+
+
+@check
+def elastic_sampler_shares_out_the_rest_of_an_epoch() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
+    sampler.set_epoch(1)
+    first = list(sampler)[:5]
+    assert len(sampler) == len(list(sampler)) == -(-50 // hvd.size())
+    sampler.record_batch(0, 5)
+    assert sampler.state_dict() == {"epoch": 1, "processed_num": 5 * hvd.size()}
+    other = hvd.elastic.ElasticSampler(range(50), seed=3)
+    other.load_state_dict(sampler.state_dict())
+    seen = hvd.allgather_object(first + list(other))
+    missing = set(range(50)) - set().union(*seen)
+    assert not missing
+    assert sum(map(len, seen)) - 50 < hvd.size(), "samples that fill up are fewer than the ranks"
+    sampler.set_epoch(2)
+    assert sampler.processed_num == 0
+    assert list(sampler)[:5] != first
+
+
+@check
+def elastic_sampler_fills_up_one_last_sample() -> None:
+    """Horovod's fails on an assertion when less is left than is missing."""
+    sampler = hvd.elastic.ElasticSampler(range(hvd.size() + 1), shuffle=False)
+    for last in ([hvd.size()], []):
+        sampler.record_batch(0, 1)
+        sampler.load_state_dict(sampler.state_dict())
+        assert list(sampler) == last
+
+
+def elastic_state() -> tuple[nn.Linear, torch.optim.Optimizer, hvd.elastic.TorchState]:
+    """Return a model, its optimizer with a scheduler, and their state, which differ from rank to rank."""
+    torch.manual_seed(hvd.rank())
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + hvd.rank(), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=hvd.rank(), seen=[hvd.rank()])
+    return model, optimizer, state
+
+
+@check
+def elastic_state_returns_to_the_last_commit() -> None:
+    model, optimizer, state = elastic_state()
+    state.commit()
+    before = model.weight.clone()
+    state.step += 1
+    state.seen.append(7)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state.scheduler.step()
+    state.restore()
+    assert (state.step, state.seen) == (hvd.rank(), [hvd.rank()])
+    assert torch.equal(model.weight, before)
+    assert not optimizer.state
+    assert state.scheduler.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
+
+
+@check
+def elastic_state_is_that_of_rank_0_after_sync() -> None:
+    model, optimizer, state = elastic_state()
+    state.commit()
+    state.step += 5  # and not saved
+    state.sync()
+    assert (state.step, state.seen) == (5, [0])
+    assert len({str(its) for its in hvd.allgather_object(model.state_dict())}) == 1
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert state.scheduler.optimizer is optimizer, "which was sent along, and replaced by a copy"
+    state.restore()
+    assert state.step == 5, "what is received is saved"
+
+
+@check
+def elastic_state_takes_other_values_and_handlers() -> None:
+    _, _, state = elastic_state()
+    state.model = other = nn.Linear(1, 1)
+    with torch.no_grad():
+        other.weight.fill_(9.0)
+    state.restore()
+    assert other.weight.item() != 9.0
+    registry = hvd.elastic.state.get_handler_registry()
+    hvd.elastic.state.set_handler_registry([(set, SetHandler), *registry])
+    try:
+        state = hvd.elastic.TorchState(words={"a"})
+        state.words.add("b")
+        state.restore()
+        assert state.words == {"a"}
+    finally:
+        hvd.elastic.state.set_handler_registry(registry)
+
+
+class SetHandler(hvd.elastic.state.StateHandler):
+    def save(self) -> None:
+        self._saved = set(self.value)
+
+    def restore(self) -> None:
+        self.value.intersection_update(self._saved)
+
+
+@check
+def elastic_training_begins_again_when_hosts_change() -> None:
+    _, _, state = elastic_state()
+    resets = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState, last: int) -> int:
+        while state.step < last:
+            state.step += 1
+            if state.step == 3 and not resets and hvd.rank() == 0:
+                state.on_hosts_updated(0, 1)
+            state.check_host_updates()
+        return int(state.step)
+
+    assert train(state, last=6) == 6
+    assert resets == [hvd.size()]
+
+
+@check
+def elastic_training_ends_by_a_mistake_that_comes_again() -> None:
+    """Horovod repeats it for ever."""
+    state = hvd.elastic.TorchState(step=0)
+    attempts = []
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        attempts.append(hvd.allreduce(torch.ones(1)))
+        hvd.allreduce(torch.ones(2 + hvd.rank()), name="mistake")
+
+    if hvd.size() > 1:
+        with pytest.raises(hvd.HorovodInternalError, match="mistake"):
+            train(state)
+        assert len(attempts) == 2
+
+
+# Functions that are launched by themselves.
+
+
+def a_rank_asks_for_something_else() -> tuple[int, str]:
+    """All ranks wait, the last one for another operation."""
+    hvd.init()
+    rank = hvd.rank()
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(3), name="first" if rank < hvd.size() - 1 else "second")
+    return rank, str(caught.value)
+
+
+def start_and_stop_again() -> tuple[int, list[float]]:
+    """Start and stop three times, with process sets, and an operation that nobody waits for."""
+    totals = []
+    for step in range(3):
+        hvd.init(process_sets=[hvd.ProcessSet([0])])
+        rank = hvd.rank()
+        totals.append(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item())
+        hvd.allreduce_async(torch.ones(10_000), name=f"unwaited{step}")
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        with pytest.raises(hvd.HorovodInternalError, match="not been initialized"):
+            hvd.allreduce(torch.ones(1))
+        with pytest.raises(ValueError, match="not been initialized"):
+            hvd.rank()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("horovod", "monitor")]
+    return rank, totals
+
+
+def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
+    """Wait in steps as short as an exchange takes: many of them are done just after a step has timed out."""
+    mesh.CHECK_S = transport.CHECK_S = 0.001
+    hvd.init()
+    for turn in range(600):
+        if hvd.rank() == 1:
+            time.sleep(0.001 * (1 + turn % 2) + 1e-6 * turn)
+        hvd.allreduce(torch.ones(1 if turn % 4 < 2 else 1000), name=f"late {turn % 4}")
+    return hvd.rank(), turn
 
 
 @pytest.fixture(scope="module", params=[1, 2, case(3, when="long"), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
     """The outcome of each check on each rank."""
-    result: list[dict[str, str | None]] = run_ranks(
-        hvd_checks.run_checks, num_processes=request.param, args=(CHECKS,)
-    )
+    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=request.param, args=(CHECKS,))
     return result
 
 
@@ -33,17 +773,17 @@ def test_contract(name: str, outcomes: list[dict[str, str | None]]) -> None:
 
 @each_launcher("horovodrun", "torchrun", "mpirun", "srun")
 def test_any_launcher_starts_it_again_and_again(launcher: str) -> None:
-    assert run_ranks(hvd_checks.start_and_stop_again, num_processes=2, launcher=launcher) == [[2.0] * 3] * 2
+    assert run_ranks(start_and_stop_again, num_processes=2, launcher=launcher) == [[2.0] * 3] * 2
 
 
 def test_exchange_that_ends_as_the_time_to_check_is_up_is_no_failure() -> None:
     """PyTorch raised "Operation timed out!", and the exchange was complete by the time it was asked about."""
-    assert run_ranks(hvd_checks.exchanges_end_as_the_time_to_check_is_up, num_processes=2) == [599, 599]
+    assert run_ranks(exchanges_end_as_the_time_to_check_is_up, num_processes=2) == [599, 599]
 
 
 @requires("horovod")
 def test_names_and_parameters_are_horovods() -> None:
-    (differences,) = run_ranks(hvd_api.differences_from_horovod, num_processes=1)
+    (differences,) = run_ranks(differences_from_horovod, num_processes=1)
     assert not differences, "\n".join(differences)
 
 
@@ -51,7 +791,7 @@ STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_S
 
 
 def test_stall_names_ranks_that_ask_for_something_else() -> None:
-    texts = run_ranks(hvd_checks.a_rank_asks_for_something_else, num_processes=3, env=STALL)
+    texts = run_ranks(a_rank_asks_for_something_else, num_processes=3, env=STALL)
     assert any("ranks 0, 1 have waited for 4 s for rank 2 in allreduce.first" in text for text in texts)
 
 
@@ -74,5 +814,5 @@ def test_log_level_is_horovods(level: str, texts: tuple[bool, bool], tmp_path: P
 def test_results_do_not_depend_on_cache_and_fusion(setting: tuple[str, str]) -> None:
     names = ["operations_are_matched_by_name_in_any_order", "large_operations_are_matched_by_name_in_any_order"]
     checks = {name: CHECKS[name] for name in names}
-    for outcome in run_ranks(hvd_checks.run_checks, num_processes=2, args=(checks,), env=dict([setting])):
+    for outcome in run_ranks(run_checks, num_processes=2, args=(checks,), env=dict([setting])):
         assert not any(outcome.values()), outcome

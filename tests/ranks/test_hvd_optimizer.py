@@ -4,18 +4,410 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import tempfile
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
-import hvd_optimizer_checks
 import pytest
 import torch
-from hvd_checks import run_checks
-from hvd_optimizer_checks import Net
 from launchers import QUICKEST, launch, requires, run_ranks
-from torch import nn
+from test_hvd import run_checks
+from torch import Tensor, nn
+
+from hvd_trainer import hvd
+from hvd_trainer.hvd.common import basics
 
 pytestmark = pytest.mark.warm
+
+
+class Net(nn.Module):
+    """Two heads, of which a rank may use one; optionally on top of an embedding."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.below = nn.Embedding(10, 6, sparse=True) if sparse else nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor, heads: tuple[int, ...] = (0, 1)) -> Tensor:
+        y = torch.relu(self.below(x))
+        return torch.stack([self.heads[head](y) for head in heads]).square().sum()
+
+
+def wrapped_model(**how: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)
+
+
+def backward(model: nn.Module) -> None:
+    """The gradient is rank + 1."""
+    model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+
+
+def check_order_of_calls() -> None:
+    model, optimizer = wrapped_model()
+    backward(model)
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        backward(model)
+    with pytest.raises(AssertionError, match="before optimizer.zero_grad"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"without optimizer.skip_synchronize\(\)"):
+        optimizer.step()
+    optimizer.set_backward_passes_per_step(2)
+    assert optimizer.backward_passes_per_step == 2
+    optimizer.zero_grad()
+    backward(model)
+    backward(model)
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[3.0, 3.0]]
+    backward(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
+def check_set_to_none() -> None:
+    """The real one takes no argument, and raises TypeError."""
+    model, optimizer = wrapped_model()
+    for set_to_none in (True, False):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert (model.weight.grad is None) == set_to_none
+
+
+def check_missing_gradient() -> None:
+    """Also in a group, where the real one cannot."""
+    for groups in (None, 1):
+        model, optimizer = wrapped_model(groups=groups)
+        other = nn.Linear(2, 1)
+        optimizer.add_param_group({"params": [*other.parameters()]})
+        if hvd.rank() == 0:
+            backward(model)
+            other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[0.5, 0.5]]
+        assert other.weight.grad.tolist() == [[0.5, 0.5]], "added later"
+
+
+def check_unfrozen() -> None:
+    """The real one does not reduce a parameter that required no gradient when it was wrapped."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model.weight.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model.weight.requires_grad_(True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_closure() -> None:
+    """The real one steps on gradients that the closure has computed, and nobody has reduced."""
+    model, optimizer = wrapped_model()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 7.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [optimizer.step(closure), optimizer.step(closure)] == [7.0, 7.0]
+    assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_layout_of_gradients() -> None:
+    """The real one refuses gradients in channels_last."""
+    model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.full((1, 2, 2, 2), hvd.rank() + 1.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_contiguous()
+    optimizer.step()
+    assert not model.weight.grad.is_contiguous()
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 1.5))
+
+
+def check_order_of_parameters() -> None:
+    """Ranks form the same groups though their optimizers have other orders."""
+    torch.manual_seed(0)
+    model = Net()
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in sorted(named, reverse=hvd.rank() == 1)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named.items(), groups=4)
+    model(torch.full((1, 6), hvd.rank() + 1.0)).backward()
+    optimizer.step()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = hvd.allgather(flat[None])
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def check_wrapped_again() -> None:
+    """The hooks of an optimizer that is gone do not reduce under the names of its successor."""
+    model = nn.Linear(2, 1, bias=False)
+    for _ in range(3):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def check_process_set() -> None:
+    """A rank that is not in the set steps on its own gradients."""
+    first = hvd.add_process_set([0])
+    model, optimizer = wrapped_model(process_set=first)
+    backward(model)
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[hvd.rank() + 1.0] * 2]
+    with pytest.raises(NotImplementedError):
+        wrapped_model(process_set=first, op=hvd.Adasum)
+
+
+def check_adasum() -> None:
+    """Updates in the same direction are averaged, and those at right angles added up."""
+    model, optimizer = wrapped_model(op=hvd.Adasum)
+    start = model.weight.detach().clone()
+    model(torch.tensor([[1.0, 1.0]])).sum().backward()
+    optimizer.step()
+    assert torch.allclose(start - model.weight, torch.tensor([[0.1, 0.1]]))
+    start = model.weight.detach().clone()
+    optimizer.zero_grad()
+    model(torch.eye(2)[hvd.rank() : hvd.rank() + 1]).sum().backward()
+    with pytest.raises(AssertionError, match="before optimizer.zero_grad"):
+        optimizer.zero_grad()
+    optimizer.step()
+    assert torch.allclose(start - model.weight, torch.tensor([[0.1, 0.1]]))
+    with pytest.raises(AssertionError, match="Adasum"):
+        optimizer.skip_synchronize()
+
+
+def mean_steps(model: nn.Module, optimizer: Any, count: int, divisor: float = 2.0) -> None:
+    """Take steps of which each must give the mean gradient, of ranks' numbers from 1."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad[0].tolist() == pytest.approx([sum(range(1, hvd.size() + 1)) / divisor] * 2)
+
+
+def num_rounds() -> int:
+    return basics.controller(0)._num_rounds
+
+
+def check_known_step_asks_nobody() -> None:
+    """Also after a parameter group was added."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    before = num_rounds()
+    mean_steps(model, optimizer, 5)
+    assert num_rounds() == before
+    other = nn.Linear(2, 1)
+    optimizer.add_param_group({"params": [*other.parameters()]})
+    mean_steps(model, optimizer, 2)
+    before = num_rounds()
+    mean_steps(model, optimizer, 5)
+    assert num_rounds() == before
+
+
+def check_two_optimizers_at_once() -> None:
+    """Their gradients are finished in one backward, on each rank in another order."""
+    first, second = (nn.Linear(2, 1, bias=False) for _ in range(2))
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), [(name, m.weight)])
+        for name, m in (("first", first), ("second", second))
+    ]
+    x = torch.full((1, 2), hvd.rank() + 1.0)
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        in_order = (first, second) if hvd.rank() == 0 else (second, first)
+        sum(m(x).sum() for m in in_order).backward()
+        if step > 0:
+            # By now the gradients have no names.
+            assert hvd.allreduce(torch.ones(1000), op=hvd.Sum, name="first")[0] == 2
+        for optimizer in optimizers:
+            optimizer.step()
+        assert first.weight.grad.tolist() == second.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def check_unnamed_optimizers_in_turn() -> None:
+    """Both have the same names of parameters."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            mean_steps(model, optimizer, 1)
+
+
+def check_abandoned_gradients() -> None:
+    """Ranks forget the gradients of a step that is known, and go on."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.load_state_dict(optimizer.state_dict())
+        mean_steps(model, optimizer, 2)
+
+
+def check_gradients_stay_the_users() -> None:
+    """A gradient that the user keeps is not overwritten by the next step."""
+    model, optimizer = wrapped_model()
+    for _ in range(3):
+        mean_steps(model, optimizer, 1)
+        kept = model.weight.grad
+        optimizer.zero_grad()
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+        assert kept is not model.weight.grad
+        assert kept.tolist() == [[1.5, 1.5]]
+
+
+def check_orders_of_backward() -> None:
+    """Buckets are those of rank 0, in whatever order gradients are finished elsewhere."""
+    for groups in (None, 2):
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+        named = [(f"layer {number}", layer.weight) for number, layer in enumerate(layers)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight for _, weight in named], lr=0.1), named, groups=groups
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((1, 2), hvd.rank() + 1.0)
+            for layer in layers if (hvd.rank() + step) % 2 else layers[::-1]:
+                if step < 3 or layer is not layers[hvd.rank()]:
+                    layer(x).sum().backward()
+            optimizer.step()
+            found = [weight.grad[0, 0].item() for _, weight in named]
+            assert found == ([1.5] * 4 if step < 3 else [1.0, 0.5, 1.5, 1.5])
+
+
+def check_process_set_that_goes_away() -> None:
+    other = hvd.rank() == 0
+    alone = hvd.add_process_set([1])
+    model, optimizer = wrapped_model(process_set=alone)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[hvd.rank() + 1.0] * 2]
+    hvd.remove_process_set(alone)
+    if not other:
+        with pytest.raises(ValueError, match="not registered"):
+            backward(model)
+
+
+def check_released_buckets_are_closed() -> None:
+    for _ in range(6):
+        mean_steps(*wrapped_model(), 2)
+    assert len(basics.controller(0).schedules._schedules) < 25
+
+
+def check_timeline_has_buckets() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        model, optimizer = wrapped_model()
+        hvd.start_timeline(str(path))
+        mean_steps(model, optimizer, 3)
+        hvd.stop_timeline()
+        if hvd.rank() == 0:
+            rows = [event.get("args", {}).get("name") for event in json.loads(path.read_text())]
+            assert "buckets of allreduce.weight and 0 more" in rows
+
+
+def check_other_job_with_the_same_optimizer() -> None:
+    """Elastic training does so whenever ranks have come or gone."""
+    model, optimizer = wrapped_model()
+    mean_steps(model, optimizer, 3)
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    mean_steps(model, optimizer, 3)
+    before = num_rounds()
+    mean_steps(model, optimizer, 3)
+    assert num_rounds() == before
+
+
+CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
+
+
+def uneven_steps() -> tuple[int, bool]:
+    """Each rank has one batch more than the one before; then all have the same number again."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    model, optimizer = wrapped_model()
+    others = [wrapped_model() for _ in range(2)]
+    for least in (0, 1, 2, 5):  # in the first steps buckets are not agreed on yet
+        for step in range(least + rank):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            taking = [its for its in range(size) if step < least + its]
+            assert model.weight.grad[0].tolist() == pytest.approx([sum(its + 1 for its in taking) / size] * 2)
+        assert hvd.join() == size - 1
+        for other, its_optimizer in (others[0], (model, optimizer)):
+            mean_steps(other, its_optimizer, 3, size)
+    before = num_rounds()
+    mean_steps(model, optimizer, 3, size)
+    asked = num_rounds() - before
+    hvd.shutdown()
+    return rank, asked == 0
+
+
+def uneven_steps_before_the_join() -> tuple[int, list[float]]:
+    """The optimizer is gone when the rank with less data joins, and operations by name go on."""
+    hvd.init()
+
+    def train() -> list[float]:
+        model, optimizer = wrapped_model()
+        seen = []
+        for _ in range(4 if hvd.rank() == 0 else 7):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            seen.append(model.weight.grad[0, 0].item())
+            if len(seen) > 4:
+                hvd.allreduce(torch.ones(1000), name="by name")
+        return seen
+
+    seen = train()
+    hvd.join()
+    rank = hvd.rank()
+    hvd.shutdown()
+    return rank, seen
+
+
+def last_rank_leaves(how: str, in_known_step: bool) -> tuple[int, str]:
+    """The last rank ends or sleeps; return the error by which the others' operation ends, or known step."""
+    hvd.init()
+    rank = hvd.rank()
+    model, optimizer = wrapped_model()
+    if in_known_step:
+        mean_steps(model, optimizer, 3, hvd.size())
+    if rank == hvd.size() - 1:
+        if how == "shuts down":
+            hvd.shutdown()
+        else:
+            time.sleep(6)
+        return rank, ""
+    optimizer.zero_grad()
+    if in_known_step:
+        backward(model)
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        optimizer.step() if in_known_step else hvd.allreduce(torch.ones(3), name="weight")
+    assert how != "shuts down" or not hvd.is_initialized()
+    hvd.shutdown()
+    return rank, str(caught.value)
+
 
 OURS, REAL = "hvd_trainer.hvd", "horovod.torch"
 STEPS = 4
@@ -130,24 +522,22 @@ def test_signature_is_the_real_one() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str | None]]:
-    result: list[dict[str, str | None]] = run_ranks(
-        run_checks, num_processes=2, args=[hvd_optimizer_checks.CHECKS]
-    )
+    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=2, args=[CHECKS])
     return result
 
 
-@pytest.mark.parametrize("name", hvd_optimizer_checks.CHECKS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_in_two_ranks(name: str, outcomes: list[dict[str, str | None]]) -> None:
     assert not [f"rank {rank}:\n{its[name]}" for rank, its in enumerate(outcomes) if its[name]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_fewer_batches_join(ranks: int) -> None:
-    assert run_ranks(hvd_optimizer_checks.uneven_steps, num_processes=ranks) == [True] * ranks
+    assert run_ranks(uneven_steps, num_processes=ranks) == [True] * ranks
 
 
 def test_rank_joins_without_its_optimizer() -> None:
-    assert run_ranks(hvd_optimizer_checks.uneven_steps_before_the_join, num_processes=2) == [
+    assert run_ranks(uneven_steps_before_the_join, num_processes=2) == [
         [1.5] * 4,
         [1.5] * 4 + [1.0] * 3,
     ]
@@ -155,14 +545,14 @@ def test_rank_joins_without_its_optimizer() -> None:
 
 @pytest.mark.parametrize("in_known_step", [False, True])
 def test_operations_fail_once_a_rank_has_shut_down(in_known_step: bool) -> None:
-    texts = run_ranks(hvd_optimizer_checks.last_rank_leaves, num_processes=3, args=["shuts down", in_known_step])
+    texts = run_ranks(last_rank_leaves, num_processes=3, args=["shuts down", in_known_step])
     assert ["rank 2 called hvd.shutdown()" in text for text in texts] == [True, True, False]
 
 
 @pytest.mark.parametrize("in_known_step", [False, True])
 def test_stall_names_the_missing_rank_and_ends_the_wait(in_known_step: bool) -> None:
     args = ["never comes", in_known_step]
-    texts = run_ranks(hvd_optimizer_checks.last_rank_leaves, num_processes=3, args=args, env=STALL)
+    texts = run_ranks(last_rank_leaves, num_processes=3, args=args, env=STALL)
     assert "ranks 0, 1 have waited for 4 s for rank 2 in allreduce.weight" in texts[0]
 
 

@@ -90,7 +90,7 @@ def alone() -> list[dict[str, float]]:
 
 
 def test_metrics_of_ranks_equal_one_process(alone: list[dict[str, float]]) -> None:
-    """One engine suffices: a meter uses it for sums and objects only, which contract_checks.py checks on both."""
+    """One engine suffices: a meter uses it for sums and objects only, which test_contract.py checks on both."""
     for rank in run_ranks(measure, num_processes=3, args=("ddp",)):
         for here, there in zip(rank, alone, strict=True):
             assert here == pytest.approx(there, rel=1e-5, nan_ok=True)

@@ -9,14 +9,69 @@ from typing import Any
 
 import digits_job
 import pytest
-import reproducible_checks
+import resume_checks
 import torch
 from launchers import QUICKEST, launch, requires, run_ranks, start
+from trainings import digest
 
+from hvd_trainer import EngineOptions, backends
 from hvd_trainer.optim.reproducible import TreeSum, deterministic_algorithms
 from hvd_trainer.utils.tensors import pairwise_sum
 
 pytestmark = [requires("horovod"), pytest.mark.warm]
+
+VIRTUAL = 4
+SETUPS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "random transform": resume_checks.SETUPS["random transform"],
+    "workers": {"data": resume_checks.Items, "train": {"workers": 1}},
+    "scheduler, clipping, accumulation": {
+        "scheduler": resume_checks.halve,
+        "train": {"accumulate": 2, "max_norm": 0.5, "global_batch_size": 32},
+    },
+    "fp16": resume_checks.SETUPS["fp16"],
+}
+
+
+def with_virtual_ranks(setup: dict[str, Any]) -> dict[str, Any]:
+    return {**setup, "train": {**setup.get("train", {}), "reproducible": VIRTUAL}}
+
+
+def trained(backend: str, folder: str) -> tuple[int, dict[str, str]]:
+    """Return the weights and the optimizer's state of each set-up."""
+    found, rank = {}, 0
+    for number, (name, setup) in enumerate(SETUPS.items()):
+        place = str(Path(folder) / str(number))
+        run = resume_checks.run(backend, place, with_virtual_ranks(setup))
+        found[name] = digest(run["weights"]) + run["optimizer"]
+        rank = run["rank"]
+    return rank, found
+
+
+def interrupted(backend: str, folder: str) -> tuple[int, None]:
+    """Train and stop inside the second epoch, 2 steps after the last save."""
+    setup = with_virtual_ranks(SETUPS["memory"])
+    run = resume_checks.run(backend, folder, setup, save_every_steps=9, stop_after=11)
+    return run["rank"], None
+
+
+def resumed(backend: str, folder: str, place: str) -> tuple[int, str]:
+    run = resume_checks.run(backend, place, with_virtual_ranks(SETUPS["memory"]), resume=folder)
+    return run["rank"], digest(run["weights"]) + run["optimizer"]
+
+
+def sums(backend_name: str) -> tuple[int, list[bool]]:
+    """Return whether sums over ranks are those of the tree, for tensors gathered whole and in slices."""
+    with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        world = backend.world
+        found = []
+        for length in (1, 7, 300_001):
+            generator = torch.Generator().manual_seed(length)
+            everyone = list(torch.randn(world.size, length, generator=generator))
+            found.append(backend.collectives.tree_sum(everyone[world.rank].clone()).equal(pairwise_sum(everyone)))
+        return world.rank, found
+
+
 WORLDS = [("single", 1), ("horovod", 1), ("ddp", 2), ("horovod", 2), ("ddp", 4), ("horovod", 4)]
 
 
@@ -28,14 +83,14 @@ def ranks(function: Any, backend: str, size: int, *args: str) -> list[Any]:
 def reference() -> dict[str, str]:
     """Return the results of one process, which computes all virtual ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        ((found),) = ranks(reproducible_checks.trained, "single", 1, folder)
+        ((found),) = ranks(trained, "single", 1, folder)
     return dict(found)
 
 
 @pytest.mark.parametrize(("backend", "size"), WORLDS[1:])
 def test_bits_do_not_depend_on_engine_and_ranks(backend: str, size: int, tmp_path: Path) -> None:
     """The job has dropout, batch norm, transforms, loader processes, accumulation, clipping and fp16."""
-    for found in ranks(reproducible_checks.trained, backend, size, str(tmp_path)):
+    for found in ranks(trained, backend, size, str(tmp_path)):
         assert found == reference()
 
 
@@ -45,14 +100,14 @@ def test_bits_do_not_depend_on_engine_and_ranks(backend: str, size: int, tmp_pat
 def test_bits_do_not_depend_on_interruption(
     before: tuple[str, int], after: tuple[str, int], tmp_path: Path
 ) -> None:
-    ranks(reproducible_checks.interrupted, *before, str(tmp_path / "first"))
-    for found in ranks(reproducible_checks.resumed, *after, str(tmp_path / "first"), str(tmp_path / "second")):
+    ranks(interrupted, *before, str(tmp_path / "first"))
+    for found in ranks(resumed, *after, str(tmp_path / "first"), str(tmp_path / "second")):
         assert found == reference()["memory"]
 
 
 @pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("ddp", 4), ("horovod", 4)])
 def test_sums_over_ranks_follow_the_tree(backend: str, size: int) -> None:
-    assert ranks(reproducible_checks.sums, backend, size) == [[True] * 3] * size
+    assert ranks(sums, backend, size) == [[True] * 3] * size
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])

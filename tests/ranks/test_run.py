@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import hvd_api
 import pytest
 from combinations import case
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
+from test_hvd import parameters
 
 from hvd_trainer.tools.run import horovod_package
 from hvd_trainer.utils.import_hooks import ImportHooks
@@ -231,7 +231,7 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
 def test_horovod_run_has_horovods_parameters() -> None:
     import horovod
 
-    assert hvd_api.parameters(horovod_package.run) == hvd_api.parameters(horovod.run)
+    assert parameters(horovod_package.run) == parameters(horovod.run)
 
 
 def test_module_is_run_as_python_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,14 +39,9 @@ from child_environment import STARTUP
 from process_tree import MARK
 
 NEEDED = (
-    *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro"),
-    *(
-        "hvd_trainer.training.job",
-        "hvd_trainer.jobs.models",
-        "hvd_trainer.training.spawn",
-        "hvd_trainer.training.trainer",
-    ),
-    "hvd_trainer.backends.ddp",
+    *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro", "pytest"),
+    *("hvd_trainer.training.job", "hvd_trainer.jobs.models", "hvd_trainer.training.spawn"),
+    *("hvd_trainer.training.trainer", "hvd_trainer.backends.ddp"),
 )
 FAILED_S, ORPHAN_S, POLL_S = 5.0, 5.0, 0.02
 PARENT_S = 1.0
