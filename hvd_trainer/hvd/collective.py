@@ -14,20 +14,7 @@ from torch.autograd import Function
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.process_sets import ProcessSet
-from hvd_trainer.hvd.common.request import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    AVERAGE,
-    BARRIER,
-    BROADCAST,
-    DTYPES,
-    REDUCESCATTER,
-    REDUCIBLE,
-    SUM,
-    Request,
-    Signature,
-)
+from hvd_trainer.hvd.common.request import DTYPES, REDUCIBLE, Kind, Op, Request, Signature
 from hvd_trainer.utils import accelerator
 
 P = ParamSpec("P")
@@ -68,7 +55,7 @@ class Operation:
             stream.wait_event(request.finished)
             for output in request.outputs:
                 output.record_stream(stream)
-        if request.signature.kind == ALLTOALL:
+        if request.signature.kind == Kind.ALLTOALL:
             received = torch.tensor(request.result, dtype=torch.int32, device=self._splits_on)
             return request.outputs[0], received
         return tuple(request.outputs)
@@ -111,13 +98,13 @@ class Collective:
         splits_on: torch.device = CPU,
         **fields: Any,
     ) -> None:
-        if not tensors and kind != BARRIER:
+        if not tensors and kind != Kind.BARRIER:
             raise ValueError("A grouped operation needs at least one tensor.")
-        types = REDUCIBLE if kind in (ALLREDUCE, REDUCESCATTER) else DTYPE_NAMES
+        types = REDUCIBLE if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else DTYPE_NAMES
         for tensor in tensors:
             if tensor.dtype not in types or tensor.is_sparse:
                 raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-            if kind in (ALLGATHER, REDUCESCATTER):
+            if kind in (Kind.ALLGATHER, Kind.REDUCESCATTER):
                 check_has_rows(kind, tensor)
             if not tensor.is_contiguous():
                 raise ValueError("Tensor is required to be contiguous.")
@@ -242,25 +229,27 @@ class HorovodFunction(Function):
 def _of_allreduce(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the gradients reduced as the tensors were."""
     fields = {name: getattr(forward.signature, name) for name in ("op", "prescale", "postscale", "is_group")}
-    return Collective(ALLREDUCE, grads, None, forward.process_set, **fields).outputs()
+    return Collective(Kind.ALLREDUCE, grads, None, forward.process_set, **fields).outputs()
 
 
 def _of_allgather(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return this rank's rows of the averaged gradients."""
-    started = [Collective(ALLREDUCE, [grad], None, forward.process_set, op=AVERAGE).submit() for grad in grads]
+    started = [
+        Collective(Kind.ALLREDUCE, [grad], None, forward.process_set, op=Op.AVERAGE).submit() for grad in grads
+    ]
     me = forward.process_set.rank()
     return [its.result().split(lengths)[me] for its, lengths in zip(started, forward.result, strict=True)]
 
 
 def _of_broadcast(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the averaged gradient on the root, and zeros elsewhere."""
-    reduced = Collective(ALLREDUCE, grads, None, forward.process_set, op=AVERAGE).output()
+    reduced = Collective(Kind.ALLREDUCE, grads, None, forward.process_set, op=Op.AVERAGE).output()
     return [reduced if basics.rank() == forward.signature.root else torch.zeros_like(reduced)]
 
 
 def _of_alltoall(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the gradient to where the rows came from; that of rows that were sent to nobody is zero."""
-    rows = Collective(ALLTOALL, grads, None, forward.process_set, splits=tuple(forward.result)).output()
+    rows = Collective(Kind.ALLTOALL, grads, None, forward.process_set, splits=tuple(forward.result)).output()
     length, *others = forward.signature.shapes[0]
     return [torch.cat([rows, rows.new_zeros(length - len(rows), *others)]) if len(rows) < length else rows]
 
@@ -268,15 +257,19 @@ def _of_alltoall(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
 def _of_reducescatter(forward: Any, grads: list[Tensor]) -> Sequence[Tensor]:
     """Return the gathered gradients, scaled as the tensors were."""
     signature, process_set = forward.signature, forward.process_set
-    factor = signature.prescale * signature.postscale * ((process_set.size() or 1) if signature.op == SUM else 1)
-    return Collective(ALLGATHER, [grad * factor for grad in grads], None, process_set, is_group=True).outputs()
+    factor = (
+        signature.prescale * signature.postscale * ((process_set.size() or 1) if signature.op == Op.SUM else 1)
+    )
+    return Collective(
+        Kind.ALLGATHER, [grad * factor for grad in grads], None, process_set, is_group=True
+    ).outputs()
 
 
 GRADIENTS: dict[str, Callable[[Any, list[Tensor]], Sequence[Tensor]]] = {
-    ALLREDUCE: _of_allreduce,
-    ALLGATHER: _of_allgather,
-    BROADCAST: _of_broadcast,
-    ALLTOALL: _of_alltoall,
-    REDUCESCATTER: _of_reducescatter,
+    Kind.ALLREDUCE: _of_allreduce,
+    Kind.ALLGATHER: _of_allgather,
+    Kind.BROADCAST: _of_broadcast,
+    Kind.ALLTOALL: _of_alltoall,
+    Kind.REDUCESCATTER: _of_reducescatter,
 }
 """By the kind of an operation: computes the gradients of its inputs, from those of its outputs."""

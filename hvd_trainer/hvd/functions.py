@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hvd_trainer.hvd.collective import Collective
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import ALLGATHER
+from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.common.wire import as_bytes
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
 from hvd_trainer.utils.tensors import parameters_of
@@ -118,7 +118,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     payload = _as_tensor(cloudpickle.dumps(obj))
     name = None if name is None else f"{name}.t"
-    operation = Collective(ALLGATHER, [payload], name, global_process_set).submit(will_wait=True)
+    operation = Collective(Kind.ALLGATHER, [payload], name, global_process_set).submit(will_wait=True)
     rows, (lengths,) = operation.result(), operation.request.result
     return [cloudpickle.loads(part.numpy().tobytes()) for part in rows.split(lengths)]
 

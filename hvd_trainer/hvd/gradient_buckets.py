@@ -22,7 +22,7 @@ from hvd_trainer.backends.buckets import Bucket, assign
 from hvd_trainer.hvd.common.bucket_schedule import BucketSchedule, BucketSize
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.executor import GROUP_OPS
-from hvd_trainer.hvd.common.request import ADD_BUCKETS, DTYPES, Request, Signature
+from hvd_trainer.hvd.common.request import DTYPES, Kind, Request, Signature
 from hvd_trainer.hvd.compression import Compressor
 
 BUCKET_BYTES = 25 * 2**20
@@ -178,7 +178,9 @@ def propose(
         return result
 
     signature = Signature(
-        kind=ADD_BUCKETS, name=f"{ADD_BUCKETS}.{min(parameters)}", details=msgspec.msgpack.encode(proposal)
+        kind=Kind.ADD_BUCKETS,
+        name=f"{Kind.ADD_BUCKETS}.{min(parameters)}",
+        details=msgspec.msgpack.encode(proposal),
     )
     request = Request(signature, number=controller.next_number(signature.name), action=act)
     controller.submit(request)

@@ -24,20 +24,7 @@ from hvd_trainer.hvd.common.process_sets import (
     init,
     remove_process_set,
 )
-from hvd_trainer.hvd.common.request import (
-    ADASUM,
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    AVERAGE,
-    BARRIER,
-    BROADCAST,
-    MAX,
-    MIN,
-    PRODUCT,
-    REDUCESCATTER,
-    SUM,
-)
+from hvd_trainer.hvd.common.request import Kind, Op
 from hvd_trainer.hvd.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.utils import accelerator
@@ -87,11 +74,11 @@ __all__ = [
     *basics.__all__,
 ]
 
-Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
+Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
 
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
-    SimpleNamespace(Average=AVERAGE, Sum=SUM)
+    SimpleNamespace(Average=Op.AVERAGE, Sum=Op.SUM)
 )
 
 
@@ -105,11 +92,11 @@ def _reduction(
     *,
     is_group: bool = False,
 ) -> Collective:
-    if kind == REDUCESCATTER and op not in (AVERAGE, SUM):
+    if kind == Kind.REDUCESCATTER and op not in (Op.AVERAGE, Op.SUM):
         raise HorovodInternalError("Reducescatter is for hvd.Average and hvd.Sum only.")
-    if not AVERAGE <= op <= PRODUCT:
+    if not Op.AVERAGE <= op <= Op.PRODUCT:
         raise HorovodInternalError(f"There is no reduction {op!r}: use hvd.Sum, hvd.Average and the like.")
-    if op == ADASUM:
+    if op == Op.ADASUM:
         _check_adasum(tensors, process_set)
     prescale, postscale = map(float, factors)
     return Collective(
@@ -140,7 +127,7 @@ def _allreduce(
 ) -> Collective:
     """Combine a tensor over ranks; see `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
-    return _reduction(ALLREDUCE, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
+    return _reduction(Kind.ALLREDUCE, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
 
 
 def _grouped_allreduce(
@@ -155,7 +142,7 @@ def _grouped_allreduce(
     """Combine several tensors over ranks, as one operation; see `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
-    return _reduction(ALLREDUCE, list(tensors), name, op, factors, process_set, is_group=True)
+    return _reduction(Kind.ALLREDUCE, list(tensors), name, op, factors, process_set, is_group=True)
 
 
 allreduce_ = public("allreduce_", _allreduce, Collective.output_in_place)
@@ -233,7 +220,7 @@ def sparse_allreduce_async(
 
     def wait() -> Tensor:
         values, indices = gathered_values.result(), gathered_rows.result()
-        if op == AVERAGE:
+        if op == Op.AVERAGE:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
 
@@ -257,14 +244,14 @@ def _allgather(
         HorovodInternalError: ranks asked for different things under this name, a rank has joined or is gone.
         ValueError: as in `allreduce`, or the tensor has no dimension.
     """
-    return Collective(ALLGATHER, [tensor], name, process_set)
+    return Collective(Kind.ALLGATHER, [tensor], name, process_set)
 
 
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Collective:
     """Gather several tensors of all ranks, as one operation; see `allgather`."""
-    return Collective(ALLGATHER, list(tensors), name, process_set, is_group=True)
+    return Collective(Kind.ALLGATHER, list(tensors), name, process_set, is_group=True)
 
 
 allgather = public("allgather", _allgather, Collective.output)
@@ -294,7 +281,7 @@ def _broadcast(
     ranks = process_set.ranks if process_set is not global_process_set else range(basics.size())
     if root_rank not in (ranks or ()):
         raise ValueError(f"broadcast received invalid root rank {root_rank}: the process set has ranks {ranks}.")
-    return Collective(BROADCAST, [tensor], name, process_set, root=int(root_rank))
+    return Collective(Kind.BROADCAST, [tensor], name, process_set, root=int(root_rank))
 
 
 broadcast = public("broadcast", _broadcast, Collective.output)
@@ -313,11 +300,11 @@ def _alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Collective:
     """Send rows to all ranks; see `alltoall`. The result is the rows, and how many came from each rank."""
-    check_has_rows(ALLTOALL, tensor)
+    check_has_rows(Kind.ALLTOALL, tensor)
     size = process_set.size() or basics.size()
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
     rows = _numbers_of_rows(len(tensor), splits, size)
-    return Collective(ALLTOALL, [tensor], name, process_set, splits=rows, splits_on=device)
+    return Collective(Kind.ALLTOALL, [tensor], name, process_set, splits=rows, splits_on=device)
 
 
 def _numbers_of_rows(length: int, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
@@ -379,26 +366,26 @@ def alltoall(
 def _reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    op: int = AVERAGE,
+    op: int = Op.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Collective:
     """Combine a tensor over ranks, of which each rank gets some rows; see `reducescatter`."""
-    return _reduction(REDUCESCATTER, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
+    return _reduction(Kind.REDUCESCATTER, [tensor], name, op, (prescale_factor, postscale_factor), process_set)
 
 
 def _grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    op: int = AVERAGE,
+    op: int = Op.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Collective:
     """Combine several tensors over ranks, of which each rank gets some rows; see `reducescatter`."""
     factors = prescale_factor, postscale_factor
-    return _reduction(REDUCESCATTER, list(tensors), name, op, factors, process_set, is_group=True)
+    return _reduction(Kind.REDUCESCATTER, list(tensors), name, op, factors, process_set, is_group=True)
 
 
 reducescatter_async = public("reducescatter_async", _reducescatter, Collective.start)
@@ -409,7 +396,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = AVERAGE,
+    op: int = Op.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -436,7 +423,7 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = AVERAGE,
+    op: int = Op.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -482,7 +469,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         HorovodInternalError: not initialised, or the job has ended.
     """
-    Collective(BARRIER, (), None, process_set).submit(will_wait=True).outputs()
+    Collective(Kind.BARRIER, (), None, process_set).submit(will_wait=True).outputs()
 
 
 def join(device: int = -1) -> int:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
-from hvd_trainer.hvd.common.request import ADASUM, AVERAGE, Request
+from hvd_trainer.hvd.common.request import Op, Request
 from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.hvd.gradient_buckets import GradientBuckets, Reduction, propose
@@ -235,7 +235,7 @@ class _GradientReducer(_BackwardPasses):
         assert self.process_set.process_set_id is not None
         controller = basics.controller(self.process_set.process_set_id)
         if len(controller.ranks) > 1:
-            size = len(controller.ranks) if self.op == AVERAGE else 1
+            size = len(controller.ranks) if self.op == Op.AVERAGE else 1
             reduction = Reduction(
                 op=self.op,
                 factor_before=1.0 / self.predivide,
@@ -431,7 +431,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         for parameter, start in zip(parameters, starts, strict=True):
             update = (parameter.detach() - start).contiguous()
             wire, context = self._compression.compress(update)
-            handle = allreduce_async_(wire, name=self._parameter_names[parameter], op=ADASUM)
+            handle = allreduce_async_(wire, name=self._parameter_names[parameter], op=Op.ADASUM)
             sent.append((handle, context))
         for parameter, start, (handle, context) in zip(parameters, starts, sent, strict=True):
             update = self._compression.decompress(synchronize(handle), context)
@@ -446,7 +446,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = AVERAGE,
+    op: int = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[Tensor]] | None = None,
@@ -482,7 +482,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("This optimizer is a DistributedOptimizer already.")
-    if gradient_predivide_factor != 1.0 and op != AVERAGE:
+    if gradient_predivide_factor != 1.0 and op != Op.AVERAGE:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
@@ -491,7 +491,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         raise ValueError("backward_passes_per_step must be > 0")
     names = _names(optimizer, named_parameters)
     own = type(optimizer)
-    if op == ADASUM and basics.size() > 1:
+    if op == Op.ADASUM and basics.size() > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         adasum_class = type(own.__name__, (_AdasumOptimizer, own), {})

@@ -20,7 +20,7 @@ from hvd_trainer.errors import PeerError
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.hvd.common.controller import Controller
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
-from hvd_trainer.hvd.common.request import ADD_SET, Request, Signature
+from hvd_trainer.hvd.common.request import Kind, Request, Signature
 from hvd_trainer.hvd.common.settings import (
     NO,
     Settings,
@@ -168,10 +168,10 @@ class Runtime:
         """Add or remove a process set together with all ranks; return its id, or None if nothing was to be done.
 
         Args:
-            kind: `ADD_SET` or `REMOVE_SET`.
+            kind: `Kind.ADD_SET` or `Kind.REMOVE_SET`.
         """
         name = f"{kind} of ranks {', '.join(map(str, ranks))}"
-        action = self._add_set if kind == ADD_SET else self._remove_set
+        action = self._add_set if kind == Kind.ADD_SET else self._remove_set
         request = Request(Signature(kind=kind, name=name, splits=tuple(ranks)), action=lambda _: action([*ranks]))
         controller = self.controller(0)
         controller.submit(request, will_wait=True)

@@ -12,39 +12,24 @@ from torch import Tensor
 
 from hvd_trainer.hvd.common import adasum
 from hvd_trainer.hvd.common.matching import Response
-from hvd_trainer.hvd.common.request import (
-    ADASUM,
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    AVERAGE,
-    BROADCAST,
-    DTYPES,
-    MAX,
-    MIN,
-    PRODUCT,
-    REDUCESCATTER,
-    SUM,
-    Request,
-    Signature,
-)
+from hvd_trainer.hvd.common.request import DTYPES, Kind, Op, Request, Signature
 from hvd_trainer.hvd.common.transport import Transport
 from hvd_trainer.hvd.common.wire import as_bytes
 from hvd_trainer.utils import accelerator
 
 GROUP_OPS = {
-    AVERAGE: dist.ReduceOp.SUM,
-    SUM: dist.ReduceOp.SUM,
-    MIN: dist.ReduceOp.MIN,
-    MAX: dist.ReduceOp.MAX,
-    PRODUCT: dist.ReduceOp.PRODUCT,
+    Op.AVERAGE: dist.ReduceOp.SUM,
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.MAX: dist.ReduceOp.MAX,
+    Op.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 COMBINE: dict[int, Callable[..., Tensor]] = {
-    AVERAGE: torch.add,
-    SUM: torch.add,
-    MIN: torch.minimum,
-    MAX: torch.maximum,
-    PRODUCT: torch.mul,
+    Op.AVERAGE: torch.add,
+    Op.SUM: torch.add,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.PRODUCT: torch.mul,
 }
 
 
@@ -90,22 +75,22 @@ class Executor:
         fused: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
             signature = job.response.signature
-            if signature.kind == ALLREDUCE and signature.op != ADASUM:
+            if signature.kind == Kind.ALLREDUCE and signature.op != Op.ADASUM:
                 factors = signature.prescale, signature.postscale
-                key: tuple[Any, ...] = (ALLREDUCE, signature.device, signature.op, *factors)
+                key: tuple[Any, ...] = (Kind.ALLREDUCE, signature.device, signature.op, *factors)
                 fused.setdefault(key, []).append(job)
-            elif signature.kind == BROADCAST:
-                fused.setdefault((BROADCAST, signature.device, signature.root), []).append(job)
-            elif signature.kind in (ALLGATHER, ALLTOALL, REDUCESCATTER, ALLREDUCE):
+            elif signature.kind == Kind.BROADCAST:
+                fused.setdefault((Kind.BROADCAST, signature.device, signature.root), []).append(job)
+            elif signature.kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLREDUCE):
                 fused.setdefault((id(job),), []).append(job)
         for together in fused.values():
             signature = together[0].response.signature
             run = {
-                ALLREDUCE: self._adasum if signature.op == ADASUM else self._all_reduce,
-                BROADCAST: self._broadcast,
-                ALLGATHER: self._all_gather,
-                ALLTOALL: self._all_to_all,
-                REDUCESCATTER: self._reduce_scatter,
+                Kind.ALLREDUCE: self._adasum if signature.op == Op.ADASUM else self._all_reduce,
+                Kind.BROADCAST: self._broadcast,
+                Kind.ALLGATHER: self._all_gather,
+                Kind.ALLTOALL: self._all_to_all,
+                Kind.REDUCESCATTER: self._reduce_scatter,
             }[signature.kind]
             device = self._device(together)
             if accelerator.is_host(device):
@@ -143,10 +128,10 @@ class Executor:
         signature = response.signature
         dtype = DTYPES[signature.dtypes[0]]
         rows = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in response.payloads]
-        if signature.kind == ALLREDUCE:
+        if signature.kind == Kind.ALLREDUCE:
             result = _combine(rows, signature)
             _scale(result, _factor_after(signature, len(self._ranks)))
-        elif signature.kind == BROADCAST:
+        elif signature.kind == Kind.BROADCAST:
             result = rows[self._ranks.index(signature.root)]
         else:
             result = torch.cat(rows)
@@ -327,7 +312,7 @@ def _scatter_buffer(flat: Tensor, outputs: Sequence[Tensor]) -> None:
 
 def _factor_after(signature: Signature, size: int) -> float:
     """Return by what a sum is to be multiplied."""
-    return signature.postscale / size if signature.op == AVERAGE else signature.postscale
+    return signature.postscale / size if signature.op == Op.AVERAGE else signature.postscale
 
 
 def _scale(tensor: Tensor, factor: float) -> None:

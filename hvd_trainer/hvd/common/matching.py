@@ -11,22 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_trainer.hvd.common.request import (
-    ADD_SET,
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    MAX_NUMBER,
-    REDUCE_OPS,
-    REDUCESCATTER,
-    REMOVE_SET,
-    Signature,
-    ranks_text,
-)
+from hvd_trainer.hvd.common.request import MAX_NUMBER, REDUCE_OPS, Kind, Signature, ranks_text
 
-NOT_WITH_JOIN = (ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, ADD_SET, REMOVE_SET)
+NOT_WITH_JOIN = (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ADD_SET, Kind.REMOVE_SET)
 
 
 @dataclass
@@ -143,7 +130,7 @@ class Matcher:
         return [m for m, signature in enumerate(entry.signatures) if signature is None and m not in self.joined]
 
     def _remember(self, signatures: Sequence[Signature]) -> None:
-        if self._capacity == 0 or signatures[0].kind not in (*NOT_WITH_JOIN, ALLREDUCE, BARRIER):
+        if self._capacity == 0 or signatures[0].kind not in (*NOT_WITH_JOIN, Kind.ALLREDUCE, Kind.BARRIER):
             return
         while len(self._cache) >= self._capacity:
             old_id, old = self._cache.popitem(last=False)
@@ -230,7 +217,7 @@ def _who_asked(values: dict[int, Any]) -> str:
 def _comparable_shapes(signature: Signature) -> str:
     """Return the shapes as far as ranks must agree on them: gathered rows may differ in number."""
     shapes = signature.shapes
-    if signature.kind in (ALLGATHER, ALLTOALL):
+    if signature.kind in (Kind.ALLGATHER, Kind.ALLTOALL):
         return ", ".join(f"({', '.join(['any', *map(str, shape[1:])])})" for shape in shapes)
     return ", ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
 
@@ -245,5 +232,5 @@ _ASPECTS: Sequence[tuple[str, Callable[[Signature], Any]]] = (
     ("postscale factors", lambda s: s.postscale),
     ("tensor shapes", _comparable_shapes),
     ("root ranks", lambda s: s.root),
-    ("process sets", lambda s: s.splits if s.kind != ALLTOALL else ()),
+    ("process sets", lambda s: s.splits if s.kind != Kind.ALLTOALL else ()),
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_trainer.hvd.common import basics
-from hvd_trainer.hvd.common.request import ADD_SET, REMOVE_SET
+from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.common.util import is_iterable
 
 NEEDS_DYNAMIC = (
@@ -122,7 +122,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ranks = process_set.ranks or []
     if len(set(ranks)) < len(ranks) or any(not 0 <= rank < size for rank in ranks):
         raise ValueError(f"Ranks of a process set are different and from 0 to {size - 1}, not {ranks}.")
-    set_id = basics.runtime().change_set(ADD_SET, ranks)
+    set_id = basics.runtime().change_set(Kind.ADD_SET, ranks)
     if set_id is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = set_id
@@ -141,4 +141,4 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise ValueError(NEEDS_DYNAMIC)
     ranks = basics.runtime().ranks_of(process_set.process_set_id)
     process_set.process_set_id = None
-    return basics.runtime().change_set(REMOVE_SET, ranks) is not None
+    return basics.runtime().change_set(Kind.REMOVE_SET, ranks) is not None

@@ -11,13 +11,23 @@ import msgspec
 import torch
 from torch import Tensor
 
-AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 REDUCE_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 """Names of the reductions, by Horovod's numbers."""
 
-ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
-REDUCESCATTER, BARRIER, ADD_SET, REMOVE_SET = "reducescatter", "barrier", "add_process_set", "remove_process_set"
-ADD_BUCKETS = "add_buckets"
+
+class Op:
+    """Horovod's numbers of the reductions."""
+
+    AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+
+
+class Kind:
+    """Kinds of operations."""
+
+    ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
+    REDUCESCATTER, BARRIER = "reducescatter", "barrier"
+    ADD_SET, REMOVE_SET, ADD_BUCKETS = "add_process_set", "remove_process_set", "add_buckets"
+
 
 MAX_INLINE_BYTES = 128
 """Tensors up to this size travel with the request, instead of in an exchange of their own."""
@@ -73,9 +83,9 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     @property
     def inline_bytes(self) -> int:
         """How many bytes travel with the request; 0 if its tensors need an exchange of their own."""
-        if self.device != "cpu" or self.is_group or self.op == ADASUM:
+        if self.device != "cpu" or self.is_group or self.op == Op.ADASUM:
             return 0
-        if self.kind not in (ALLREDUCE, BROADCAST, ALLGATHER):
+        if self.kind not in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER):
             return 0
         return self.num_bytes if self.num_bytes <= MAX_INLINE_BYTES else 0
 

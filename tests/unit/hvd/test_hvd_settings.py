@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_trainer.hvd.common.matching import Matcher
-from hvd_trainer.hvd.common.request import ALLREDUCE, Signature
+from hvd_trainer.hvd.common.request import Kind, Signature
 from hvd_trainer.hvd.common.settings import engine_options, ignored_variables, read_settings, set_log_level
 
 
@@ -34,7 +34,7 @@ def test_cache_forgets_the_same_on_all_members() -> None:
     members = [Matcher([0, 1], me, capacity=2) for me in range(2)]
     for step in range(7):
         signature = Signature(
-            kind=ALLREDUCE, name=f"allreduce.{step % 3}", dtypes=("int64",), shapes=((4,),), device="cpu"
+            kind=Kind.ALLREDUCE, name=f"allreduce.{step % 3}", dtypes=("int64",), shapes=((4,),), device="cpu"
         )
         ids = {matcher.cached_id(signature) for matcher in members}
         assert len(ids) == 1
@@ -43,4 +43,4 @@ def test_cache_forgets_the_same_on_all_members() -> None:
                 matcher.add(member, signature, 0)
             (response,) = matcher.take_responses()
             assert response.error is None
-    assert members[0].cached_id(Signature(kind=ALLREDUCE, name="other")) is None
+    assert members[0].cached_id(Signature(kind=Kind.ALLREDUCE, name="other")) is None
