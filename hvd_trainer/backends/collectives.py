@@ -31,11 +31,7 @@ T = TypeVar("T")
 
 
 class Collectives(ABC):
-    """The collectives of an engine that has started. All ranks must call them, in the same order.
-
-    Args:
-        session: this rank's membership in the job.
-    """
+    """The collectives of an engine that has started. All ranks must call them, in the same order."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -23,7 +23,6 @@ def compile_in_buckets(model: nn.Module, mode: str, limit_bytes: int) -> None:
 
     Args:
         mode: as in `torch.compile`.
-        limit_bytes: the size of a bucket.
     """
     # Importing these takes a second, which only compiled models should cost.
     import torch._inductor

@@ -19,9 +19,7 @@ def choose_devices(world: World, kind: str = "auto", devices: Devices = 1) -> li
     """Pin this process to its devices, and make the first of them the current one.
 
     Args:
-        world: this process among all.
         kind: `auto`, `cpu`, or a type of accelerator.
-        devices: how many devices, or their names.
 
     Raises:
         BackendError: devices were asked for that PyTorch does not see.

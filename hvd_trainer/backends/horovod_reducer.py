@@ -45,8 +45,6 @@ class HorovodBucketExchange(BucketExchange):
     update is left to the user's own optimizer.
 
     Args:
-        hvd: `horovod.torch`.
-        waiter: waits for its operations.
         compression: one of `hvd.Compression`.
         process_set: Horovod's set of the ranks that have the module.
     """
@@ -88,10 +86,6 @@ class HorovodTensorReducer(Reducer):
     """Horovod's own exchange, tensor by tensor or in its groups: for `num_groups`, Adasum and sparse gradients.
 
     Args:
-        hvd: `horovod.torch`.
-        waiter: waits for its operations.
-        model: whose gradients are averaged.
-        optimizer: the user's.
         settings: further arguments of `hvd.DistributedOptimizer`.
     """
 

@@ -72,9 +72,6 @@ def rank_variables(world: World, peers: Sequence[RankInfo], store: dist.Store, a
     """Return the variables from which Horovod learns this world, whichever launcher made it. A collective.
 
     Args:
-        world: with nodes.
-        peers: all ranks, in rank order.
-        store: that they share.
         address: at which the other ranks reach this one.
     """
     me = peers[world.rank]

@@ -20,11 +20,7 @@ WaitDone = Callable[[int, float], int]
 
 
 def wait_done(hvd: ModuleType) -> WaitDone:
-    """Return Horovod's own wait, or a short sleep where it has none.
-
-    Args:
-        hvd: `horovod.torch`.
-    """
+    """Return Horovod's own wait, or a short sleep where it has none."""
     function: WaitDone = getattr(hvd.mpi_ops.mpi_lib, "horovod_torch_wait_done", _sleep)
     return function
 
@@ -69,8 +65,6 @@ class Waiter:
     Horovod's own wait has no limit: its stall check neither warned nor ended anything when a rank was stuck.
 
     Args:
-        hvd: `horovod.torch`.
-        timeout_s: how long one operation may take.
         spin_s: how long to poll without a pause: `SPIN_S` where the work is an accelerator's, 0 on CPUs.
         check: called between two polls; raises when the operation cannot end because another rank has failed.
     """

@@ -83,7 +83,6 @@ def standalone_group(store: dist.Store, rank: int, size: int, device: torch.devi
 
     Args:
         store: for this group alone.
-        rank: of this process in the group.
         device: of the tensors that the group moves.
     """
     # Imported before there is a group, for the reason in `start`.

@@ -279,9 +279,6 @@ class Session:
     def raise_root_cause(self, error: BaseException) -> None:
         """Raise another error in place of one that only follows from another rank's failure; else return.
 
-        Args:
-            error: by which this rank ends.
-
         Raises:
             PeerError: another rank is to blame, and its own output says why.
             SystemExit: this rank is, and the monitor has printed why.

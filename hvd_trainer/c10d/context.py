@@ -47,8 +47,6 @@ class HorovodContext:
 
     Args:
         store: that the ranks share.
-        rank: this process's.
-        size: number of ranks.
         timeout: how long the ranks may take to meet.
 
     Raises:

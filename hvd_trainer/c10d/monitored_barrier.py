@@ -21,7 +21,6 @@ def monitored_barrier(
     Args:
         store: of this barrier alone.
         rank: this process's; rank 0 waits for the others.
-        size: number of ranks.
         timeout: how long the ranks may take.
         wait_all_ranks: whether rank 0 names all ranks that are missing, instead of the first one.
 

@@ -51,12 +51,10 @@ class HorovodProcessGroup(dist.ProcessGroup):
     PyTorch calls some methods by two names: those with `_single` are the newer ones.
 
     Args:
-        context: Horovod in this process.
         store: of the group.
         rank: this process's in the group.
         ranks: of the members in the job, in ascending order.
         name: of the group, the same on its members.
-        timeout: of its operations.
         is_default: whether it is the job's default group, with which Horovod ends.
 
     Raises:

@@ -29,8 +29,6 @@ class ProcessSets:
     Args:
         hvd: `horovod.torch`, initialised with dynamic process sets.
         store: that all ranks share.
-        rank: this process's.
-        size: number of ranks.
     """
 
     def __init__(self, hvd: ModuleType, store: dist.Store, rank: int, size: int) -> None:

@@ -45,9 +45,7 @@ class HorovodWork(dist._Work):
     there is a future. So an operation that is waited for at once costs no change of threads.
 
     Args:
-        hvd: `horovod.torch`.
         operation: is begun at once, or when `previous`, which has the same name, is done.
-        completer: completes the future.
         on_done: called with this work when it is done.
     """
 

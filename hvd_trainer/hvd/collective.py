@@ -27,8 +27,6 @@ class Operation:
     """An operation that was submitted.
 
     Args:
-        request: what was submitted.
-        controller: to which.
         splits_on: alltoall: the device for the numbers of received rows.
     """
 
@@ -192,7 +190,6 @@ def public(name: str, describe: Callable[P, Collective], use: Callable[[Collecti
     """Return a function of Horovod's API.
 
     Args:
-        name: of the function.
         describe: takes what the function takes.
         use: a method of `Collective`, which returns what the function returns.
     """

@@ -64,8 +64,6 @@ class GradientBuckets:
 
     Args:
         buckets: in the order in which they are reduced.
-        schedule: reduces them.
-        reduction: how.
 
     Attributes:
         parameters: whose gradients they are.
@@ -141,10 +139,7 @@ def propose(
     """Ask the other members of a process set to reduce gradients in buckets from now on.
 
     Args:
-        controller: of the process set.
         groups: the parameters that may share a bucket, in the order in which their gradients get finished.
-        names: of the parameters.
-        reduction: how to combine them.
 
     Returns:
         The request; once done, its result is the buckets, or None: ranks have different ones, or one has joined.

@@ -14,11 +14,7 @@ MB = 2**20
 
 
 class PeakMemory:
-    """Measure peak memory from construction on: of the accelerator, or of the process where there is none.
-
-    Args:
-        backend: the engine.
-    """
+    """Measure peak memory from construction on: of the accelerator, or of the process where there is none."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

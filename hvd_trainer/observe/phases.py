@@ -31,9 +31,6 @@ class Clock:
 
     On a CPU a call returns when its work is done. A GPU lags behind the program: there a mark is an event in the
     device's queue, for which nothing waits.
-
-    Args:
-        device: where the rank computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,11 +65,7 @@ class Mark(NamedTuple):
 
 
 class Phases:
-    """Takes the marks of some steps, one after the other.
-
-    Args:
-        clock: by which seconds are counted.
-    """
+    """Takes the marks of some steps, one after the other."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

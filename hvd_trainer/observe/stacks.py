@@ -55,11 +55,7 @@ Stack = tuple[str, str, tuple[Place, ...]]
 
 
 class Clocks:
-    """The CPU time of a thread, and its time in the queue for a CPU; zero where the kernel does not count them.
-
-    Args:
-        thread: which has started.
-    """
+    """The CPU time of a thread, and its time in the queue for a CPU; zero where the kernel does not count them."""
 
     def __init__(self, thread: threading.Thread) -> None:
         # A thread's own clock is exact, but may be asked for only while it certainly lives.
@@ -95,10 +91,6 @@ class Clocks:
 
 class StackSampler:
     """Counts the stacks of this process's main thread, and of other threads of Python that use the CPU.
-
-    Args:
-        file: to write to.
-        write_every_s: how often.
 
     Attributes:
         phase: what the main thread is doing; set by its user.
@@ -283,7 +275,6 @@ class StackSamples(Observer):
 
     Args:
         log_dir: the log folder, on this rank's node.
-        rank: of this process.
     """
 
     def __init__(self, log_dir: str, rank: int) -> None:

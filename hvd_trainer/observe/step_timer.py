@@ -63,7 +63,6 @@ class StepTimes(Observer):
     for another stage); and `began_at` and `first_step_at`, in seconds since 1970.
 
     Args:
-        backend: the engine.
         log_dir: the log folder, on this rank's node.
     """
 

@@ -21,9 +21,7 @@ class StepTrace(Observer):
     """Writes what this rank computes in the first steps of a training, in the format of `trace_writer.py`.
 
     Args:
-        backend: the engine.
         log_dir: the log folder, on this rank's node.
-        steps: how many are traced.
     """
 
     needs_norm = True

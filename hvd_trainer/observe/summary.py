@@ -30,7 +30,6 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
     """Return the lines that show what was set up, so that a mistake is seen at once.
 
     Args:
-        run: what was set up.
         layout: lines on models in parts, by their names.
     """
     backend, options = run.backend, run.options

@@ -84,7 +84,6 @@ class TraceWriter:
 
     Args:
         log: the log folder, on this rank's node.
-        rank: of this process.
         stride: of large tensors every so many elements one is kept.
 
     Raises:

@@ -79,7 +79,6 @@ class _RunBuilder:
     """Builds the parts of a run one after the other: first those that all others need.
 
     Args:
-        inputs, options, backend: as of `build_run`.
         resources: gets what closes each part.
     """
 

@@ -68,7 +68,6 @@ class Runtime:
 
     Args:
         session: this rank's part in it, not yet connected.
-        environ: `os.environ`.
         process_sets: ranks of each further process set.
 
     Attributes:

@@ -65,10 +65,7 @@ class BucketSchedule:
     Args:
         number: of the schedule, the same on all members.
         store: of this schedule alone.
-        owner: the process set's controller.
-        sizes: of the buckets.
         names: of what is in them, for reports.
-        op: by which they are reduced.
     """
 
     def __init__(
@@ -204,7 +201,6 @@ class BucketSchedules:
     """The schedules of one process set, which outlive their optimizers until all members have released them.
 
     Args:
-        owner: the process set's controller.
         store: of this process set alone.
     """
 

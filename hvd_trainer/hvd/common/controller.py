@@ -58,9 +58,7 @@ class Controller:
     Args:
         store: of this set alone.
         ranks: global ranks of the members, in order.
-        rank: global rank of this process.
         settings: the same on all ranks.
-        session: of this rank.
 
     Attributes:
         ended: why no operation succeeds any more; None as long as they do.

@@ -51,8 +51,6 @@ class Executor:
     """Carries out operations; one thread at a time.
 
     Args:
-        transport: to the other members.
-        ranks: global ranks of the members.
         fusion_bytes: tensors up to this size in total travel together.
     """
 

@@ -36,7 +36,6 @@ class Mesh:
     Args:
         store: of this process set alone.
         member: index of this process in it.
-        size: number of members.
         address: of this host, at which the others can connect.
         on_wait: called about every second while this rank waits; may raise to give up.
 

@@ -27,7 +27,6 @@ class StallInspector:
     Args:
         store: of the process set.
         ranks: global ranks of its members.
-        rank: this process's.
         settings: after how long to report, and to give up; 0: never.
     """
 

@@ -24,8 +24,6 @@ class Transport:
     Args:
         store: of this process set alone.
         member: index of this process in it.
-        size: number of members.
-        session: of this rank.
         on_wait: called about every second while this rank waits; may raise to give up.
 
     Attributes:

@@ -53,7 +53,6 @@ def compare_clocks(
     """Return the clock offset of each rank. A collective: 20 barriers if there are several machines.
 
     Args:
-        backend: the engine.
         machine: that of this rank; `this_machine()` if None.
         now: its clock.
     """
@@ -103,7 +102,6 @@ def bring(backend: Backend, folder: Path, files: Sequence[Written]) -> None:
     """Copy the files that rank 0 does not see to its folder, unless they are too large. A collective.
 
     Args:
-        backend: the engine.
         folder: of the traces, on this rank's node.
         files: of all ranks.
     """

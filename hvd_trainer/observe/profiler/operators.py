@@ -36,7 +36,6 @@ def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], boo
     """Return the operators of a trace, by name.
 
     Args:
-        events: those of the trace.
         counts: whether a call does that began at this time, in microseconds of the trace.
     """
     threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)

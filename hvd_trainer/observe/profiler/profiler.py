@@ -29,9 +29,7 @@ class Profile(Observer):
 
     Args:
         backend: the engine, made with `timeline=True` so that it records its exchanges.
-        log: the run's log.
         log_dir: the log folder, on this rank's node.
-        plan: which steps.
     """
 
     def __init__(self, backend: Backend, log: RunLog, log_dir: str, plan: ProfilePlan) -> None:

@@ -26,12 +26,7 @@ MAX_TRACE_BYTES = 2**28
 
 
 class Recorder:
-    """Call `warm_up`, one step later `start`, and some steps later `stop`; or `drop`, at any time.
-
-    Args:
-        backend: the engine.
-        plan: what is kept.
-    """
+    """Call `warm_up`, one step later `start`, and some steps later `stop`; or `drop`, at any time."""
 
     def __init__(self, backend: Backend, plan: ProfilePlan) -> None:
         self._backend = backend

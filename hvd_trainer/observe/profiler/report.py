@@ -28,8 +28,6 @@ class Report:
     """Write one rank's part of the report.
 
     Args:
-        backend: the engine.
-        log: that of the run.
         folder: of the profile, on this rank's node.
     """
 

@@ -42,8 +42,6 @@ def write_rank(
     """Write a rank's trace.
 
     Args:
-        file: where to.
-        rank: of this process.
         raw: PyTorch's own trace.
         rows: what else has been recorded: of this process under its host's name, and then of its engine.
         shift_ns: what is taken off every time, so that the trace begins at 0 on rank 0's clock.
