@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch
@@ -22,6 +21,9 @@ from hvd_trainer.utils import accelerator
 FOLDER = "steps"
 MAX_PENDING = 64
 """Steps whose marks are kept before they are converted to seconds: a GPU lags behind by fewer steps."""
+ROW = [("step", int), ("epoch", int), ("samples", int), ("lr", float), ("cpu_s", float)]
+RESULT = [("loss", float), ("grad_norm", float), ("skipped", bool)]
+"""Columns of the file that are known at the end of a step, and later from its device."""
 
 
 class FirstStep(Observer):
@@ -46,14 +48,6 @@ class FirstStep(Observer):
         return {} if self._seconds is None else {"first_step_s": self._seconds}
 
 
-class Pending(NamedTuple):
-    """The figures of a step that are still on its device."""
-
-    losses: tuple[Tensor, ...]
-    grad_norm: Tensor | None
-    skipped: bool | Tensor
-
-
 class StepTimes(Observer):
     """Measures the steps of this rank, and writes them to a file at the end of the training.
 
@@ -72,10 +66,10 @@ class StepTimes(Observer):
         self._file = Path(log_dir).expanduser() / FOLDER / f"rank-{backend.world.rank}.npz"
         self._clock = Clock(backend.device)
         self._phases = Phases(self._clock)
-        self._pending: list[Pending] = []
+        self._pending: list[StepResult] = []
         self._seconds: list[Any] = []
         self._rows: list[tuple[float, ...]] = []
-        self._results: list[tuple[float, float, float]] = []
+        self._results: list[tuple[float, float, bool]] = []
         self._samples, self._cpu = 0, 0.0
         self._began_at, self._first_step_at = 0.0, 0.0
         self._busy: list[float] = []
@@ -104,7 +98,7 @@ class StepTimes(Observer):
             self._clock.settle()
             self._first_step_at = time.time()
         self._phases.end_step(run.progress.step)
-        self._pending.append(Pending(result.losses, result.grad_norm, result.skipped))
+        self._pending.append(result)
         progress, cpu = run.progress, time.process_time()
         counts = (progress.step, progress.epoch + 1, progress.samples - self._samples)
         self._rows.append((*counts, run.rate.last, cpu - self._cpu))
@@ -126,28 +120,21 @@ class StepTimes(Observer):
         for step in self._pending:
             loss = float(torch.stack(step.losses).mean()) if step.losses else math.nan
             norm = math.nan if step.grad_norm is None else float(step.grad_norm)
-            self._results.append((loss, norm, float(step.skipped)))
+            self._results.append((loss, norm, bool(step.skipped)))
         self._pending.clear()
 
     def _write(self) -> None:
         self._resolve()
-        step, epoch, samples, lr, cpu = np.array(self._rows, dtype=float).reshape(-1, 5).T
-        loss, grad_norm, skipped = np.array(self._results).reshape(-1, 3).T
+        tables = np.array(self._rows, ROW), np.array(self._results, RESULT)
+        columns: dict[str, Any] = {name: table[name] for table in tables for name in table.dtype.names or ()}
+        if self._busy:
+            columns["busy_s"] = np.array(self._busy)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        busy: dict[str, Any] = {"busy_s": np.array(self._busy)} if self._busy else {}
         np.savez(
             self._file,
             parts=np.array(PARTS),
             seconds=np.concatenate(self._seconds),
-            step=step.astype(int),
-            epoch=epoch.astype(int),
-            samples=samples.astype(int),
-            lr=lr,
-            skipped=skipped.astype(bool),
-            cpu_s=cpu,
-            loss=loss,
-            grad_norm=grad_norm,
             began_at=self._began_at,
             first_step_at=self._first_step_at,
-            **busy,
+            **columns,
         )

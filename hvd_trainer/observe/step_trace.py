@@ -13,12 +13,11 @@ from torch import Tensor
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch
 from hvd_trainer.observe.callback import Observer, RunView
-from hvd_trainer.observe.checksums import host_copies, sample_checksums, stride
-from hvd_trainer.observe.trace_writer import ModelParts, TraceWriter
+from hvd_trainer.observe.trace_format import ModelParts, TraceWriter, host_copies, sample_checksums, stride
 
 
 class StepTrace(Observer):
-    """Writes what this rank computes in the first steps of a training, in the format of `trace_writer.py`.
+    """Writes what this rank computes in the first steps of a training, in the format of `trace_format.py`.
 
     Args:
         log_dir: the log folder, on this rank's node.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,19 @@ from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions
+from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.faults.preemption import Requeue
-from hvd_trainer.observe.callback import Callback
+from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
-from hvd_trainer.observe.observers import make_observers
+from hvd_trainer.observe.profiler.profiler import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.observe.step_timer import FirstStep
+from hvd_trainer.observe.stacks import StackSamples
+from hvd_trainer.observe.step_timer import FirstStep, StepTimes
+from hvd_trainer.observe.step_trace import StepTrace
 from hvd_trainer.optim.captured_step import CapturedStep
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
@@ -97,7 +100,7 @@ class _RunBuilder:
         peak_memory = PeakMemory(backend)
         log = self._open_log()
         first_step = FirstStep(backend.device)
-        observers = [first_step, *make_observers(options, backend, log)]
+        observers = [first_step, *self._build_observers(log)]
         callbacks = [*inputs.callbacks, *observers]
         train_loader = self._build_loader(inputs.train_data, shuffle=True)
         test_loader = None if inputs.test_data is None else self._build_loader(inputs.test_data, shuffle=False)
@@ -137,6 +140,20 @@ class _RunBuilder:
         if monitor is not None:
             monitor.log_folder = options.log_dir
         return log
+
+    def _build_observers(self, log: RunLog) -> Iterator[Observer]:
+        """Yield the observers that the options ask for, which write to the log folder."""
+        measure, backend, log_dir = self._options.measure, self._backend, self._options.log.log_dir
+        if log_dir is None:
+            return
+        if measure.record_steps:
+            yield StepTimes(backend, log_dir)
+        if measure.sample_stacks:
+            yield StackSamples(log_dir, backend.world.rank)
+        if measure.trace_steps is not None:
+            yield StepTrace(backend, log_dir, measure.trace_steps)
+        if measure.profile is not None:
+            yield Profile(backend, log, log_dir, ProfilePlan.parse(measure.profile))
 
     def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
         train = self._options.train

@@ -9,15 +9,15 @@ rank 1   computes  computes  computes| exchange |       exchange = the shortest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from hvd_trainer.observe.phases import PARTS
-from hvd_trainer.observe.profiler.operators import Operator
 from hvd_trainer.utils.text import plural
 
 REDUCE = PARTS.index("reduce")
@@ -38,22 +38,11 @@ class Figures:
     """of the steps"""
     window: tuple[int, int]
     """when recording them began and ended, in nanoseconds by this rank's clock"""
-    seconds: Any
-    """what they went to: NumPy, of shape (steps, parts)"""
-    operators: dict[str, Operator]
+    seconds: Tensor
+    """what they went to, shape (steps, parts)"""
+    operators: dict[str, Counter[str]]
     unprofiled_s: float | None
     """the median step before they were recorded; None if there were too few"""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return them as ranks send each other values."""
-        operators = {name: tuple(operator) for name, operator in self.operators.items()}
-        return {**vars(self), "seconds": torch.from_numpy(self.seconds), "operators": operators}
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Figures:
-        """Return the figures that `to_plain` has sent."""
-        operators = {name: Operator(*operator) for name, operator in values["operators"].items()}
-        return cls(**{**values, "seconds": values["seconds"].numpy(), "operators": operators})
 
 
 def breakdown(ranks: Sequence[Figures], *, whole: bool = True) -> list[str]:
@@ -63,7 +52,8 @@ def breakdown(ranks: Sequence[Figures], *, whole: bool = True) -> list[str]:
         ranks: what each has recorded.
         whole: have a row for each rank, however many there are.
     """
-    return [_heading(ranks), *_table(ranks, whole), *_waiting(ranks, whole), *_operators(ranks)]
+    seconds = np.stack([rank.seconds for rank in ranks])
+    return [_heading(ranks, seconds), *_table(seconds, whole), *_waiting(seconds, whole), *_operators(ranks)]
 
 
 def steps_of(ranks: Sequence[Figures]) -> str:
@@ -72,29 +62,26 @@ def steps_of(ranks: Sequence[Figures]) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _heading(ranks: Sequence[Figures]) -> str:
-    took = float(np.median([rank.seconds.sum(axis=1) for rank in ranks]))
+def _heading(ranks: Sequence[Figures], seconds: Any) -> str:
+    took = float(np.median(seconds.sum(axis=2)))
     before = [rank.unprofiled_s for rank in ranks if rank.unprofiled_s is not None]
     compared = f", and {_ms(float(np.median(before)))} before the profiler ran" if before else ""
     return f"{steps_of(ranks)} of {plural(len(ranks), 'rank')}, in ms. The median step took {_ms(took)}{compared}"
 
 
-def _table(ranks: Sequence[Figures], whole: bool) -> list[str]:
-    means = np.stack([rank.seconds.mean(axis=0) for rank in ranks])
+def _table(seconds: Any, whole: bool) -> list[str]:
+    means = seconds.mean(axis=1)
     means = np.column_stack([means, means.sum(axis=1)])
-    rows = {f"rank {number}": row for number, row in enumerate(means)}
-    if not whole and len(ranks) > ROWS:
-        rows = {}
-    if len(ranks) > 1:
+    rows = {f"rank {number}": row for number, row in enumerate(means) if whole or len(means) <= ROWS}
+    if len(means) > 1:
         rows |= {"least": means.min(axis=0), "mean": means.mean(axis=0), "most": means.max(axis=0)}
     cells = [["mean of steps", *PARTS, "whole"], *([name, *map(_ms, row)] for name, row in rows.items())]
     return _align(cells)
 
 
-def _waiting(ranks: Sequence[Figures], whole: bool) -> list[str]:
-    if len(ranks) == 1:
+def _waiting(seconds: Any, whole: bool) -> list[str]:
+    if len(seconds) == 1:
         return []
-    seconds = np.stack([rank.seconds for rank in ranks])
     exchange, reduce = exchange_s(seconds).mean(), seconds[:, :, REDUCE].mean()
     step_s, steps = seconds.sum(axis=2).mean(), seconds.shape[1]
     lines = [
@@ -116,16 +103,14 @@ def _waiting(ranks: Sequence[Figures], whole: bool) -> list[str]:
 
 def _operators(ranks: Sequence[Figures]) -> list[str]:
     steps = len(ranks) * len(ranks[0].numbers)
-    total: dict[str, Operator] = {}
-    for rank in ranks:
-        for name, its in rank.operators.items():
-            total[name] = total.get(name, Operator()).plus(its)
-    on_device = any(its.device_us for its in total.values())
-    column = Operator._fields.index("device_us" if on_device else "host_us")
-    cells = [["operators, own time", "CPU", *(["GPU"] if on_device else []), "calls"]]
-    for name, its in sorted(total.items(), key=lambda entry: -entry[1][column])[:OPERATORS]:
-        times = [its.host_us, *([its.device_us] if on_device else [])]
-        cells.append([name, *(_ms(micro / steps / 1e6) for micro in times), f"{round(its.calls / steps, 1):g}"])
+    calls, host_us, device_us = (
+        sum((rank.operators[kind] for rank in ranks), Counter()) for kind in ("calls", "host_us", "device_us")
+    )
+    times = {"CPU": host_us, "GPU": device_us} if device_us else {"CPU": host_us}
+    cells = [["operators, own time", *times, "calls"]]
+    for name in sorted(calls, key=lambda name: -(device_us or host_us)[name])[:OPERATORS]:
+        own = (_ms(its[name] / steps / 1e6) for its in times.values())
+        cells.append([name, *own, f"{round(calls[name] / steps, 1):g}"])
     return _align(cells)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 OPERATOR, ON_DEVICE = "cpu_op", ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of events."""
@@ -20,20 +20,8 @@ LAUNCH = "External id"
 """A number that an operator shares with what it had a GPU do."""
 
 
-class Operator(NamedTuple):
-    """All calls of one operator, without the operators that it calls."""
-
-    calls: int = 0
-    host_us: float = 0.0
-    device_us: float = 0.0
-
-    def plus(self, other: Operator) -> Operator:
-        """Return the sum of two operators' calls and times."""
-        return Operator(self.calls + other.calls, self.host_us + other.host_us, self.device_us + other.device_us)
-
-
-def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], bool]) -> dict[str, Operator]:
-    """Return the operators of a trace, by name.
+def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], bool]) -> dict[str, Counter[str]]:
+    """Return `calls`, `host_us` and `device_us` by operator, without the operators that each calls.
 
     Args:
         counts: whether a call does that began at this time, in microseconds of the trace.
@@ -46,12 +34,13 @@ def operators(events: Iterable[Mapping[str, Any]], counts: Callable[[float], boo
             threads[event["tid"]].append(event)
         elif category in ON_DEVICE and LAUNCH in event.get("args", ()):
             device_us[event["args"][LAUNCH]] += event["dur"]
-    found: dict[str, Operator] = {}
-    for calls in threads.values():
-        for call, own_us in own_times(calls):
+    found: dict[str, Any] = {name: Counter() for name in ("calls", "host_us", "device_us")}
+    for thread in threads.values():
+        for call, own_us in own_times(thread):
             if counts(call["ts"]):
-                its = Operator(1, own_us, device_us[call.get("args", {}).get(LAUNCH)])
-                found[call["name"]] = found.get(call["name"], Operator()).plus(its)
+                found["calls"][call["name"]] += 1
+                found["host_us"][call["name"]] += own_us
+                found["device_us"][call["name"]] += device_us[call.get("args", {}).get(LAUNCH)]
     return found
 
 

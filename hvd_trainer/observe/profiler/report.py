@@ -9,6 +9,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import first_line
 from hvd_trainer.observe.profiler.breakdown import Figures, breakdown, steps_of
@@ -56,7 +58,7 @@ class Report:
             trace = first_line(error)
         clocks = compare_clocks(backend)
         mine = self._figures(recorder, trace, unprofiled_s)
-        ranks = [Figures.from_plain(values) for values in backend.collectives.all_gather_object(mine.to_plain())]
+        ranks = [Figures(**values) for values in backend.collectives.all_gather_object(vars(mine))]
         origin_ns = min(its.window[0] - clock.by_ns for its, clock in zip(ranks, clocks, strict=True)) - HEAD_NS
         shift_ns = origin_ns + clocks[backend.world.rank].by_ns
         written = self._write(recorder, trace, shift_ns)
@@ -71,11 +73,12 @@ class Report:
         backend.collectives.barrier()
 
     def _figures(self, recorder: Recorder, trace: dict[str, Any] | str, unprofiled_s: float | None) -> Figures:
-        phases, most = recorder.phases, {}
-        if not isinstance(trace, str):
-            base_ns = trace.get("baseTimeNanoseconds", 0)
-            most = operators(trace["traceEvents"], lambda at_us: phases.in_step(base_ns + 1000 * at_us))
-        return Figures(self._host, phases.numbers, phases.window, phases.seconds(), most, unprofiled_s)
+        phases = recorder.phases
+        plain: dict[str, Any] = {"traceEvents": ()} if isinstance(trace, str) else trace
+        base_ns = plain.get("baseTimeNanoseconds", 0)
+        most = operators(plain["traceEvents"], lambda at_us: phases.in_step(base_ns + 1000 * at_us))
+        seconds = torch.from_numpy(phases.seconds())
+        return Figures(self._host, phases.numbers, phases.window, seconds, most, unprofiled_s)
 
     def _write(self, recorder: Recorder, trace: dict[str, Any] | str, shift_ns: int) -> Written:
         """Write this rank's trace."""

@@ -1,4 +1,4 @@
-"""Read what a job has computed, step by step, on all of its ranks (written by `observe/trace_writer.py`)."""
+"""Read what a job has computed, step by step, on all of its ranks (written by `observe/trace_format.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from hvd_trainer.observe.run_folder import CONFIG, FACTS
-from hvd_trainer.observe.trace_writer import FOLDER
+from hvd_trainer.observe.trace_format import FOLDER
 
 EVENTS = ("start", "step", "evaluation")
 """In the order of the events of one step."""

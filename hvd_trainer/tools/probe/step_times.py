@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.observe.checksums import checksum
 from hvd_trainer.observe.memory import MB, peak_bytes
 from hvd_trainer.observe.phases import PARTS, Clock, Phases
 from hvd_trainer.observe.step_timer import FOLDER
+from hvd_trainer.observe.trace_format import checksum
 from hvd_trainer.tools.probe.script_events import ScriptListener
 
 LOSSES_AT_ONCE = 100

@@ -1,4 +1,4 @@
-"""Trace the first steps of a script, in the format of `observe/trace_writer.py`."""
+"""Trace the first steps of a script, in the format of `observe/trace_format.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.observe.checksums import sample_checksums, stride
 from hvd_trainer.observe.run_folder import FACTS
-from hvd_trainer.observe.trace_writer import ModelParts, TraceWriter
+from hvd_trainer.observe.trace_format import ModelParts, TraceWriter, sample_checksums, stride
 from hvd_trainer.tools.probe.script_events import ScriptListener
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of

@@ -26,8 +26,7 @@ from hvd_trainer import TrainerOptions
 from hvd_trainer.config.options import MeasureOptions
 from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
-from hvd_trainer.observe.checksums import KEPT_BYTES, sample_checksums, stride, subsample
-from hvd_trainer.observe.trace_writer import draws
+from hvd_trainer.observe.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.tools.parity import cli, fits
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair, compare_all
