@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
+from hvd_trainer.backends.buckets import Reducer
 from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.backends.exchange_monitor import ExchangeMonitor
 from hvd_trainer.backends.model_sync import synchronize
-from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.backends.session import LOST_RANK_ERRORS, Session
 from hvd_trainer.backends.sync_batch_norm import convert_sync_batch_norm
 from hvd_trainer.config.checks import flag, range_errors, refuse, switch
@@ -439,7 +439,10 @@ class Backend(ABC):
         if skip_non_finite and grad_norm is not None:
             skipped = not math.isfinite(self.read(grad_norm))
         if scaler is None and not skipped:
-            self._update(optimizer)
+            if self._reducer is None:
+                optimizer.step()
+            else:
+                self._reducer.update(optimizer)
         elif scaler is not None and skip_non_finite and scaler.get_scale() < 1:
             # Non-finite data halves the scale each time, as an overflow does: without a bound, down to 0.
             scaler.update(1.0)
@@ -459,11 +462,11 @@ class Backend(ABC):
     def pause_observers(self) -> Iterator[None]:
         """Inside the block, time no phases and watch no exchanges: the device only captures them for later."""
         listeners, self.activity.listeners = self.activity.listeners, []
+        monitor, self._exchange_monitor = self._exchange_monitor, None
         try:
-            with nullcontext() if self._exchange_monitor is None else self._exchange_monitor.pause():
-                yield
+            yield
         finally:
-            self.activity.listeners = listeners
+            self.activity.listeners, self._exchange_monitor = listeners, monitor
 
     def confirm_exchanges(self) -> None:
         """Raise if values read from the device may come from an aborted exchange. A collective.
@@ -487,12 +490,6 @@ class Backend(ABC):
         if self.uses_nccl:
             self.activity.abort()
             process_group.abort()
-
-    def _update(self, optimizer: Optimizer) -> None:
-        if self._reducer is None:
-            optimizer.step()
-        else:
-            self._reducer.update(optimizer)
 
     def timeline(self) -> AbstractContextManager[list[Span]]:
         """Have the engine record its own work, such as each exchange, inside the block; yield the list to fill.

@@ -20,9 +20,29 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hvd_trainer.backends.reducer import Reducer
 from hvd_trainer.utils import accelerator
+
+
+class Reducer(ABC):
+    """Average the gradients of one model, or of one stage, over the ranks that have it."""
+
+    @abstractmethod
+    def set_enabled(self, enabled: bool) -> None:
+        """Choose whether the next backward passes lead to an exchange; without one, gradients add up locally."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every gradient is the mean over ranks."""
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step the user's optimizer."""
+        optimizer.step()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop taking part in backward."""
 
 
 @dataclass

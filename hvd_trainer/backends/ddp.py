@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReplicaGrouping
+from hvd_trainer.backends.base import Backend
 from hvd_trainer.backends.buckets import BucketReducer
 from hvd_trainer.backends.ddp_collectives import DDPBucketExchange, DDPCollectives
-from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
@@ -41,12 +40,8 @@ class DDPBackend(Backend):
         ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
     )
 
-    def __init__(
-        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
-    ) -> None:
-        super().__init__(session, grouping=grouping, timeline=timeline)
-        self._ddp: DistributedDataParallel | None = None
-        self._hook: RemovableHandle | None = None
+    _ddp: DistributedDataParallel | None = None
+    _hook: RemovableHandle | None = None
 
     @property
     def version(self) -> str:

@@ -7,8 +7,7 @@ device waits for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -28,23 +27,12 @@ class ExchangeMonitor:
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, accelerator.event(device)
         self._marks, self._awaited_mark = 0, 0
-        self._is_paused = False
         self._reached = threading.Event()
 
     def mark(self) -> None:
         """Note that a step's exchange has been put into the queue."""
-        if not self._is_paused:
-            self._event.record(accelerator.current_stream(self._device))
-            self._marks += 1
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ignore marks inside the block: they go into a graph, which the device runs later."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        self._event.record(accelerator.current_stream(self._device))
+        self._marks += 1
 
     def is_exchanging(self) -> bool:
         """Return whether the device has not reached the last mark yet; may take `MAX_ANSWER_S`.

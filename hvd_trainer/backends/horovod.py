@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, ReplicaGrouping, Span
-from hvd_trainer.backends.buckets import BucketReducer
+from hvd_trainer.backends.base import Backend, Span
+from hvd_trainer.backends.buckets import BucketReducer, Reducer
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives
 from hvd_trainer.backends.horovod_reducer import HorovodBucketExchange, HorovodTensorReducer
@@ -34,8 +34,6 @@ from hvd_trainer.backends.horovod_start import (
     rank_variables,
 )
 from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
-from hvd_trainer.backends.reducer import Reducer
-from hvd_trainer.backends.session import Session
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous.ranks import check_world
@@ -44,6 +42,7 @@ from hvd_trainer.utils.environment import set_variables
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
+_SHUTDOWN_LOCK = threading.Lock()
 
 
 class HorovodBackend(Backend):
@@ -52,19 +51,9 @@ class HorovodBackend(Backend):
     name = "horovod"
     collectives_class = HorovodCollectives
     collectives: HorovodCollectives
-    only_for_others = {
-        "transport": DDP_ONLY,
-        "static_graph": DDP_ONLY,
-        "bucket_views": DDP_ONLY,
-        "powersgd_rank": DDP_ONLY,
-        "compression=powersgd": DDP_ONLY,
-    }
-
-    def __init__(
-        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
-    ) -> None:
-        super().__init__(session, grouping=grouping, timeline=timeline)
-        self._shutdown_lock = threading.Lock()
+    only_for_others = dict.fromkeys(
+        ("transport", "static_graph", "bucket_views", "powersgd_rank", "compression=powersgd"), DDP_ONLY
+    )
 
     @property
     def _hvd(self) -> ModuleType:
@@ -187,7 +176,7 @@ class HorovodBackend(Backend):
 
     def _shut_down(self) -> None:
         """End Horovod's background thread once: joining it from two threads is undefined behaviour."""
-        with self._shutdown_lock:
+        with _SHUTDOWN_LOCK:
             if self._hvd.is_initialized():
                 self._hvd.shutdown()
 

@@ -31,9 +31,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hvd_trainer.backends.buckets import Bucket, BucketExchange
+from hvd_trainer.backends.buckets import Bucket, BucketExchange, Reducer
 from hvd_trainer.backends.horovod_waiter import Waiter
-from hvd_trainer.backends.reducer import Reducer
 
 _NUMBERS = itertools.count()
 

@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import Protocol
+from collections.abc import Iterator
+from types import CodeType, FrameType, ModuleType
 
 import torch.distributed as dist
 
@@ -36,19 +35,6 @@ PHASES = {
 USERS_CODE = "callback"
 
 
-class OwnEngine(Protocol):
-    """An engine with a session of its own; before it has one, `shutdown` and `fail` do nothing."""
-
-    def call_at_start(self, function: Callable[[Session], None]) -> None:
-        """Have a function called with each session that is connected from now on."""
-
-    def shutdown(self) -> None:
-        """End together with all other ranks."""
-
-    def fail(self, error: BaseException) -> None:
-        """End after an error, as `ScriptSession.fail` does."""
-
-
 class ScriptSession:
     """Starts a session when the script starts its engine, and ends it with the script.
 
@@ -60,7 +46,7 @@ class ScriptSession:
     def __init__(self, options: EngineOptions, *, timeout_s: float) -> None:
         self._options, self._timeout_s = options, timeout_s
         self._session: Session | None = None
-        self._engine: OwnEngine | None = None
+        self._engine: ModuleType | None = None
         self._activity: Activity | None = None
         self._pid = os.getpid()
 
@@ -74,8 +60,12 @@ class ScriptSession:
         """Whether the script has started an engine."""
         return self._session is not None or self._engine is not None
 
-    def attach(self, engine: OwnEngine) -> None:
-        """Take in an engine that starts a session by itself, to watch it, and to end it with the script."""
+    def attach(self, engine: ModuleType) -> None:
+        """Watch the sessions that an engine starts by itself, and end it with the script.
+
+        Args:
+            engine: has `call_at_start`, `shutdown` and `fail` as `hvd.common.basics` has.
+        """
         self._engine = engine
         engine.call_at_start(self._watch)
 
