@@ -38,7 +38,7 @@ from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhe
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous.ranks import check_world
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.environment import set_variables
+from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"

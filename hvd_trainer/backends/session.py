@@ -42,8 +42,7 @@ from hvd_trainer.rendezvous import connect, ranks
 from hvd_trainer.rendezvous.ranks import JobIdentity, RankInfo
 from hvd_trainer.rendezvous.shared_stores import shared_stores
 from hvd_trainer.utils import accelerator, network
-from hvd_trainer.utils.environment import set_variables
-from hvd_trainer.utils.process import cpu_ids, start_time
+from hvd_trainer.utils.process import cpu_ids, set_variables, start_time
 
 SILENT_GRACE_S = 1.0
 TRACEBACK_GRACE_S = 3.0

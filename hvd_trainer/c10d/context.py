@@ -30,8 +30,8 @@ from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
 from hvd_trainer.errors import BackendError
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
-from hvd_trainer.utils.environment import set_variables
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
+from hvd_trainer.utils.process import set_variables
 
 REQUEST, ALTERNATIVE = 'init_process_group("horovod")', 'call init_process_group("gloo")'
 MAX_LEAVE_S = 10.0

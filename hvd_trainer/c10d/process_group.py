@@ -28,7 +28,7 @@ from hvd_trainer.c10d.context import HorovodContext, contexts
 from hvd_trainer.c10d.monitored_barrier import monitored_barrier
 from hvd_trainer.c10d.work import HorovodWork, Operation
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.environment import set_variables
+from hvd_trainer.utils.process import set_variables
 
 Begin = Callable[[str], int]
 """Hand a tensor to Horovod under a name, and return its handle."""

@@ -24,10 +24,9 @@ from typing import Literal, NoReturn
 from hvd_trainer.errors import UserError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
-from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
-from hvd_trainer.faults.messages import Done, Message, RankEnded
+from hvd_trainer.faults.messages import Channel, Done, Message, RankEnded
 from hvd_trainer.faults.root_cause import Event, Heartbeat, RootCause
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import Failure, reporter
-from hvd_trainer.faults.messages import Alive, Bye, Done, Hello, JobEnded, Message, Stacks, StacksRequest
+from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, Hello, JobEnded, Message, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
     EXIT_GRACE_S,

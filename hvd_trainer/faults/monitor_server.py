@@ -10,9 +10,18 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.failure_report import Failure, reporter
-from hvd_trainer.faults.messages import Alive, Bye, Done, JobEnded, Message, RankEnded, Stacks, StacksRequest
+from hvd_trainer.faults.messages import (
+    Alive,
+    Bye,
+    Channel,
+    Done,
+    JobEnded,
+    Message,
+    RankEnded,
+    Stacks,
+    StacksRequest,
+)
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
     EXIT_GRACE_S,

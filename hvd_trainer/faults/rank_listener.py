@@ -8,8 +8,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from hvd_trainer.faults.channel import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, Channel
-from hvd_trainer.faults.messages import Hello, Message
+from hvd_trainer.faults.messages import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, Channel, Hello, Message
 
 MAX_UNAUTHENTICATED = 256
 """Connections that have not sent the token yet, beyond as many as there are ranks. The oldest is closed first."""

@@ -1,11 +1,12 @@
-"""Facts about processes of this machine, and calls in threads of this one."""
+"""Facts about processes of this machine; calls in threads, and environment variables, of this one."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,3 +42,21 @@ def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+@contextmanager
+def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, and restore their earlier values after it.
+
+    Engines read variables only at their start. Left set, they would mislead a later `launch.world.detect`.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

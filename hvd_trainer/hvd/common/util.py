@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 
 from hvd_trainer.hvd.common import basics
-from hvd_trainer.utils.environment import set_variables
+from hvd_trainer.utils.process import set_variables
 
 T = TypeVar("T")
 

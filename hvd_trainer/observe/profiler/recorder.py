@@ -16,7 +16,7 @@ from hvd_trainer.backends.base import Span
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.observe.phases import Clock, Phases
 from hvd_trainer.utils import accelerator
-from hvd_trainer.utils.environment import set_variables
+from hvd_trainer.utils.process import set_variables
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 SILENT = "6"

@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.launch.world import is_elastic
-from hvd_trainer.utils.environment import set_variables
 from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.process import set_variables
 
 if TYPE_CHECKING:  # torch is imported when the script imports it
     from hvd_trainer.backends.script_session import ScriptSession

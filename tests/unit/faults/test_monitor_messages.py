@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hvd_trainer.faults.channel import Channel
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
+    Channel,
     Done,
     Hello,
     JobEnded,
