@@ -27,6 +27,7 @@ from hvd_trainer.data.shard import (
     training_batches,
     training_share,
 )
+from hvd_trainer.data.shared_batches import SharedBatches
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.faults import preemption
 from hvd_trainer.rendezvous.ranks import cpu_share
@@ -277,7 +278,7 @@ def torch_loader(
         batch_sampler=batch_sampler,
         num_workers=num_workers,
         prefetch_factor=plan.prefetch if num_workers else None,
-        collate_fn=collate,
+        collate_fn=SharedBatches(collate) if num_workers else collate,
         pin_memory=not accelerator.is_host(backend.device),
         persistent_workers=num_workers > 0 and batch_sampler is not None,
         worker_init_fn=preemption.init_loader_worker,

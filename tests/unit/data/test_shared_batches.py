@@ -1,0 +1,161 @@
+"""Batches of loader processes in memory that is used again: they are PyTorch's, and no batch changes another."""
+
+from __future__ import annotations
+
+import os
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+from torchvision import tv_tensors
+
+from hvd_trainer.data import shared_batches
+from hvd_trainer.data.shared_batches import SharedBatches
+
+Pair = namedtuple("Pair", "left right")
+LENGTH, BATCH = 24, 4
+
+
+class Numbers:
+    """Samples that tell their index, made by a function of it."""
+
+    def __init__(self, sample: Callable[[int], Any], length: int = LENGTH) -> None:
+        self.sample, self.length = sample, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+def rows(index: int) -> Tensor:
+    return torch.arange(6).view(2, 3) + 10 * index
+
+
+def load(sample: Callable[[int], Any], collate: Any = None, length: int = LENGTH) -> Iterator[Any]:
+    shared = SharedBatches(collate)
+    return iter(DataLoader(Numbers(sample, length), BATCH, num_workers=1, collate_fn=shared))  # type: ignore[arg-type]
+
+
+def summary(value: Any) -> Any:
+    """Types, shapes and numbers of all that a batch holds."""
+    if isinstance(value, Tensor):
+        return type(value), value.dtype, value.stride(), value.to_dense().tolist()
+    if isinstance(value, dict):
+        return {key: summary(item) for key, item in value.items()}
+    return (type(value), [summary(item) for item in value]) if isinstance(value, list | tuple) else value
+
+
+SAMPLES: dict[str, Callable[[int], Any]] = {
+    "tensor and number": lambda index: (rows(index), index),
+    "float, text, bytes": lambda index: (index / 2, str(index), b"%d" % index),
+    "half precision": lambda index: rows(index).to(torch.bfloat16),
+    "booleans": lambda index: rows(index) % 2 == 0,
+    "array": lambda index: np.full((2, 2), index, np.float32),
+    "nested": lambda index: Pair({"ids": rows(index), "mask": [rows(index)[0]]}, torch.tensor(index)),
+    "nothing": lambda index: (torch.empty(0, 3), index),
+    "columns": lambda index: rows(index).t(),
+    "complex": lambda index: torch.complex(rows(index).float(), rows(index).float()),
+    "image": lambda index: tv_tensors.Image(rows(index)[None].byte()),
+}
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {
+    "of tensors": lambda samples: torch.stack(samples),
+    "PyTorch's": default_collate,
+    "views of one": lambda samples: (torch.stack(samples), torch.stack(samples)[1:], torch.stack(samples).t()),
+    "one tensor twice": lambda samples: (lambda x: (x, x, x.view(-1)))(torch.stack(samples)),
+    "parts of PyTorch's": lambda samples: (lambda x: (x[:2], x[2:]))(default_collate(samples)),
+    "sparse": lambda samples: torch.stack(samples).to_sparse(),
+    "padded": lambda samples: torch.nn.functional.pad(torch.stack(samples), (0, int(samples[0].max()) % 7)),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_batches_are_those_of_a_data_loader(sample: str) -> None:
+    expected = DataLoader(Numbers(SAMPLES[sample]), BATCH)  # type: ignore[arg-type]
+
+    assert [summary(batch) for batch in load(SAMPLES[sample])] == [summary(batch) for batch in expected]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("collate", COLLATES)
+def test_batches_of_a_collate_function_are_those_of_a_data_loader(collate: str) -> None:
+    def sample(index: int) -> Tensor:
+        return rows(index)[0]
+
+    expected = DataLoader(Numbers(sample), BATCH, collate_fn=COLLATES[collate])  # type: ignore[arg-type]
+
+    assert [summary(x) for x in load(sample, COLLATES[collate])] == [summary(x) for x in expected]
+
+
+def test_memory_of_deleted_batches_is_used_again() -> None:
+    addresses = [(x.data_ptr(), y.data_ptr()) for x, y in load(SAMPLES["tensor and number"], length=50 * BATCH)]
+
+    # One that trains, one that comes, two that are loaded ahead, and one that is made.
+    assert len(addresses) == 50
+    assert all(len(set(each)) <= 6 for each in zip(*addresses, strict=True))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x, lambda x: x[1:], lambda x: x.view(-1)[3], lambda x: x.numpy(), lambda x: x.detach().flatten()],
+    ids=["whole", "slice", "number", "array", "detached"],
+)
+def test_what_is_kept_of_a_batch_keeps_its_values(part: Callable[[Tensor], Any]) -> None:
+    kept, values = [], []
+    # More than there are blocks.
+    for batch in load(rows, length=(shared_batches.MAX_BLOCKS + 10) * BATCH):
+        kept.append(part(batch))
+        values.append(kept[-1].tolist())
+
+    assert [each.tolist() for each in kept] == values
+
+
+def test_a_forked_process_frees_no_memory_of_its_parent() -> None:
+    """A child's collector may delete its copy of a batch, which the parent still reads."""
+    loader = load(rows, length=40 * BATCH)
+    kept = next(loader)
+    values = kept.tolist()
+    if (child := os.fork()) == 0:
+        del kept
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    for _ in loader:
+        assert kept.tolist() == values
+
+
+def test_each_pass_with_new_processes_has_its_own_memory() -> None:
+    loader = DataLoader(Numbers(rows), BATCH, num_workers=2, collate_fn=SharedBatches(None))  # type: ignore[arg-type]
+    first = list(loader)
+    values = [batch.tolist() for batch in first]
+
+    for _ in range(3):
+        assert [batch.tolist() for batch in loader] == values
+    assert [batch.tolist() for batch in first] == values
+
+
+def test_an_error_of_a_batch_frees_its_memory() -> None:
+    """Samples of two shapes, in a loader that goes on: its blocks are not lost."""
+
+    class Odd:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.full((2 if index % 8 == 1 else 3,), index)
+
+    loader = iter(DataLoader(Odd(), BATCH, num_workers=1, collate_fn=SharedBatches(None)))  # type: ignore[arg-type]
+    addresses = set()
+    for _ in range(25):
+        with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+            next(loader)
+        addresses.add(next(loader).data_ptr())
+
+    assert next(loader, None) is None
+    assert len(addresses) <= 6
