@@ -140,6 +140,14 @@ def test_each_pass_with_new_processes_has_its_own_memory() -> None:
     assert [batch.tolist() for batch in first] == values
 
 
+def test_two_passes_at_once_do_not_mix_their_memory() -> None:
+    """Their loader processes have the same number; the trainer makes one pass at a time."""
+    loader = DataLoader(Numbers(rows, 400), BATCH, num_workers=1, collate_fn=SharedBatches(None))  # type: ignore[arg-type]
+
+    with pytest.raises(KeyError):
+        all(one.equal(other) for one, other in zip(loader, loader, strict=True))
+
+
 def test_an_error_of_a_batch_frees_its_memory() -> None:
     """Samples of two shapes, in a loader that goes on: its blocks are not lost."""
 
