@@ -110,7 +110,7 @@ class _Blocks:
     def __init__(self, owner: int, worker: int) -> None:
         self._owner, self._worker, self._token = owner, worker, secrets.token_hex(8)
         self._taken = torch.zeros(MAX_BLOCKS, dtype=torch.uint8).share_memory_()
-        self._memory: list[Tensor] = []
+        self._memory: dict[int, Tensor] = {}
         self._known: set[int] = set()
         """blocks that the rank has mapped"""
         self._unsent: dict[int, int] = {}
@@ -122,16 +122,14 @@ class _Blocks:
             self._taken[block] = 0
         self._unsent.clear()
 
-    def stack(self, tensors: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    def stack(self, tensors: list[Tensor], *, collate_fn_map: Any = None) -> Any:
         """Stack tensors in a block, or as PyTorch does if that is not possible; for its default collate."""
         first = tensors[0]
         shape = torch.Size([len(tensors), *first.shape])
         out = self._allocate(shape, first.dtype) if _is_plain(first) else None
-        return (
-            collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-            if out is None
-            else torch.stack(tensors, out=out)
-        )
+        if out is None:
+            return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return torch.stack(tensors, out=out)
 
     def pack(self, batch: Any) -> _Packed:
         """Pickle a batch; its tensors are sent in blocks."""
@@ -139,7 +137,7 @@ class _Blocks:
         _Pickler(buffer, self).dump(batch)
         return _Packed(buffer.getvalue())
 
-    def take_out(self, tensor: Tensor) -> _Block | None:
+    def block_of(self, tensor: Tensor) -> _Block | None:
         """Return the block in which a tensor is sent, copied there unless it is; None: as PyTorch sends it."""
         if not _is_plain(tensor):
             return None
@@ -156,17 +154,25 @@ class _Blocks:
         return _Block(self._owner, self._worker, self._token, number, mapping)
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor in the smallest free block that holds it, or in a new one; None if there is none."""
+        """Return a tensor in a free block, or in a new one; None if it is empty, or there are too many blocks.
+
+        A block of up to four times the size will do. One that is smaller, by less than that, is replaced, so that
+        batches of various lengths need about as many blocks as are on their way at once.
+        """
         size = math.prod(shape) * dtype.itemsize
+        # All of a block is taken from the machine's shared memory at once: at most a page, or an eighth, too much.
+        step = 1 << max(size.bit_length() - 4, 12)
+        wanted = -(-size // step) * step
         taken = self._taken.tolist()
-        free = [(len(memory), number) for number, memory in enumerate(self._memory) if not taken[number]]
-        number = min((found for found in free if found[0] >= size), default=(0, len(self._memory)))[1]
+        free = {number: len(memory) for number, memory in self._memory.items() if not taken[number]}
+        usable = [number for number, length in free.items() if length <= 4 * wanted <= 16 * length]
+        number = min(usable, key=lambda n: (free[n] < size, abs(free[n] - size)), default=len(self._memory))
         if not size or number == MAX_BLOCKS:
             return None
-        if number == len(self._memory):
-            # A power of two, since batches of text differ; the kernel gives no pages that nobody has written to.
-            storage = torch.UntypedStorage._new_shared(1 << (size - 1).bit_length())
-            self._memory.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+        if free.get(number, 0) < size:
+            storage = torch.UntypedStorage._new_shared(wanted)
+            self._memory[number] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._known.discard(number)
         self._taken[number] = 1
         memory = self._memory[number]
         self._unsent[memory.data_ptr()] = number
@@ -181,7 +187,7 @@ class _Pickler(ForkingPickler):
         self._blocks = blocks
 
     def reducer_override(self, value: Any) -> Any:
-        block = self._blocks.take_out(value) if type(value) is Tensor else None
+        block = self._blocks.block_of(value) if type(value) is Tensor else None
         return NotImplemented if block is None else (_tensor_in, (block, value.dtype, value.shape))
 
 

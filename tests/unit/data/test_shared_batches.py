@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,33 @@ def test_each_pass_with_new_processes_has_its_own_memory() -> None:
     for _ in range(3):
         assert [batch.tolist() for batch in loader] == values
     assert [batch.tolist() for batch in first] == values
+
+
+def mapped_bytes() -> int:
+    """The shared memory of PyTorch that this process has mapped."""
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/torch_" in line
+    ]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
+def test_batches_of_various_lengths_share_their_memory() -> None:
+    """All of a block is taken from /dev/shm when it is made, of which a container has 64 MB by default."""
+    lengths = [10_000 + 997 * number % 70_000 for number in range(60)]
+    largest = 8 * BATCH * max(lengths)
+
+    def sample(index: int) -> Tensor:
+        return torch.full((lengths[index // BATCH],), index)
+
+    before, most = mapped_bytes(), 0
+    for batch in load(sample, length=len(lengths) * BATCH):
+        assert batch[:, -1].tolist() == batch[:, 0].tolist()
+        most = max(most, mapped_bytes() - before)
+
+    # One that trains, one that comes, two that are loaded ahead, and one that is made; of two sizes at most.
+    assert most < 2 * 5 * 1.125 * largest
 
 
 def test_two_passes_at_once_do_not_mix_their_memory() -> None:
