@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import tempfile
 import threading
@@ -16,79 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import case, each_launcher
-from launchers import QUICKEST, launch, requires, run_ranks
+from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
+from launchers import QUICKEST, launch, run_ranks
 from torch import nn
 
 from hvd_trainer import hvd
 from hvd_trainer.hvd.common import mesh, transport
 
 pytestmark = pytest.mark.warm
-
-
-def differences_from_horovod() -> tuple[int, list[str]]:
-    """Return each public name of the real package that is missing here, or takes other parameters."""
-    import horovod.common.elastic
-    import horovod.common.exceptions
-    import horovod.common.process_sets
-    import horovod.common.util
-    import horovod.torch
-
-    differences = []
-    for real in (
-        horovod.torch,
-        horovod.torch.mpi_ops,
-        horovod.torch.compression,
-        horovod.torch.functions,
-        horovod.torch.optimizer,
-        horovod.torch.sync_batch_norm,
-        horovod.torch.elastic,
-        horovod.torch.elastic.sampler,
-        horovod.torch.elastic.state,
-        horovod.common.elastic,
-        horovod.common.exceptions,
-        horovod.common.process_sets,
-        horovod.common.util,
-    ):
-        name = real.__name__.removeprefix("horovod.").removeprefix("torch").strip(".")
-        ours = importlib.import_module(f"hvd_trainer.hvd.{name}".rstrip("."))
-        for attribute, value in vars(real).items():
-            # Constants know no home: those of these modules are Horovod's.
-            has_constants = real in (horovod.torch, horovod.torch.mpi_ops)
-            home = str(getattr(value, "__module__", real.__name__ if has_constants else ""))
-            is_own = home.startswith("horovod") if real is horovod.torch else home == real.__name__
-            if attribute.startswith("_") or inspect.ismodule(value) or not is_own or attribute in OF_EXTENSION:
-                continue
-            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
-                continue  # how the functions are made differentiable
-            if not hasattr(ours, attribute):
-                differences.append(f"{real.__name__}.{attribute} is missing")
-            elif inspect.isclass(value) and issubclass(value, Exception):
-                assert issubclass(getattr(ours, attribute), value.__base__)
-            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
-                theirs, its = parameters(value), parameters(getattr(ours, attribute))
-                differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
-    return 0, differences
-
-
-def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
-    """Return names and defaults; classes by their names."""
-    return [
-        (p.name, getattr(p.default, "__qualname__", str(p.default)))
-        for p in inspect.signature(function).parameters.values()
-    ]
-
-
-WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
-"""Parameters of what Horovod wraps into a cache."""
-OF_EXTENSION = (
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "check_installed_version",
-    "check_extension",
-    "HorovodBasics",
-    "MPI",
-)
-"""About Horovod's compiled module, which does not exist here."""
 
 
 Check = Callable[[], None]
@@ -580,143 +513,6 @@ def timelines_are_json_and_name_operations() -> None:
                 assert not path.exists()
 
 
-# Elastic training.
-
-
-@check
-def elastic_sampler_shares_out_the_rest_of_an_epoch() -> None:
-    sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
-    sampler.set_epoch(1)
-    first = list(sampler)[:5]
-    assert len(sampler) == len(list(sampler)) == -(-50 // hvd.size())
-    sampler.record_batch(0, 5)
-    assert sampler.state_dict() == {"epoch": 1, "processed_num": 5 * hvd.size()}
-    other = hvd.elastic.ElasticSampler(range(50), seed=3)
-    other.load_state_dict(sampler.state_dict())
-    seen = hvd.allgather_object(first + list(other))
-    missing = set(range(50)) - set().union(*seen)
-    assert not missing
-    assert sum(map(len, seen)) - 50 < hvd.size(), "samples that fill up are fewer than the ranks"
-    sampler.set_epoch(2)
-    assert sampler.processed_num == 0
-    assert list(sampler)[:5] != first
-
-
-@check
-def elastic_sampler_fills_up_one_last_sample() -> None:
-    """Horovod's fails on an assertion when less is left than is missing."""
-    sampler = hvd.elastic.ElasticSampler(range(hvd.size() + 1), shuffle=False)
-    for last in ([hvd.size()], []):
-        sampler.record_batch(0, 1)
-        sampler.load_state_dict(sampler.state_dict())
-        assert list(sampler) == last
-
-
-def elastic_state() -> tuple[nn.Linear, torch.optim.Optimizer, hvd.elastic.TorchState]:
-    """Return a model, its optimizer with a scheduler, and their state, which differ from rank to rank."""
-    torch.manual_seed(hvd.rank())
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + hvd.rank(), momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=hvd.rank(), seen=[hvd.rank()])
-    return model, optimizer, state
-
-
-@check
-def elastic_state_returns_to_the_last_commit() -> None:
-    model, optimizer, state = elastic_state()
-    state.commit()
-    before = model.weight.clone()
-    state.step += 1
-    state.seen.append(7)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state.scheduler.step()
-    state.restore()
-    assert (state.step, state.seen) == (hvd.rank(), [hvd.rank()])
-    assert torch.equal(model.weight, before)
-    assert not optimizer.state
-    assert state.scheduler.last_epoch == 0
-    assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
-
-
-@check
-def elastic_state_is_that_of_rank_0_after_sync() -> None:
-    model, optimizer, state = elastic_state()
-    state.commit()
-    state.step += 5  # and not saved
-    state.sync()
-    assert (state.step, state.seen) == (5, [0])
-    assert len({str(its) for its in hvd.allgather_object(model.state_dict())}) == 1
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    assert state.scheduler.optimizer is optimizer, "which was sent along, and replaced by a copy"
-    state.restore()
-    assert state.step == 5, "what is received is saved"
-
-
-@check
-def elastic_state_takes_other_values_and_handlers() -> None:
-    _, _, state = elastic_state()
-    state.model = other = nn.Linear(1, 1)
-    with torch.no_grad():
-        other.weight.fill_(9.0)
-    state.restore()
-    assert other.weight.item() != 9.0
-    registry = hvd.elastic.state.get_handler_registry()
-    hvd.elastic.state.set_handler_registry([(set, SetHandler), *registry])
-    try:
-        state = hvd.elastic.TorchState(words={"a"})
-        state.words.add("b")
-        state.restore()
-        assert state.words == {"a"}
-    finally:
-        hvd.elastic.state.set_handler_registry(registry)
-
-
-class SetHandler(hvd.elastic.state.StateHandler):
-    def save(self) -> None:
-        self._saved = set(self.value)
-
-    def restore(self) -> None:
-        self.value.intersection_update(self._saved)
-
-
-@check
-def elastic_training_begins_again_when_hosts_change() -> None:
-    _, _, state = elastic_state()
-    resets = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState, last: int) -> int:
-        while state.step < last:
-            state.step += 1
-            if state.step == 3 and not resets and hvd.rank() == 0:
-                state.on_hosts_updated(0, 1)
-            state.check_host_updates()
-        return int(state.step)
-
-    assert train(state, last=6) == 6
-    assert resets == [hvd.size()]
-
-
-@check
-def elastic_training_ends_by_a_mistake_that_comes_again() -> None:
-    """Horovod repeats it for ever."""
-    state = hvd.elastic.TorchState(step=0)
-    attempts = []
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState) -> None:
-        attempts.append(hvd.allreduce(torch.ones(1)))
-        hvd.allreduce(torch.ones(2 + hvd.rank()), name="mistake")
-
-    if hvd.size() > 1:
-        with pytest.raises(hvd.HorovodInternalError, match="mistake"):
-            train(state)
-        assert len(attempts) == 2
-
-
 # Functions that are launched by themselves.
 
 
@@ -758,14 +554,17 @@ def exchanges_end_as_the_time_to_check_is_up() -> tuple[int, int]:
     return hvd.rank(), turn
 
 
+ALL_CHECKS = CHECKS | ELASTIC_CHECKS
+
+
 @pytest.fixture(scope="module", params=[1, 2, case(3, when="long"), 4])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
     """The outcome of each check on each rank."""
-    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=request.param, args=(CHECKS,))
+    result: list[dict[str, str | None]] = run_ranks(run_checks, num_processes=request.param, args=(ALL_CHECKS,))
     return result
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", ALL_CHECKS)
 def test_contract(name: str, outcomes: list[dict[str, str | None]]) -> None:
     failures = [f"rank {rank}:\n{its[name]}" for rank, its in enumerate(outcomes) if its[name]]
     assert not failures, "\n".join(failures)
@@ -779,12 +578,6 @@ def test_any_launcher_starts_it_again_and_again(launcher: str) -> None:
 def test_exchange_that_ends_as_the_time_to_check_is_up_is_no_failure() -> None:
     """PyTorch raised "Operation timed out!", and the exchange was complete by the time it was asked about."""
     assert run_ranks(exchanges_end_as_the_time_to_check_is_up, num_processes=2) == [599, 599]
-
-
-@requires("horovod")
-def test_names_and_parameters_are_horovods() -> None:
-    (differences,) = run_ranks(differences_from_horovod, num_processes=1)
-    assert not differences, "\n".join(differences)
 
 
 STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}

@@ -1,0 +1,85 @@
+"""`from hvd_trainer import hvd` has the names of Horovod's package, with their parameters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from launchers import requires, run_ranks
+
+pytestmark = pytest.mark.warm
+
+
+def differences_from_horovod() -> tuple[int, list[str]]:
+    """Return each public name of the real package that is missing here, or takes other parameters."""
+    import horovod.common.elastic
+    import horovod.common.exceptions
+    import horovod.common.process_sets
+    import horovod.common.util
+    import horovod.torch
+
+    differences = []
+    for real in (
+        horovod.torch,
+        horovod.torch.mpi_ops,
+        horovod.torch.compression,
+        horovod.torch.functions,
+        horovod.torch.optimizer,
+        horovod.torch.sync_batch_norm,
+        horovod.torch.elastic,
+        horovod.torch.elastic.sampler,
+        horovod.torch.elastic.state,
+        horovod.common.elastic,
+        horovod.common.exceptions,
+        horovod.common.process_sets,
+        horovod.common.util,
+    ):
+        name = real.__name__.removeprefix("horovod.").removeprefix("torch").strip(".")
+        ours = importlib.import_module(f"hvd_trainer.hvd.{name}".rstrip("."))
+        for attribute, value in vars(real).items():
+            # Constants know no home: those of these modules are Horovod's.
+            has_constants = real in (horovod.torch, horovod.torch.mpi_ops)
+            home = str(getattr(value, "__module__", real.__name__ if has_constants else ""))
+            is_own = home.startswith("horovod") if real is horovod.torch else home == real.__name__
+            if attribute.startswith("_") or inspect.ismodule(value) or not is_own or attribute in OF_EXTENSION:
+                continue
+            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
+                continue  # how the functions are made differentiable
+            if not hasattr(ours, attribute):
+                differences.append(f"{real.__name__}.{attribute} is missing")
+            elif inspect.isclass(value) and issubclass(value, Exception):
+                assert issubclass(getattr(ours, attribute), value.__base__)
+            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
+                theirs, its = parameters(value), parameters(getattr(ours, attribute))
+                differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
+    return 0, differences
+
+
+def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    """Return names and defaults; classes by their names."""
+    return [
+        (p.name, getattr(p.default, "__qualname__", str(p.default)))
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
+"""Parameters of what Horovod wraps into a cache."""
+OF_EXTENSION = (
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "check_installed_version",
+    "check_extension",
+    "HorovodBasics",
+    "MPI",
+)
+"""About Horovod's compiled module, which does not exist here."""
+
+
+@requires("horovod")
+def test_names_and_parameters_are_horovods() -> None:
+    (differences,) = run_ranks(differences_from_horovod, num_processes=1)
+    assert not differences, "\n".join(differences)
