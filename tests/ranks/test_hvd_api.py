@@ -10,6 +10,8 @@ import pytest
 import torch
 from launchers import requires, run_ranks
 
+from hvd_trainer.tools.run import horovod_package
+
 pytestmark = pytest.mark.warm
 
 
@@ -83,3 +85,10 @@ OF_EXTENSION = (
 def test_names_and_parameters_are_horovods() -> None:
     (differences,) = run_ranks(differences_from_horovod, num_processes=1)
     assert not differences, "\n".join(differences)
+
+
+@requires("horovod")
+def test_horovod_run_has_horovods_parameters() -> None:
+    import horovod
+
+    assert parameters(horovod_package.run) == parameters(horovod.run)

@@ -282,13 +282,13 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _period(profile: RankProfile) -> float | None:
-    """Return after how many steps a slow one comes again; None if that is not regular."""
+    """Return after how many steps a slow one comes again; None if that is not regular, or they come in a row."""
     # Other programs make some steps slow, too, but less so.
     least = profile.typical_s + 0.5 * (max(profile.durations) - profile.typical_s)
     large = [number for number in profile.slow if profile.durations[number] > least]
     gaps = [b - a for a, b in zip(large, large[1:], strict=False)]
     usual = median(gaps) if len(gaps) >= 2 else 0
-    is_regular = sum(abs(gap - usual) <= 0.1 * usual for gap in gaps) > 0.6 * len(gaps) if usual else False
+    is_regular = sum(abs(gap - usual) <= 0.1 * usual for gap in gaps) > 0.6 * len(gaps) if usual > 1 else False
     return usual if is_regular else None
 
 

@@ -226,6 +226,19 @@ CASES = {
         *("gil", 30, "train.py:70 watch, sum: move the thread 'prefetch' of rank 1 to a process"),
         *("waits 30.0 of 40.0 ms for the GIL, which the thread 'prefetch' has: train.py:70", 1),
     ),
+    # A thread that has the GIL for some steps makes these slow, one after the other: it was "every 1 steps".
+    "a thread that holds the GIL for some steps": Case(
+        (
+            make_rank(
+                COMPUTE._replace(ms=10, gil=0.75, cpu=0.25),
+                Part(15, (LOOP, MODULE), "step", slow=1.0),
+                Part(10, (THREAD,), "", cpu=0.9, thread="prefetch"),
+                durations_ms=(*[10] * 22, *[135] * 3),
+            ),
+        ),
+        *("gil", 8.5, "train.py:70 watch, sum: move the thread 'prefetch'"),
+        rank=0,
+    ),
     "hiccups": Case(
         (make_rank(COMPUTE, CALL._replace(slow=1.0), durations_ms=(*[10] * 9, 510)),),
         *("hiccups", 50, f"{AT_CALLBACK}: it takes 500 ms every 10 steps"),
