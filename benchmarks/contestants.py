@@ -111,6 +111,8 @@ LOADERS = tuple(
         ("DALI", "torchrun", _RAW_LOADING, "DALI", "nvidia.dali"),
         ("hvd_trainer ddp", "torchrun", _OUR_LOADING, "ddp", None),
         ("hvd_trainer horovod", "horovodrun", _OUR_LOADING, "horovod", None),
+        ("hvd_trainer ddp, DALI", "torchrun", _OUR_LOADING, "ddp --dali", "nvidia.dali"),
+        ("hvd_trainer horovod, DALI", "horovodrun", _OUR_LOADING, "horovod --dali", "nvidia.dali"),
     )
     if job is IMAGES or not name.endswith(("bytes", "DALI"))
 )

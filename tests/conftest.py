@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -212,6 +213,7 @@ def _is_pythons_own_helper(process: psutil.Process) -> bool:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if anything that it started is still there."""
+    gc.collect()  # a loader in the traceback of an expected error has its processes until then
     slurm_cluster.stop_shared()
     warm.stop_shared()
     started = process_tree.with_descendants(

@@ -44,17 +44,18 @@ def by_torchdata(folder: Path, kind: str, *, pixels: bool) -> Iterable[tuple[Ten
     return ((normalise(x) if pixels else x, y) for x, y in Loader(batches))
 
 
-def by_dali(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """DALI's pipeline on the CPU, with one thread of its own."""
+def by_dali(folder: Path, shard: int, num_shards: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One pass of DALI's pipeline on the CPU, with one thread of its own; two batches are valid at a time."""
     from nvidia.dali import fn, pipeline_def, types
 
-    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=dist.get_rank())  # type: ignore[untyped-decorator]
+    # One batch is made while two are in use.
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=seed, prefetch_queue_depth=3)  # type: ignore[untyped-decorator]
     def images() -> Any:
         encoded, labels = fn.readers.file(
             file_root=str(folder / "images"),
             random_shuffle=True,
-            shard_id=dist.get_rank(),
-            num_shards=dist.get_world_size(),
+            shard_id=shard,
+            num_shards=num_shards,
             name="files",
         )
         pixels = fn.decoders.image_random_crop(encoded, device="cpu", output_type=types.RGB)
@@ -69,9 +70,13 @@ def by_dali(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
 
     pipeline = images()
     pipeline.build()
-    size = -(-pipeline.reader_meta("files")["epoch_size"] // dist.get_world_size())
-    for begin in range(0, size, BATCH):
-        x, y = (torch.from_dlpack(tensors.as_tensor()) for tensors in pipeline.run())
+    size = -(-pipeline.reader_meta("files")["epoch_size"] // num_shards)
+    pipeline.schedule_run()
+    for number, begin in enumerate(range(0, size, BATCH)):
+        if number >= 2:
+            pipeline.release_outputs()
+        pipeline.schedule_run()
+        x, y = (torch.from_dlpack(tensors.as_tensor()) for tensors in pipeline.share_outputs())
         count = min(BATCH, size - begin)
         yield x[:count], y[:count].flatten().long()
 
@@ -89,7 +94,9 @@ def main() -> None:
     model = DistributedDataParallel(Small(args.kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if args.loader == "DALI":
-        batches: Iterable[tuple[Tensor, Tensor]] = by_dali(args.data_dir)
+        batches: Iterable[tuple[Tensor, Tensor]] = by_dali(
+            args.data_dir, dist.get_rank(), dist.get_world_size(), seed=dist.get_rank()
+        )
     else:
         make_batches = by_data_loader if args.loader == "DataLoader" else by_torchdata
         batches = make_batches(args.data_dir, args.kind, pixels=args.pixels)

@@ -1,6 +1,7 @@
 """Data for one rank: which samples it takes, and how it loads them."""
 
 from hvd_trainer.data.batch import Batch, samples_in
+from hvd_trainer.data.batch_source import BatchSource
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.factory import make_loader
 from hvd_trainer.data.loader import DataShard, Loader, LoaderPlan
@@ -8,6 +9,7 @@ from hvd_trainer.data.per_node import once_per_node
 
 __all__ = [
     "Batch",
+    "BatchSource",
     "DataShard",
     "Loader",
     "LoaderPlan",

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hvd_trainer.backends import Backend
+from hvd_trainer.data.batch_source import BatchSource, SourceLoader
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.loader import DatasetLoader, Loader, LoaderPlan, TensorLoader
 from hvd_trainer.data.stream import StreamLoader
@@ -25,14 +26,14 @@ def make_loader(
 
     Args:
         data: `TensorData` or `TensorDataset` of two tensors (in memory, unless workers or a `collate` are asked
-            for), a `Dataset`, a list of samples, or an `IterableDataset`. A sample is a pair of inputs and
-            targets.
+            for), a `Dataset`, a list of samples, an `IterableDataset`, or a `BatchSource`. A sample is a pair of
+            inputs and targets.
         plan: how data is sharded and loaded.
         collate: makes a batch from a list of samples, as in `DataLoader`.
 
     Raises:
         DataError: `data` is none of these, or empty.
-        OptionError: virtual ranks for a stream, or prefetching without workers.
+        OptionError: virtual ranks for a stream or a source of batches, or prefetching without workers.
     """
     loader = _make_loader(data, backend, plan, collate)
     if plan.prefetch is not None and not loader.num_workers:
@@ -52,12 +53,14 @@ def _make_loader(
             "Give the data set, not a DataLoader: the trainer shards and batches it itself. "
             "With `loader` being yours, that is loader.dataset; batch size and workers are options."
         )
+    if isinstance(data, BatchSource):
+        return SourceLoader(data, backend, plan)
     if isinstance(data, IterableDataset):
         return StreamLoader(data, backend, plan, collate)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataError(
             f"Cannot load batches from a {kind}: a data set has __len__ and __getitem__, or derives from "
-            f"torch.utils.data.IterableDataset."
+            f"torch.utils.data.IterableDataset; a loader that shards by itself is a BatchSource."
         )
     if len(data) == 0:
         raise DataError(f"The data set ({kind}) is empty.")

@@ -46,10 +46,7 @@ class _Stream(IterableDataset[Any]):
 class StreamLoader(Loader):
     """Load an `IterableDataset`, of which every rank and worker reads all samples and takes its share.
 
-    At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
-    them, take that many samples, and end together when a rank has none: training leaves out fewer samples per
-    epoch than there are ranks, evaluation none. They agree on the host while accelerators still compute the step
-    before, because the loop asks for a batch one step ahead.
+    Training leaves out fewer samples per epoch than there are ranks, evaluation none.
 
     `set_epoch` of a data set that has it is called before each pass.
     """
@@ -72,16 +69,7 @@ class StreamLoader(Loader):
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        batches = self._pass(epoch, consumed)
-        for number in itertools.count():
-            batch = next(batches, None)
-            mine = 0 if batch is None else samples_in(batch)
-            smallest = int(self.backend.collectives.all_reduce_numbers([mine], "min")[0])
-            if smallest == 0 and number == 0 and consumed == 0:
-                raise DataError(f"{self.name} gave fewer samples than there are ranks: nothing to train on.")
-            if batch is None or smallest == 0:
-                return
-            yield batch if smallest == mine else first_samples(batch, smallest)
+        return equal_batches(self._pass(epoch, consumed), self.backend, self.name, may_be_empty=consumed > 0)
 
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, 0)
@@ -98,3 +86,30 @@ class StreamLoader(Loader):
         self._stream.seed = seed = derive_seed(self.plan.seed, epoch, self._shard.number)
         batches = self._to_device(self._loader)
         return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)
+
+
+def equal_batches(
+    batches: Iterator[Batch], backend: Backend, name: str, *, may_be_empty: bool = False
+) -> Iterator[Batch]:
+    """Yield batches of which each is as large as those of all ranks; end when a rank has none. A collective.
+
+    At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
+    them, and take that many samples. They agree on the host while accelerators still compute the step before,
+    because the loop asks for a batch one step ahead.
+
+    Args:
+        name: of the data, in errors.
+        may_be_empty: there may be no batch, as after an interruption at the end of an epoch.
+
+    Raises:
+        DataError: a rank has no sample at all.
+    """
+    for number in itertools.count():
+        batch = next(batches, None)
+        mine = 0 if batch is None else samples_in(batch)
+        smallest = int(backend.collectives.all_reduce_numbers([mine], "min")[0])
+        if smallest == 0 and number == 0 and not may_be_empty:
+            raise DataError(f"{name} gave fewer samples than there are ranks: nothing to train on.")
+        if batch is None or smallest == 0:
+            return
+        yield batch if smallest == mine else first_samples(batch, smallest)

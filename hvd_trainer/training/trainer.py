@@ -124,7 +124,8 @@ class Trainer:
             model: any module that takes a batch of inputs.
             optimizer: any optimizer over its parameters.
             loss: returns the mean loss (a scalar) from outputs and targets.
-            train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets).
+            train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), or a
+                `BatchSource` of batches.
             scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
                 and decay of the learning rate multiply its rate while a step is taken.
             metrics: by name; functions of outputs and targets that return a value per sample or their mean over

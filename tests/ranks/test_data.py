@@ -65,17 +65,20 @@ def test_steps_are_slices_of_the_epochs_order(facts: list[dict[str, Any]]) -> No
 
 def test_evaluation_counts_every_sample_once(facts: list[dict[str, Any]]) -> None:
     for count in (FEW, NUM):
-        for path in range(2):
+        for path in range(3):
             ids = sorted(i for rank in facts for i in rank["evaluation"][count][path])
             assert ids == list(range(count))
 
 
-def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", ["streams", "sources"])
+def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]], kind: str) -> None:
     """Slices are those of a map-style data set, whatever the workers; fewer samples than ranks are left over."""
     size = len(facts)
+    # A source of batches goes on after whole steps.
+    later = 2 if kind == "streams" else BATCH * size
     for count, workers in STREAMS:
-        for number, (epoch, consumed) in enumerate(((0, 0), (1, 0), (1, 2))):
-            mine = [rank["streams"][f"{count}/{workers}"][number] for rank in facts]
+        for number, (epoch, consumed) in enumerate(((0, 0), (1, 0), (1, later))):
+            mine = [rank[kind][count, workers][number] for rank in facts]
             expected = [i + 100 * epoch for i in range(consumed, count)]
             assert len({tuple(map(len, batches)) for batches in mine}) == 1, "ranks of unequal steps hang"
             found = [i for step in range(len(mine[0])) for i in step_of(mine, step)]

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
-from hvd_trainer.data import Loader, LoaderPlan, TensorData, make_loader, once_per_node
+from hvd_trainer.data import DataShard, Loader, LoaderPlan, TensorData, make_loader, once_per_node
 from hvd_trainer.errors import DataError
 
 NUM, FEW, BATCH = 23, 2, 4
@@ -51,6 +51,18 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([number]), {"id": number + 100 * self.epoch}
 
 
+class Batches:
+    """The samples of `Stream` from a loader that makes batches by itself."""
+
+    def __init__(self, count: int, batch_size: int = BATCH) -> None:
+        self.count, self.batch_size = count, batch_size
+
+    def batches(self, shard: DataShard, epoch: int | None) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        ids = torch.arange(shard.number, self.count, shard.size)
+        for part in ids.split(self.batch_size) if len(ids) else ():
+            yield part.unsqueeze(1), {"id": part + 100 * (epoch or 0)}
+
+
 def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targets: targets) -> list[list[int]]:
     found = []
     for inputs, targets in batches:
@@ -62,10 +74,12 @@ def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targe
 def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
     """Return all that is recorded about data on one engine in one launch."""
     with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        later = BATCH * backend.world.size
         facts = {
             "training": {kind: training(backend, kind) for kind in ("memory", "loader", "workers")},
             "evaluation": {count: evaluation(backend, count) for count in (FEW, NUM)},
-            "streams": {f"{count}/{workers}": streams(backend, count, workers) for count, workers in STREAMS},
+            "streams": {case: streams(backend, Stream(case[0]), workers=case[1]) for case in STREAMS},
+            "sources": {case: streams(backend, Batches(case[0]), later) for case in STREAMS},
             "too short": too_short(backend),
             "seeds": taken(loader(backend, Seeds(), 1).evaluation()),
             "once": once(backend, Path(folder)),
@@ -90,16 +104,19 @@ def training(backend: Backend, kind: str) -> list[list[list[int]]]:
 
 def evaluation(backend: Backend, count: int) -> list[list[int]]:
     whole = numbers(count)
-    stream = taken(loader(backend, Stream(count)).evaluation(), lambda targets: targets["id"])
+    stream, source = (
+        taken(loader(backend, data).evaluation(), lambda targets: targets["id"])
+        for data in (Stream(count), Batches(count))
+    )
     listed = taken(loader(backend, [whole[i] for i in range(count)]).evaluation())
     memory = taken(loader(backend, whole).evaluation())
     assert memory == listed
-    return [sum(memory, []), sum(stream, [])]
+    return [sum(memory, []), sum(stream, []), sum(source, [])]
 
 
-def streams(backend: Backend, count: int, workers: int) -> list[list[list[int]]]:
-    mine = loader(backend, Stream(count), workers)
-    return [taken(mine.epoch(*where), lambda targets: targets["id"]) for where in ((0,), (1,), (1, 2))]
+def streams(backend: Backend, data: Any, consumed: int = 2, workers: int = 0) -> list[list[list[int]]]:
+    mine = loader(backend, data, workers)
+    return [taken(mine.epoch(*where), lambda targets: targets["id"]) for where in ((0,), (1,), (1, consumed))]
 
 
 def too_short(backend: Backend) -> str:

@@ -23,6 +23,7 @@ from hvd_trainer import (
     TrainOptions,
     accuracy,
 )
+from hvd_trainer.data import DataShard
 
 NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
 ODD = 107  # and one sample is trained on twice, or in a stream left out
@@ -83,6 +84,18 @@ class Flow(IterableDataset[tuple[Tensor, Tensor]]):
             yield noisy(inputs.view(1, -1))[0], target
 
 
+class Batches:
+    """The same data in batches, which a loader of its own shards and makes noisy."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def batches(self, shard: DataShard, epoch: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, targets = (tensor[shard.number :: shard.size] for tensor in tensors(self.num))
+        batch_size = GLOBAL_BATCH // shard.size
+        yield from zip(map(noisy, inputs.split(batch_size)), targets.split(batch_size), strict=True)
+
+
 def halve(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -94,6 +107,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "no workers": {"data": Items, "train": {"workers": 0}},
     "stream": {"data": Flow, "train": {"workers": 0}},
     "stream through workers": {"data": Flow, "train": {"workers": 2}},
+    "stream of batches": {"data": Batches},
     "scheduler, clipping, accumulation": {"scheduler": halve, "train": {"accumulate": 2, "max_norm": 0.5}},
     "fp16": {"train": {"precision": "fp16"}},
 }

@@ -7,15 +7,15 @@ from typing import Any
 import data_checks
 import pytest
 import torch
-from data_checks import Stream, numbers
+from data_checks import Batches, Stream, numbers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvd_trainer import Trainer, TrainerOptions
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.config.options import TrainOptions
-from hvd_trainer.data import samples_in
-from hvd_trainer.errors import DataError
+from hvd_trainer.data import LoaderPlan, make_loader, samples_in
+from hvd_trainer.errors import DataError, OptionError
 
 
 def trainer(**train: Any) -> Trainer:
@@ -61,6 +61,11 @@ BAD = [
     (lambda: [], "The data set (list) is empty"),
     (lambda: TensorDataset(torch.zeros(0, 1), torch.zeros(0)), "The data set (TensorDataset) is empty"),
     (lambda: Stream(0), "Stream gave fewer samples"),
+    (lambda: Batches(0), "Batches gave fewer samples"),
+    (
+        lambda: Batches(8, 8),
+        "a batch of 8 samples, and a rank's batch has 4 (--batch-size): make batches of 4, or",
+    ),
     (lambda: Sized({"image": torch.zeros(1), "label": 1}, 8), "found"),
     (lambda: Sized((torch.zeros(1), 1, 2), 8), "but is a tuple of 3"),
     (lambda: Sized(("a", "b"), 8), "A batch should hold tensors"),
@@ -74,6 +79,12 @@ def test_invalid_data_set_is_named(make: Any, words: str) -> None:
         fit(make())
     wanted = "but is a dict with image, label. Let the data set give pairs" if words == "found" else words
     assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Stream, Batches])
+def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any) -> None:
+    with trainer() as mine, pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
+        make_loader(kind(8), mine.backend, LoaderPlan(4, virtual_ranks=1))
 
 
 def test_unequal_tensors_are_refused() -> None:
@@ -90,6 +101,11 @@ def test_tensor_dataset_list_and_stream_train_alike() -> None:
         losses.append(fit(data, data)[0]["test_loss"])
     assert losses[0] == losses[1] == losses[2]
     assert fit([(x.float(), y) for x, y in Stream(8)], Stream(8), model=ToFloat())[0]["samples"] == 8
+    losses.clear()
+    for kind in (Stream, Batches):
+        torch.manual_seed(0)
+        losses.append(fit(kind(8), kind(8), model=ToFloat())[0]["test_loss"])
+    assert losses[0] == losses[1]
 
 
 class ToFloat(nn.Linear):
