@@ -19,17 +19,15 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.compare.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.compare.report import show
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.command import read_command
-from hvd_trainer.tools.runner.folder import locked_folder
+from hvd_trainer.tools.runner.command import is_trainer_job, read_command
+from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
+from hvd_trainer.tools.runner.folder import RunRecord, locked_folder, read_runs
 from hvd_trainer.tools.runner.formats import check_installed, number
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
-from hvd_trainer.tools.runner.records import RunRecord, read_runs
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural

@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, trial: Trial) -> Shape | None:
         """Return the shape of a trial; None if its options are not known, or cannot be."""
-        options = trial.options
+        options = trial.job_options
         if options is None or trial.reason is not None:
             return None
         parallel = options.parallel

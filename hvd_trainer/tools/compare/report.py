@@ -126,7 +126,7 @@ def conditions(comparison: Comparison) -> list[str]:
     return [
         f"{scaling} the same{known}.",
         f"{plural(trial.threads, 'CPU thread')} per rank; the first "
-        f"{plural(trial.conditions['warmup_steps'], 'step')} of each run do not count; medians over the rounds.",
+        f"{plural(trial.warmup_steps, 'step')} of each run do not count; medians over the rounds.",
         *comparison.unseen,
         "Machine: " + ", ".join(f"{name} {value}" for name, value in comparison.machine.items()) + ".",
     ]

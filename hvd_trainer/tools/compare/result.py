@@ -10,13 +10,13 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from hvd_trainer.tools.compare.equal_work import Side
 from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
 from hvd_trainer.tools.compare.variants import Axis
+from hvd_trainer.tools.runner.equal_work import Side
+from hvd_trainer.tools.runner.folder import RunRecord
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
-from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 

@@ -6,7 +6,6 @@ Nothing is started here. A trial that cannot be is found by the checks that the 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,9 +21,8 @@ from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, script_checksum
+from hvd_trainer.tools.runner.folder import key_of
 from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"
@@ -88,28 +86,52 @@ def read_entries(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(MeasuredTrial):
     """One entry on one number of ranks, with one variant of the job."""
 
     entry: Entry
-    ranks: int
     threads: int
-    """of each rank, on the CPU"""
     variant: Variant
-    conditions: Mapping[str, Any]
-    """what else decides on its figures: versions, steps that do not count"""
-    steps: int | None = None
-    """that each run makes, warm-up included; None: as many as the job does by itself"""
+
+    @classmethod
+    def of(
+        cls,
+        entry: Entry,
+        ranks: int,
+        variant: Variant,
+        *,
+        threads: int,
+        steps: int | None,
+        conditions: Mapping[str, Any],
+    ) -> Trial:
+        """Return a trial; `conditions` is what else decides on its figures: versions, steps that do not count."""
+        job = variant.identity
+        if entry.script is not None:
+            job = {"words": [*entry.script], "script": script_checksum(entry.script)}
+        own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
+        return cls(
+            entry=entry,
+            variant=variant,
+            job=entry.script or variant.words,
+            engine=entry.engine,
+            ranks=ranks,
+            threads=threads,
+            steps=steps,
+            warmup_steps=conditions["warmup_steps"],
+            native=not entry.is_job,
+            label=", ".join(filter(None, (f"{entry.name} x {ranks}", variant.label))),
+            identity={**own, **job, **conditions},
+        )
 
     @cached_property
-    def options(self) -> TrainerOptions | None:
+    def job_options(self) -> TrainerOptions | None:
         """The job's options on its engine; None without `--vary`."""
         return self.variant.options and with_values(self.variant.options, {"backend": self.entry.engine})
 
     @cached_property
     def reason(self) -> str | None:
         """Why it cannot be; None if it can, as far as is known without starting it."""
-        return None if self.options is None else why_impossible(self.options, self.ranks)
+        return None if self.job_options is None else why_impossible(self.job_options, self.ranks)
 
     @property
     def series(self) -> str:
@@ -117,48 +139,13 @@ class Trial:
         return ", ".join(filter(None, (self.entry.name, self.variant.label)))
 
     @property
-    def label(self) -> str:
-        """`ddp x 2, chunks 4`."""
-        return ", ".join(filter(None, (f"{self.entry.name} x {self.ranks}", self.variant.label)))
-
-    @property
     def values(self) -> Mapping[str, str]:
         """Its place on each axis."""
         return {ENTRIES: self.entry.name, RANKS: str(self.ranks), **self.variant.values}
 
-    @property
-    def measured(self) -> MeasuredTrial:
-        """This trial as the runner starts and reads it."""
-        return MeasuredTrial(
-            job=self.entry.script or self.variant.words,
-            engine=self.entry.engine,
-            ranks=self.ranks,
-            threads=self.threads,
-            steps=self.steps,
-            warmup_steps=self.conditions["warmup_steps"],
-            native=not self.entry.is_job,
-        )
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """All that decides on its figures, in plain JSON."""
-        script = self.entry.script
-        job = self.variant.identity if script is None else {"words": [*script], "script": script_checksum(script)}
-        own = {"entry": self.entry.name, "engine": self.entry.engine, "ranks": self.ranks}
-        return {**own, "threads": self.threads, "steps": self.steps, **job, **self.conditions}
-
     @cached_property
     def key(self) -> str:
         return key_of(self.identity)
-
-    def start(self, log: Path) -> Start:
-        """Return how to start a run of it."""
-        start = self.measured.start(log)
-        if self.entry.engine != "data-parallel":
-            return start
-        # DataParallel takes all GPUs that it sees.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
-        return start._replace(variables={"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])})
 
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run of it; None if it did not come to its end.
@@ -166,7 +153,7 @@ class Trial:
         Raises:
             OptionError: no step counts, or each rank has trained alone.
         """
-        figures = self.measured.read(log)
+        figures = super().read(log)
         if figures is not None:
             self.check_steps(figures)
         return figures
@@ -177,7 +164,7 @@ class Trial:
         Raises:
             OptionError: all of them belong to the warm-up, or each rank has trained alone.
         """
-        work, warmup_steps = figures["work"], self.conditions["warmup_steps"]
+        work = figures["work"]
         if work.get("world_size", self.ranks) != self.ranks:
             raise OptionError(
                 f"{self.label}: the script has started no engine with {plural(self.ranks, 'rank')}, so that each "
@@ -186,8 +173,8 @@ class Trial:
             )
         if "step_s" not in figures:
             raise OptionError(
-                f"{self.label} makes {plural(work['steps'], 'step')}, and the first {warmup_steps} do not count: "
-                f"give the job more --epochs, or type a lower --warmup-steps"
+                f"{self.label} makes {plural(work['steps'], 'step')}, and the first {self.warmup_steps} do not "
+                f"count: give the job more --epochs, or type a lower --warmup-steps"
             )
 
 
@@ -205,7 +192,7 @@ def make_trials(
     `single` is on one rank only, `data-parallel` never is.
     """
     return [
-        Trial(entry=entry, ranks=ranks, threads=threads, variant=variant, conditions=conditions, steps=steps)
+        Trial.of(entry, ranks, variant, threads=threads, steps=steps, conditions=conditions)
         for ranks, variant, entry in itertools.product(numbers, variants, entries)
         if entry.engine != ("data-parallel" if ranks == 1 else "single")
     ]

@@ -28,12 +28,11 @@ from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_tried, sentences, show
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
-from hvd_trainer.tools.runner.folder import locked_folder
+from hvd_trainer.tools.runner.folder import RunRecord, locked_folder
 from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.ratio import MIN_ROUNDS, ratio
-from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.utils.text import plural
 

@@ -14,13 +14,11 @@ from hvd_trainer.tools.diagnose.causes import MIN_SHARE, find_causes
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
-from hvd_trainer.tools.runner import all_reduce
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
+from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job
+from hvd_trainer.tools.runner.folder import RunRecord
 from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.trial_runner import JobTrial, Trial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 
 WARMUP_STEPS = 5
@@ -106,14 +104,9 @@ class Trials:
 
     def measure_exchanges(self) -> None:
         """Measure how long exchanges take by their size."""
-
-        def start(log: Path) -> Start:
-            normal = self.normal
-            words = [*all_reduce.JOB, "--backend", normal.engine, "--log-dir", str(log)]
-            words += ["--sizes", *map(str, EXCHANGE_BYTES)]
-            return Start(command_for(LAUNCHER_OF[normal.engine], normal.ranks, words), threads=normal.threads)
-
-        run = self._run(JobTrial("exchanges", {}, start, all_reduce.read_result))
+        normal, sizes = self.normal, map(str, EXCHANGE_BYTES)
+        trial = all_reduce_trial("exchanges", normal.engine, normal.ranks, normal.threads, "--sizes", *sizes)
+        run = self._run(trial)
         if run.state == "done":
             self._line = Line.through(run.figures["seconds"])
 

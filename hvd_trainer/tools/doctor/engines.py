@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.horovod_build.facts import Facts
 from hvd_trainer.tools.doctor.findings import Finding, error, ok
-from hvd_trainer.tools.runner.all_reduce import JOB, LARGE, SMALL, read_result
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
+from hvd_trainer.tools.runner.all_reduce import JOB, LARGE, SMALL, all_reduce_trial
+from hvd_trainer.tools.runner.command import LAUNCHER_OF
 from hvd_trainer.tools.runner.machine import threads_per_rank
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 RANKS, RUN_TIMEOUT_S = 2, 120.0
@@ -37,22 +35,16 @@ def device_of(facts: Facts, engine: str) -> str:
 def prove_engine(engine: str, device: str) -> Finding:
     """Start the job with two ranks on an engine, as a user would, and return a finding about it."""
     name, launcher = f"run {engine}", LAUNCHER_OF[engine]
-    job = [*JOB, "--backend", engine, "--device", device]
-
-    def start(log: Path) -> Start:
-        words = [*job, "--log-dir", str(log), "--began", str(time.time())]
-        return Start(command_for(launcher, RANKS, words), threads=threads_per_rank(RANKS))
-
+    trial = all_reduce_trial(name, engine, RANKS, threads_per_rank(RANKS), "--device", device)
     with tempfile.TemporaryDirectory(prefix="hvd_trainer-doctor-") as folder:
         try:
-            trial = JobTrial(name, {"engine": engine}, start, read_result)
             run = TrialRunner(Path(folder), limit_s=RUN_TIMEOUT_S).run(trial)
         except OptionError:
             return error(name, f"there is no {launcher} here", f"{INSTALL_HOROVOD} --force")
     if run.state != "done":
         note = f"no end after {RUN_TIMEOUT_S:g} s" if run.seconds >= RUN_TIMEOUT_S else run.note
         two = "-np 2 python" if launcher == "horovodrun" else "--standalone --nproc-per-node 2"
-        remedy = f"{launcher} {two} {' '.join(job)}    (prints all of it)"
+        remedy = f"{launcher} {two} {' '.join(JOB)} --backend {engine} --device {device}    (prints all of it)"
         return error(name, f"{RANKS} ranks by {launcher} failed: {note}", remedy)
     started_s, seconds = float(run.figures["started_s"]), dict(run.figures["seconds"])
     small_ms, large_ms, gb_per_s = 1000 * seconds[SMALL], 1000 * seconds[LARGE], LARGE / 1e9 / seconds[LARGE]

@@ -15,10 +15,11 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.tools.parity.comparison import compare_all
 from hvd_trainer.tools.parity.report import print_report
-from hvd_trainer.tools.parity.traced_runs import Plan, parse_engines, steps_of, trace_all
+from hvd_trainer.tools.parity.traced_runs import parse_engines, steps_of, trace_all
 from hvd_trainer.tools.runner.command import OURS, read_command
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.machine import threads_per_rank
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ def main(argv: Sequence[str]) -> int:
     # All runs are new ones, from their first step.
     options, job = read_command("parity", Options, argv, reserved=(*OURS, "--trace-steps", "--resume"))
     engines = parse_engines(options.engines, job)
-    threads = options.threads or threads_per_rank(options.np)
-    plan = Plan(job, steps_of(job, options.steps), options.np, threads, options.timeout_s)
+    threads, steps = options.threads or threads_per_rank(options.np), steps_of(job, options.steps)
     with locked_folder(options.out) as folder:
-        traced = trace_all(engines, plan, folder)
+        runner = TrialRunner(
+            folder, limit_s=options.timeout_s, resume=False
+        )  # the job may have been changed since
+        traced = trace_all(engines, job, options.np, threads, steps, runner)
         traces = [its.trace for its in traced if its.trace is not None]
         pairs = compare_all(traces, options.tolerance)
         print_report(traced, pairs, folder)

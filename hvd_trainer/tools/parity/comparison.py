@@ -28,7 +28,7 @@ from hvd_trainer.tools.parity.tensors import (
 )
 from hvd_trainer.tools.parity.tolerance import Tolerance, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
-from hvd_trainer.tools.runner.aspects import ASPECTS
+from hvd_trainer.tools.runner.equal_work import ASPECTS
 from hvd_trainer.utils.text import plural
 
 MAX_EVALUATION_ROUNDING = 1e-5

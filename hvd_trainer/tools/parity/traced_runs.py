@@ -10,12 +10,10 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, NOT_SAVED, command_for, option_values
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job, option_values
+from hvd_trainer.tools.runner.folder import RunRecord
 from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import Start
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
 
 TRACES_FOLDER = "traced"
@@ -61,41 +59,40 @@ def parse_engines(text: str, job: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name == "single")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The options with which the job is started on each engine."""
+@dataclass(frozen=True, kw_only=True)
+class TracedTrial(MeasuredTrial):
+    """A way to run the job on an engine: as a user would type it, but for the steps that are traced."""
 
-    job: tuple[str, ...]
-    steps: int
-    ranks: int
-    threads: int
-    """of each rank, on the CPU"""
-    limit_s: float
-
-    def start(self, engine: str, log: Path, like: Trace | None = None) -> Start:
-        """Return how to run the job on an engine: as a user would type it, but for the steps that are traced.
+    @classmethod
+    def of(
+        cls, job: Sequence[str], engine: str, ranks: int, threads: int, steps: int, like: Trace | None = None
+    ) -> TracedTrial:
+        """Return a trial that traces `steps` steps.
 
         Args:
-            log: the log folder.
             like: for `single`: a run on many ranks, whose global batch it takes.
-
-        Raises:
-            OptionError: the launcher is not installed.
         """
-        if not is_trainer_job(self.job):
-            return MeasuredTrial(
-                job=self.job,
-                engine=engine,
-                ranks=self.ranks,
-                threads=self.threads,
-                steps=self.steps,
-                probe={"trace_steps": self.steps},
-            ).start(log)
-        words = [*self.job, *NOT_SAVED, "--max-steps", str(self.steps), "--trace-steps", str(self.steps)]
-        words += ["--backend", engine, "--log-dir", str(log)]
-        if engine == "single" and like is not None:
-            words += global_batch_options(like)
-        return Start(command_for(LAUNCHER_OF[engine], self.ranks, words), threads=self.threads)
+        options: list[str] = []
+        if is_trainer_job(job):  # which ends with its data, as by itself
+            options = [*NOT_SAVED, "--max-steps", str(steps), "--trace-steps", str(steps)]
+            options += [] if like is None or engine != "single" else global_batch_options(like)
+        ranks = 1 if engine == "single" else ranks
+        return cls(
+            job=job,
+            engine=engine,
+            ranks=ranks,
+            threads=threads,
+            steps=None if options else steps,
+            options=options,
+            probe={"trace_steps": steps},
+            label=f"{engine} on {plural(ranks, 'rank')}",
+            identity={"engine": engine, "ranks": ranks, "words": [*job, *options]},
+        )
+
+    def read(self, log: Path) -> dict[str, Any] | None:
+        """Return the number of steps that were traced; None if a rank has no trace."""
+        trace = read_trace(self.engine, log)
+        return None if trace is None or trace.size != self.ranks else {"steps": len(trace.steps)}
 
 
 def global_batch_options(like: Trace) -> list[str]:
@@ -112,36 +109,23 @@ def global_batch_options(like: Trace) -> list[str]:
     return ["--accumulate", str(int(options["accumulate"]) * size)]
 
 
-def trace_all(engines: Sequence[str], plan: Plan, folder: Path) -> list[TracedRun]:
+def trace_all(
+    engines: Sequence[str], job: Sequence[str], ranks: int, threads: int, steps: int, runner: TrialRunner
+) -> list[TracedRun]:
     """Run the job on each engine and print each result; after a failed run the others are run all the same."""
-    shutil.rmtree(folder / TRACES_FOLDER, ignore_errors=True)
-    for engine in engines:
-        plan.start(engine, folder)  # raises before the first run if a launcher is missing
-    runner = TrialRunner(folder, limit_s=plan.limit_s, resume=False)  # the job may have been changed since
+    traces = runner.folder / TRACES_FOLDER
+    shutil.rmtree(traces, ignore_errors=True)
+    traces.mkdir()
+    for engine in engines:  # raises before the first run if a launcher is missing
+        TracedTrial.of(job, engine, ranks, threads, steps).start(traces)
     done: list[TracedRun] = []
     for engine in engines:
         like = next((its.trace for its in done if its.trace is not None), None)
-        done.append(_trace(engine, plan, runner, like))
+        trial = TracedTrial.of(job, engine, ranks, threads, steps, like)
+        run = runner.run(trial, keep=traces / engine)
+        made = run.figures.get("steps", steps)
+        said = plural(made, "step") if run.state == "done" else run.state
+        more = f", as the job makes no more than {made}" if made < steps else ""
+        print(f"{trial.label}: {said} ({run.seconds:.0f} s){more}", flush=True)
+        done.append(TracedRun(engine, run, read_trace(engine, traces / engine)))
     return done
-
-
-def _trace(engine: str, plan: Plan, runner: TrialRunner, like: Trace | None) -> TracedRun:
-    log, ranks = runner.folder / TRACES_FOLDER / engine, 1 if engine == "single" else plan.ranks
-    start = plan.start(engine, log, like)
-
-    def read(_: Path) -> dict[str, Any] | None:
-        """Return the figures of a run that has ended; None if a rank has no trace."""
-        trace = read_trace(engine, log)
-        return None if trace is None or trace.size != ranks else {"steps": len(trace.steps)}
-
-    identity = {"engine": engine, "ranks": ranks, "words": start.command[1:]}
-    label = f"{engine} on {plural(ranks, 'rank')}"
-    run = runner.run(JobTrial(label, identity, lambda _: start, read))
-    seconds = f"({run.seconds:.0f} s)"
-    if run.state == "done":
-        steps = run.figures["steps"]
-        more = f", as the job makes no more than {steps}" if steps < plan.steps else ""
-        print(f"{label}: {plural(steps, 'step')} {seconds}{more}", flush=True)
-    else:
-        print(f"{label}: {run.state} {seconds}", flush=True)
-    return TracedRun(engine, run, read_trace(engine, log))

@@ -18,6 +18,9 @@ import torch
 
 from hvd_trainer.backends import Backend, EngineOptions, create
 from hvd_trainer.errors import BackendError
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, command_for
+from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.trial_runner import JobTrial
 from hvd_trainer.training.job import run_job
 
 JOB = ("-m", "hvd_trainer.tools.runner.all_reduce")
@@ -61,12 +64,24 @@ def measure_all_reduce(options: AllReduceOptions) -> None:
                 (Path(options.log_dir) / RESULT).write_text(text)
 
 
-def read_result(folder: Path) -> Mapping[str, Any] | None:
-    """Return the result that rank 0 wrote, `seconds` as pairs of bytes and seconds; None if it wrote none."""
-    with suppress(OSError, ValueError):
-        result: Mapping[str, Any] = json.loads((folder / RESULT).read_text())
-        return result
-    return None
+def all_reduce_trial(label: str, engine: str, ranks: int, threads: int | None, *words: str) -> JobTrial:
+    """Return a trial of this job, whose figures are what rank 0 writes: `seconds` has pairs of bytes and seconds.
+
+    Args:
+        words: further options of the job.
+    """
+
+    def start(log: Path) -> Start:
+        job = [*JOB, "--backend", engine, *words, "--log-dir", str(log), "--began", str(time.time())]
+        return Start(command_for(LAUNCHER_OF[engine], ranks, job), threads=threads)
+
+    def read(log: Path) -> Mapping[str, Any] | None:
+        with suppress(OSError, ValueError):
+            result: Mapping[str, Any] = json.loads((log / RESULT).read_text())
+            return result
+        return None
+
+    return JobTrial(label, {"engine": engine}, start, read)
 
 
 def check_sum(backend: Backend) -> None:

@@ -6,14 +6,22 @@ script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import ENDLESS, LAUNCHER_OF, NOT_SAVED, command_for, option_of, with_options
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.command import (
+    ENDLESS,
+    LAUNCHER_OF,
+    NOT_SAVED,
+    command_for,
+    is_trainer_job,
+    option_of,
+    with_options,
+)
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
@@ -55,8 +63,11 @@ class MeasuredTrial:
             OptionError: the launcher is not installed.
         """
         if self._is_trainer_job:
-            words = self._trainer_words(log)
-            return Start(command_for(LAUNCHER_OF[self.engine], self.ranks, words), threads=self.threads)
+            command, variables = command_for(LAUNCHER_OF[self.engine], self.ranks, self._trainer_words(log)), {}
+            if self.engine == "data-parallel":  # it takes all GPUs that it sees
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
+                variables = {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
+            return Start(command, variables, self.threads)
         backend = "ddp" if self.engine == "single" else self.engine
         words = ["-m", "hvd_trainer", "run", "--backend", backend, *self.options, "--"]
         if self.native:

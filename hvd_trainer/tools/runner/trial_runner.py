@@ -19,10 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from hvd_trainer.tools.runner.failure_reason import why_it_failed
-from hvd_trainer.tools.runner.folder import clear, log_dir, running
-from hvd_trainer.tools.runner.processes import Start, run_to_end
-from hvd_trainer.tools.runner.records import RUNS, RunRecord, append_run, key_of, read_runs
+from hvd_trainer.tools.runner.folder import RUNS, RunRecord, append_run, clear, key_of, log_dir, read_runs, running
+from hvd_trainer.tools.runner.processes import Start, run_to_end, why_it_failed
 
 
 class Trial(Protocol):
@@ -151,7 +149,7 @@ class TrialRunner:
         Args:
             trial: to run.
             round_: counted from 1.
-            keep: a folder that the run's log folder becomes, however the run ends.
+            keep: where the run's log folder is moved, however the run ends.
             limit_s: after which it is killed, whatever the budget; None: as the runner has it.
         """
         if self.is_done(trial.identity, round_):
@@ -164,16 +162,15 @@ class TrialRunner:
             limit = limit_s
         elif self.left_s < limit:
             limit, option = max(self.left_s, 1.0), "--budget"
-        began_at, began = time.time(), time.monotonic()
+        began_at, began, log = time.time(), time.monotonic(), log_dir(self.folder)
         try:
-            start = trial.start(log_dir(self.folder))
-            code = run_to_end(start, self.folder, place / "output", limit_s=limit)
+            code = run_to_end(trial.start(log), self.folder, place / "output", limit_s=limit)
+            seconds = round(time.monotonic() - began, 2)
+            figures = trial.read(log) if code == 0 else None
         finally:
-            if keep is not None and log_dir(self.folder).exists():
+            if keep is not None and log.exists():
                 shutil.rmtree(keep, ignore_errors=True)
-                shutil.copytree(log_dir(self.folder), keep)
-        seconds = round(time.monotonic() - began, 2)
-        figures = trial.read(log_dir(self.folder)) if code == 0 else None
+                log.rename(keep)
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
         if figures is None:
             was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"

@@ -13,11 +13,11 @@ from compared import FIGURES, JOB, WORK, only, run_of, trials_of, varied
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.compare import cli
-from hvd_trainer.tools.compare.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import Trial
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, make_variants, read_axes
 from hvd_trainer.tools.runner import formats, trial_runner
+from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.runner.processes import Start
 
 
@@ -46,8 +46,8 @@ def test_make_trials_yields_the_product_with_engines_side_by_side() -> None:
     assert len({trial.key for trial in trials}) == len(trials)
     last = trials[-1]
     assert last.ranks == 2
-    assert last.options is not None
-    assert (last.options.parallel.chunks, last.options.engine.backend) == (4, "horovod")
+    assert last.job_options is not None
+    assert (last.job_options.parallel.chunks, last.job_options.engine.backend) == (4, "horovod")
     assert last.variant.words == (*JOB, "--chunks=4")
     assert last.label == "horovod x 2, chunks 4"
 

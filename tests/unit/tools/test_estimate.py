@@ -46,7 +46,7 @@ from hvd_trainer.tools.estimate.points import (
     read_points,
 )
 from hvd_trainer.tools.estimate.projection import Scope, new_cluster_factor, published_near
-from hvd_trainer.tools.runner.records import RunRecord
+from hvd_trainer.tools.runner.folder import RunRecord
 
 NOTHING = Costs(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 """No cost but the link's own."""
@@ -467,7 +467,7 @@ def test_job_from_comparison(tmp_path: Path, run_estimate: Run) -> None:
 def test_from_reads_the_format_of_compare(tmp_path: Path, work: dict[str, Any]) -> None:
     """Read a file that `compare`'s own code has written, of a job and of a script."""
     variants = make_variants(("-m", "hvd_trainer.mnist"), [])
-    (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={})
+    (trial,) = make_trials([Entry("ddp", "ddp")], [1], variants, threads=1, conditions={"warmup_steps": 0})
     work |= {"parameters": 21_840, "device": "cpu", "steps": 10}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
     run = RunRecord(trial.identity, 1, "done", 1.0, figures=figures)

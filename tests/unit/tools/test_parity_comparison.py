@@ -34,14 +34,14 @@ from hvd_trainer.tools.parity.report import as_json, conclusions, details, selec
 from hvd_trainer.tools.parity.tensors import NONE, distance_between
 from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import (
-    Plan,
     TracedRun,
+    TracedTrial,
     global_batch_options,
     parse_engines,
     steps_of,
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
-from hvd_trainer.tools.runner.records import RunRecord
+from hvd_trainer.tools.runner.folder import RunRecord
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 DONE = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)
@@ -336,11 +336,11 @@ def test_invalid_engines_are_refused(engines: str) -> None:
 
 def test_single_comes_last_with_the_global_batch() -> None:
     assert parse_engines("single, ddp", DIGITS) == ["ddp", "single"]
-    plan = Plan((*DIGITS, "--accumulate", "2"), 20, 4, 1, 60.0)
     like = make_trace(ranks=4, accumulate=2)
-    words = plan.start("single", Path("log"), like).command
+    trial = TracedTrial.of((*DIGITS, "--accumulate", "2"), "single", 4, 1, 20, like)
+    words = trial.start(Path("log")).command
     assert words[1 : 1 + len(DIGITS)] == list(DIGITS)
-    assert words[-2:] == ["--accumulate", "8"]
+    assert [words[n + 1] for n, word in enumerate(words) if word == "--accumulate"] == ["8"]
     place = words.index("--max-steps")
     assert words[place : place + 4] == ["--max-steps", "20", "--trace-steps", "20"]
     assert "--save-every-epochs" in words
