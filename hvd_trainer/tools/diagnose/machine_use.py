@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from hvd_trainer.tools.runner.machine import cpu_control_groups, read_text
+
 MIN_CORES = 0.1
 """Cores that a program must have used to be named."""
-PAGES = ("pswpin", "pswpout")
+VMSTAT, PAGES = Path("/proc/vmstat"), ("pswpin", "pswpout")
 THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 """Names in cpu.stat, and their units in seconds."""
 
@@ -105,12 +107,8 @@ def _name(process: psutil.Process) -> str:
 
 def _throttled_s() -> float:
     """Return the seconds for which a limit has stopped this process's control group, by cgroup 2 or cgroup 1."""
-    groups = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
-    places = [f"/sys/fs/cgroup{path}" for _, names, path in groups if names == ""]
-    places += [f"/sys/fs/cgroup/cpu{path}" for _, names, path in groups if "cpu" in names.split(",")]
-    # Within a container the path may be that of the host.
-    for place in (*places, "/sys/fs/cgroup", "/sys/fs/cgroup/cpu"):
-        stat = dict(line.split() for line in _lines(f"{place}/cpu.stat"))
+    for folder in reversed(cpu_control_groups()):
+        stat = dict(line.split() for line in read_text(folder / "cpu.stat").splitlines())
         for name, unit_s in THROTTLED.items():
             if name in stat:
                 return int(stat[name]) * unit_s
@@ -118,11 +116,5 @@ def _throttled_s() -> float:
 
 
 def _swapped_pages() -> int:
-    pairs = [line.split() for line in _lines("/proc/vmstat")]
+    pairs = [line.split() for line in read_text(VMSTAT).splitlines()]
     return sum(int(value) for name, value in pairs if name in PAGES)
-
-
-def _lines(file: str) -> list[str]:
-    with suppress(OSError):
-        return Path(file).read_text().splitlines()
-    return []

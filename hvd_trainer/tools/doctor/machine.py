@@ -9,13 +9,13 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from hvd_trainer.tools.doctor.context import Context
 from hvd_trainer.tools.doctor.findings import Finding, error, ok, size, warning
+from hvd_trainer.tools.runner.machine import cpu_control_groups, read_text
 from hvd_trainer.utils.files import default_data_dir
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
@@ -40,7 +40,7 @@ DATA_PATTERNS = ("*-ubyte*", "*/*-ubyte*", "MNIST/raw/*-ubyte*", "aclImdb*")
 def check_cpus(context: Context) -> Iterator[Finding]:
     """Check the CPUs that this process may use, and the number of threads of a rank."""
     usable = cpu_ids()
-    quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    quota = cpu_quota()
     cores, there = num_cores(usable, Path("/sys/devices/system/cpu")), os.cpu_count() or len(usable)
     found = plural(cores, "core")
     if len(usable) > cores:
@@ -68,25 +68,13 @@ def check_cpus(context: Context) -> Iterator[Finding]:
         yield ok("threads", f"{THREADS}={setting}: so many in each rank, of {cpus}")
 
 
-def cpu_quota(own: Path, root: Path) -> float | None:
-    """Return the CPU time that the control groups allow this process, in CPUs; None if they set no limit.
-
-    Args:
-        own: /proc/self/cgroup.
-        root: /sys/fs/cgroup.
-    """
+def cpu_quota() -> float | None:
+    """Return the CPU time that the control groups allow this process, in CPUs; None if they set no limit."""
     quotas = []
-    for line in _text(own).splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        tops = [root] if number == "0" else [root / controllers, root / "cpu"]
-        # Each group above may set a limit, and a container may not have the inner ones under their names outside.
-        parts = Path(path.lstrip("/")).parts
-        for folder in (top.joinpath(*parts[:length]) for top in tops for length in range(len(parts) + 1)):
-            old = " ".join(_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-            if match := re.fullmatch(r"(\d+) (\d+)", _text(folder / "cpu.max") or old):
-                quotas.append(int(match[1]) / int(match[2]))
+    for folder in cpu_control_groups():
+        old = " ".join(read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if match := re.fullmatch(r"(\d+) (\d+)", read_text(folder / "cpu.max") or old):
+            quotas.append(int(match[1]) / int(match[2]))
     return min(quotas, default=None)
 
 
@@ -96,15 +84,8 @@ def num_cores(cpus: Sequence[int], root: Path) -> int:
     Args:
         root: /sys/devices/system/cpu.
     """
-    siblings = [_text(root / f"cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    siblings = [read_text(root / f"cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
     return len(set(siblings)) if all(siblings) else len(cpus)
-
-
-def _text(file: Path) -> str:
-    """Return the content of a file; empty if it cannot be read."""
-    with suppress(OSError):
-        return file.read_text().strip()
-    return ""
 
 
 def check_shared_memory(context: Context) -> list[Finding]:
@@ -146,9 +127,9 @@ def check_infiniband(context: Context) -> Iterator[Finding]:
     ports, locked = sorted(INFINIBAND.glob("*/ports/*")), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if not ports:
         return
-    states = [_text(port / "state").partition(": ")[2] or "?" for port in ports]
+    states = [read_text(port / "state").partition(": ")[2] or "?" for port in ports]
     texts = [
-        f"{port.parent.parent.name} port {port.name} {state} {_text(port / 'rate')}".strip()
+        f"{port.parent.parent.name} port {port.name} {state} {read_text(port / 'rate')}".strip()
         for port, state in zip(ports, states, strict=True)
     ]
     found = ", ".join(texts)

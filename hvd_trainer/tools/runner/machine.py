@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from hvd_trainer.utils.process import cpu_ids
 
 MAX_LOAD = 0.5
 """Load per core from which a measurement is disturbed."""
+OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -60,12 +62,33 @@ def warn_if_busy() -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def _cpu_model() -> str:
+def cpu_control_groups() -> list[Path]:
+    """Return the folders of this process's control group for CPUs and of those above it, the outermost first.
+
+    Any of them may set a limit, and a container may not have the inner ones under their names outside.
+    """
+    found: list[Path] = []
+    for line in read_text(OWN_GROUPS).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        # Those of version 2 have the number 0.
+        tops = [CONTROL_GROUPS] if number == "0" else [CONTROL_GROUPS / controllers, CONTROL_GROUPS / "cpu"]
+        parts = Path(path.lstrip("/")).parts
+        found += [top.joinpath(*parts[:length]) for top in tops for length in range(len(parts) + 1)]
+    return found
+
+
+def read_text(file: Path) -> str:
+    """Return the content of a file; empty if it cannot be read."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+        return file.read_text().strip()
+    return ""
+
+
+def _cpu_model() -> str:
+    match = re.search(r"^model name.*?: *(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def _version(package: str) -> str:

@@ -25,6 +25,7 @@ from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, read_profiles, role_of
 from hvd_trainer.tools.diagnose.report import Report, Tried, describe_tried, sentences
 from hvd_trainer.tools.diagnose.trials import plan_variants
+from hvd_trainer.tools.runner import machine
 from hvd_trainer.tools.runner.command import with_options
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.ratio import ratio
@@ -431,7 +432,8 @@ def test_throttling_by_recorded_figures(
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text.format(us=microseconds, ns=1000 * microseconds))
 
-    monkeypatch.setattr(machine_use, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "proc/self/cgroup")
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "sys/fs/cgroup")
     write(1_000_000)
     watch = MachineWatch()
     write(1_500_000)
@@ -440,10 +442,9 @@ def test_throttling_by_recorded_figures(
 
 
 def test_swap_and_steal_by_recorded_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "proc").mkdir()
-    vmstat = tmp_path / "proc" / "vmstat"
+    vmstat = tmp_path / "vmstat"
     vmstat.write_text("pgfault 9\npswpin 100\npswpout 10\n")
-    monkeypatch.setattr(machine_use, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+    monkeypatch.setattr(machine_use, "VMSTAT", vmstat)
     times = machine_use.psutil.cpu_times()
     monkeypatch.setattr(machine_use.psutil, "cpu_times", lambda: times)
     watch = MachineWatch()

@@ -21,6 +21,7 @@ from hvd_trainer.horovod_build.facts import Facts, Gpu, HorovodFacts, TorchFacts
 from hvd_trainer.tools.doctor import machine
 from hvd_trainer.tools.doctor.gpus import describe_links, has_code, read_links
 from hvd_trainer.tools.doctor.machine import cpu_quota, file_system, num_cores
+from hvd_trainer.tools.runner import machine as runner_machine
 from hvd_trainer.utils.files import default_data_dir
 
 # Python and its packages; what the probe prints.
@@ -157,14 +158,18 @@ def test_mpi_and_slurm_are_optional(tmp_path: Path) -> None:
         ("3:memory:/\n", {}, None),
     ],
 )
-def test_cpu_quota_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], quota: float | None) -> None:
+def test_cpu_quota_of_control_groups(
+    own: str, files: dict[str, str], quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_machine, "OWN_GROUPS", tmp_path / "self")
+    monkeypatch.setattr(runner_machine, "CONTROL_GROUPS", tmp_path / "root")
+    assert cpu_quota() is None
     (tmp_path / "self").write_text(own)
     for name, text in files.items():
         file = tmp_path / "root" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    assert cpu_quota(tmp_path / "self", tmp_path / "root") == quota
-    assert cpu_quota(tmp_path / "nonesuch", tmp_path / "root") is None
+    assert cpu_quota() == quota
 
 
 def test_hardware_threads_share_a_core(tmp_path: Path) -> None:
