@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import digits_job
@@ -12,7 +11,7 @@ import pytest
 import slurm_batch
 import slurm_cluster
 from combinations import case, each_pair
-from launchers import REPOSITORY, launch, requires, run_ranks, start
+from launchers import REPOSITORY, launch, requires, run_ranks
 
 pytestmark = pytest.mark.warm
 
@@ -103,14 +102,7 @@ def test_ranks_by_hand_train_the_same_weights(
         "tcp://": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
         "file://": (["--init-method", f"file://{tmp_path}/meeting"], {}),
     }[meeting]
-    # Ranks of one node meet in a file there; each job of the tests has a folder of its own.
-    shared = {"TMPDIR": str(tmp_path.parent)}
-    with ExitStack() as stack:
-        argv = digits_job.argv(backend, tmp_path, options)
-        jobs = [
-            stack.enter_context(start("python", 1, argv, env={**digits_job.by_hand(rank, 2), **env, **shared}))
-            for rank in (0, 1)
-        ]
+    with digits_job.started_by_hand(digits_job.argv(backend, tmp_path, options), tmp_path.parent, **env) as jobs:
         for job in jobs:
             assert job.wait(120).returncode == 0, job.report("failed")
     check(tmp_path, backend, "hand")
@@ -118,38 +110,28 @@ def test_ranks_by_hand_train_the_same_weights(
     assert not (tmp_path / "meeting").exists()
 
 
-@requires("srun")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_srun_trains_on_two_nodes(backend: str) -> None:
-    worlds = run_ranks(digits_job.world_of, num_processes=3, launcher="srun", args=(backend,), options=["-N", "2"])
-    assert [world[:7] for world in worlds] == [
-        (0, 3, 0, 2, 0, 2, "srun"),
-        (1, 3, 1, 2, 0, 2, "srun"),
-        (2, 3, 0, 1, 1, 2, "srun"),
-    ]
+# The nodes and hosts are names of one machine. Ranks number them when they meet, since horovodrun does not.
+PLACES: dict[str, tuple[list[str], list[tuple[int, ...]]]] = {
+    "srun": (["-N", "2"], [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]),
+    "horovodrun": (["-H", "localhost:1,127.0.0.1:1"], [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]),
+    # Several nodes without mpi4py need an address. MASTER_ADDR alone sets no RANK, which env:// needs.
+    "mpirun": (["-x", "MASTER_ADDR=127.0.0.1", "-x", "MASTER_PORT"], [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]),
+}
 
 
-@requires("horovodrun")
+@pytest.mark.parametrize("launcher", [case(name) for name in PLACES])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_horovodrun_trains_on_two_hosts(backend: str) -> None:
-    """The hosts are two names of one machine; ranks number the nodes when they meet, since horovodrun does not."""
+def test_ranks_know_their_nodes(launcher: str, backend: str) -> None:
+    options, expected = PLACES[launcher]
     worlds = run_ranks(
         digits_job.world_of,
-        num_processes=2,
-        launcher="horovodrun",
+        num_processes=len(expected),
+        launcher=launcher,
         args=(backend,),
-        options=["-H", "localhost:1,127.0.0.1:1"],
+        options=options,
+        env={"MASTER_PORT": digits_job.free_port()} if launcher == "mpirun" else {},
     )
-    assert [world[:7] for world in worlds] == [(0, 2, 0, 1, 0, 2, "horovodrun"), (1, 2, 0, 1, 1, 2, "horovodrun")]
-
-
-@requires("mpirun")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mpirun_takes_an_address(backend: str) -> None:
-    """Several nodes without mpi4py need an address. MASTER_ADDR alone sets no RANK, which env:// needs."""
-    address = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={digits_job.free_port()}"]
-    worlds = run_ranks(digits_job.world_of, num_processes=2, launcher="mpirun", args=(backend,), options=address)
-    assert [world[:7] for world in worlds] == [(rank, 2, rank, 2, 0, 1, "mpirun") for rank in (0, 1)]
+    assert [world[:7] for world in worlds] == [(*numbers, launcher) for numbers in expected]
 
 
 BATCH = """#!/bin/sh
@@ -182,21 +164,15 @@ def test_launchers_work_inside_a_batch_job(
     assert result.output.count("warning: This Slurm job has 2 tasks") == 1
 
 
-@requires("horovodrun")
-def test_unbound_ranks_share_the_cores() -> None:
-    """horovodrun sets nothing: each rank would start a thread per core, twice too many."""
-    worlds = run_ranks(
-        digits_job.world_of,
-        num_processes=2,
-        launcher="horovodrun",
-        args=("horovod",),
-        env={"OMP_NUM_THREADS": None},
-    )
-    assert [world[7] for world in worlds] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
-
-
-def test_omp_num_threads_is_respected() -> None:
-    worlds = run_ranks(
-        digits_job.world_of, num_processes=2, launcher="torchrun", args=("ddp",), env={"OMP_NUM_THREADS": "2"}
-    )
-    assert [world[7] for world in worlds] == [2, 2]
+@pytest.mark.parametrize(
+    ("launcher", "backend", "asked", "threads"),
+    [
+        # horovodrun sets nothing: each rank would start a thread per core, twice too many.
+        case("horovodrun", "horovod", None, max(1, len(os.sched_getaffinity(0)) // 2)),
+        case("torchrun", "ddp", "2", 2),
+    ],
+)
+def test_ranks_share_the_cores_unless_told(launcher: str, backend: str, asked: str | None, threads: int) -> None:
+    env = {"OMP_NUM_THREADS": asked}
+    worlds = run_ranks(digits_job.world_of, num_processes=2, launcher=launcher, args=(backend,), env=env)
+    assert [world[7] for world in worlds] == [threads] * 2

@@ -7,14 +7,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import digits_job
 import pytest
 from combinations import case, each_launcher
-from launchers import OWN_FRAME, Result, launch, requires, start
+from launchers import OWN_FRAME, Result, launch, requires
 
 from hvd_trainer import LaunchError
 from hvd_trainer.launch.world import UNKNOWN, World
@@ -25,19 +25,6 @@ pytestmark = pytest.mark.warm
 MULTI = ("horovodrun", "torchrun", "mpirun", "srun")
 MAX_ERROR_S = 60
 """Far above what an error takes, far below the 300 s that ranks wait for each other."""
-
-
-@pytest.fixture
-def script(tmp_path: Path):
-    """Return how to write a script that runs the job after some lines of the user's own."""
-
-    def write(before: str) -> list[str]:
-        file = tmp_path / "script.py"
-        job = "runpy.run_module('hvd_trainer.mnist', run_name='__main__', alter_sys=True)"
-        file.write_text(f"import os, runpy, sys\n{before}\n{job}\n")
-        return [str(file), *digits_job.OPTIONS]
-
-    return write
 
 
 def expect_refusal(launcher: str, argv: list[str], *words: str, times: int = 1, **more) -> Result:
@@ -62,44 +49,80 @@ UNSET = {
 }
 
 
-# Each launcher ends its ranks in its own way: this test runs under all four, and each other one under some.
-@each_launcher(*MULTI)
-def test_half_set_launcher_is_named(launcher: str, script) -> None:
-    argv = script(f"del os.environ['{UNSET[launcher]}']")
-    expect_refusal(
-        launcher, argv, f"looks started by {launcher}, but {UNSET[launcher]} is not. Set what is missing"
-    )
+def refusal(launcher: str, before: str, options: str, *words: str, when: str = "") -> Any:
+    """Return a case: what a script of the user's does before the job, the job's options, and what is said once."""
+    return case(launcher, before, options, words, when=when)
 
 
-@requires("mpirun")
-def test_half_set_variables_of_one_rank_end_all(script) -> None:
-    """The other ranks wait for the wrong one, and must not wait for 300 s."""
-    lost = UNSET["mpirun"]
-    argv = script(f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1': del os.environ['{lost}']")
-    expect_refusal("mpirun", argv, f"but {lost} is not")
-
-
-@each_launcher("torchrun", "horovodrun", "mpirun")
-def test_unknown_backend_is_refused(launcher: str) -> None:
-    expect_refusal(launcher, digits_job.argv("mpi"), "invalid choice 'mpi' for argument '--backend'")
+# Each launcher ends its ranks in its own way: the first case is one of all four, and each other one of some.
+CHOOSE = (
+    "from hvd_trainer.launch.world import detect\n"
+    "sys.argv += ['--backend', ['ddp', 'horovod'][detect(os.environ).rank]]"
+)
+BOTH = "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod"
+INIT_HOROVOD = "import horovod.torch as hvd; hvd.init()"
+INIT_TORCH = "import torch.distributed as d; d.init_process_group('gloo'{more})"
+ALONE = ", store=d.HashStore(), rank=0, world_size=1"
+NOT_ALL = "waited for all 2 ranks and not all came"
+REFUSALS = [
+    *(
+        refusal(
+            *(name, f"del os.environ['{lost}']", ""),
+            f"looks started by {name}, but {lost} is not. Set what is missing",
+            when="" if name in MULTI[:2] else "long",
+        )
+        for name, lost in UNSET.items()
+    ),
+    # The other ranks wait for the wrong one, and must not wait for 300 s.
+    refusal(
+        *("mpirun", f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1': del os.environ['{UNSET['mpirun']}']", ""),
+        f"but {UNSET['mpirun']} is not",
+    ),
+    refusal("srun", "if os.environ['SLURM_PROCID'] == '1': sys.argv.append('--epochz')", "", "--epochz"),
+    refusal("torchrun", "", "--backend mpi", "invalid choice 'mpi' for argument '--backend'"),
+    refusal("horovodrun", "", "--backend mpi", "invalid choice 'mpi' for argument '--backend'"),
+    refusal("mpirun", "", "--backend mpi", "invalid choice 'mpi' for argument '--backend'", when="long"),
+    refusal("horovodrun", "", "--log-dir /proc/none", "--log-dir /proc/none cannot be", when="long"),
+    refusal("horovodrun", "", "--data-dir /nowhere --dataset mnist", "Or train on the embedded digits"),
+    refusal("srun", "", "--backend single", "srun started 2 processes, but --backend single trains in one"),
+    refusal("horovodrun", INIT_HOROVOD, "", "is already initialised in this process", "take that call out"),
+    refusal(
+        *("srun", INIT_HOROVOD, ""),
+        "srun started rank 0 of 2, but Horovod, already initialised, says rank 0 of 1",
+        when="long",
+    ),
+    refusal(
+        *("torchrun", INIT_TORCH.format(more=ALONE), "--backend ddp"),
+        "torchrun started rank 0 of 2, but torch.distributed, already initialised, says rank 0 of 1",
+        when="long",
+    ),
+    refusal(
+        *("torchrun", INIT_TORCH.format(more=""), "--backend ddp"),
+        *("torch.distributed is already initialised in this process", "take that call out"),
+        when="long",
+    ),
+    refusal("torchrun", CHOOSE, "", BOTH),
+    refusal("mpirun", CHOOSE, "", BOTH, when="long"),
+    # The rank ends with 0, so that torchrun takes it for done and does not end the others.
+    refusal(
+        *("torchrun", "if os.environ['RANK'] == '1': sys.exit(0)", "--startup-timeout-s 2", NOT_ALL),
+        "raise --startup-timeout-s",
+    ),
+]
 
 
 @requires("horovod")
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        case(["--log-dir", "/proc/none", "--dataset", "digits"], "--log-dir /proc/none cannot be", when="long"),
-        (["--data-dir", "/nowhere", "--dataset", "mnist"], "Or train on the embedded digits"),
-    ],
-    ids=["folder", "data"],
-)
-def test_unusable_folder_is_named_once(args: list[str], words: str) -> None:
-    expect_refusal("horovodrun", ["-m", "hvd_trainer.mnist", *args], words)
-
-
-@requires("srun")
-def test_wrong_option_of_one_rank_ends_all(script) -> None:
-    expect_refusal("srun", script("if os.environ['SLURM_PROCID'] == '1': sys.argv.append('--epochz')"), "--epochz")
+@pytest.mark.parametrize(("launcher", "before", "options", "words"), REFUSALS)
+def test_wrong_set_up_is_named_once(
+    launcher: str, before: str, options: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    argv = ["-m", "hvd_trainer.mnist"]
+    if before:
+        file = tmp_path / "script.py"
+        job = "runpy.run_module('hvd_trainer.mnist', run_name='__main__', alter_sys=True)"
+        file.write_text(f"import os, runpy, sys\n{before}\n{job}\n")
+        argv = [str(file)]
+    expect_refusal(launcher, [*argv, *digits_job.OPTIONS, *options.split()], *words)
 
 
 BLOCKER = """
@@ -139,49 +162,6 @@ def test_horovod_without_its_extension_is_named(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert "Warning!" not in result.stdout
-
-
-@each_launcher("srun")
-def test_single_refuses_a_launcher_of_two(launcher: str) -> None:
-    expect_refusal(
-        launcher, digits_job.argv("single"), f"{launcher} started 2 processes, but --backend single trains in one"
-    )
-
-
-@requires("horovod")
-@each_launcher("horovodrun", "srun")
-def test_horovod_initialised_before_is_refused(launcher: str, script) -> None:
-    argv = script("import horovod.torch as hvd; hvd.init()")
-    if launcher == "horovodrun":
-        expect_refusal(launcher, argv, "Horovod is already initialised in this process", "take that call out")
-    else:
-        expect_refusal(
-            launcher, argv, f"{launcher} started rank 0 of 2, but Horovod, already initialised, says rank 0 of 1"
-        )
-
-
-@pytest.mark.long
-def test_torch_distributed_initialised_before_is_refused(script) -> None:
-    begin = "import torch.distributed as d; d.init_process_group('gloo'"
-    start_alone = f"{begin}, store=d.HashStore(), rank=0, world_size=1)"
-    argv = [*script(start_alone), "--backend", "ddp"]
-    expect_refusal(
-        "torchrun",
-        argv,
-        "torchrun started rank 0 of 2, but torch.distributed, already initialised, says rank 0 of 1",
-    )
-    argv = [*script(f"{begin})"), "--backend", "ddp"]
-    expect_refusal(
-        "torchrun", argv, "torch.distributed is already initialised in this process", "take that call out"
-    )
-
-
-@requires("horovod")
-@each_launcher("torchrun", "mpirun")
-def test_ranks_with_different_backends_are_refused(launcher: str, script) -> None:
-    choose = "sys.argv += ['--backend', ['ddp', 'horovod'][detect(os.environ).rank]]"
-    argv = script(f"from hvd_trainer.launch.world import detect\n{choose}")
-    expect_refusal(launcher, argv, "All ranks must use one backend, but found: rank 0 ddp, rank 1 horovod")
 
 
 @pytest.fixture
@@ -233,32 +213,9 @@ def test_missing_rank_ends_the_wait(rank: int, words: str) -> None:
     assert result.seconds < 25
 
 
-def test_rank_that_ends_before_rendezvous_ends_the_wait(script) -> None:
-    """The rank ends with 0, so that mpirun and torchrun take it for done and do not end the others."""
-    argv = [*script("if os.environ['RANK'] == '1': sys.exit(0)"), "--startup-timeout-s", "2"]
-    expect_refusal("torchrun", argv, "waited for all 2 ranks and not all came", "raise --startup-timeout-s")
-
-
 def test_equal_local_ranks_are_refused(tmp_path: Path) -> None:
-    port = digits_job.free_port()
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                start(
-                    "python",
-                    1,
-                    digits_job.argv("ddp"),
-                    env={
-                        **digits_job.by_hand(rank, 2, local=(0, 2)),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        # Ranks of one node meet in a file there; each job of the tests has a folder of its own.
-                        "TMPDIR": tmp_path,
-                    },
-                )
-            )
-            for rank in (0, 1)
-        ]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": digits_job.free_port()}
+    with digits_job.started_by_hand(digits_job.argv("ddp"), tmp_path, local=(0, 2), **address) as jobs:
         for job in jobs:
             assert job.wait(MAX_ERROR_S).returncode == 2
             assert "Ranks 0 and 1 both say that they are local rank 0" in job.stderr
@@ -269,15 +226,10 @@ def test_init_file_of_an_earlier_job_is_named(tmp_path: Path) -> None:
     """A killed job leaves its file behind, with addresses that are not valid any more."""
     file = tmp_path / "meeting"
     options = ["--init-method", f"file://{file}", "--startup-timeout-s", "2"]
-    expect_refusal("python", digits_job.argv("ddp", extra=options), "not all came", env=digits_job.by_hand(0, 2))
+    argv = digits_job.argv("ddp", extra=options)
+    expect_refusal("python", argv, "not all came", env=digits_job.by_hand(0, 2))
     assert file.exists()
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                start("python", 1, digits_job.argv("ddp", extra=options), env=digits_job.by_hand(rank, 2))
-            )
-            for rank in (0, 1)
-        ]
+    with digits_job.started_by_hand(argv, tmp_path) as jobs:
         for job in jobs:
             assert job.wait(MAX_ERROR_S).returncode == 2
         assert any(f"rm {file}" in job.stderr for job in jobs), [job.stderr for job in jobs]

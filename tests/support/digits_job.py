@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from launchers import Job, start
 
 OPTIONS = ["--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 
@@ -40,6 +43,16 @@ def by_hand(
     local_rank, local_size = local or (rank, size)
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {**{name: str(number) for name, number in numbers.items()}, **more}
+
+
+@contextmanager
+def started_by_hand(
+    argv: Sequence[str], temporary: Path, *, local: tuple[int, int] | None = None, **more: str | None
+) -> Iterator[list[Job]]:
+    """Start two ranks by hand, with a temporary folder of their own: ranks of one node meet in a file there."""
+    with ExitStack() as stack:
+        environs = [by_hand(rank, 2, local=local, TMPDIR=str(temporary), **more) for rank in (0, 1)]
+        yield [stack.enter_context(start("python", 1, argv, env=environ)) for environ in environs]
 
 
 def free_port() -> str:
