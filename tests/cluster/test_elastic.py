@@ -5,7 +5,6 @@ Two names of this machine are its hosts, so that horovodrun starts the ranks of 
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import threading
@@ -23,6 +22,7 @@ import psutil
 import pytest
 from combinations import case
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Job, launch, requires, start
+from records import lines
 from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
@@ -104,8 +104,7 @@ def test_elastic_ranks_join_and_are_killed(backend: str, tmp_path: Path) -> None
         assert re.search(r"failure: rank [23] of 4 on 127.0.0.1 .*: ended without a word", report)
     launch(QUICKEST, 2, digits_job.argv("ddp", tmp_path / "undisturbed", options))
     assert digits_job.weights(tmp_path / "log") == digits_job.weights(tmp_path / "undisturbed")
-    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == list(range(1, 25))
+    assert [line["epoch"] for line in lines(tmp_path / "log", "epoch")] == list(range(1, 25))
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ A new fault is an entry of `faulty_job.FAULTS` and a line of `CASES`.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from combinations import case, each_launcher, each_pair
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Result, launch, requires, start
+from records import lines
 
 from hvd_trainer.faults import monitor
 from hvd_trainer.faults.activity import Activity
@@ -161,8 +161,7 @@ def test_torchrun_nodes_join_and_leave(tmp_path: Path) -> None:
         first.wait_for_output("world    1 rank on 1 node", count=2)
         first.wait_for_output("resume   restored model, optimizer", count=2)
         assert first.stdout.count("restart  this job was started before, and goes on") == 2
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    epochs = [line["epoch"] for line in lines if line["event"] == "epoch"]
+    epochs = [line["epoch"] for line in lines(tmp_path, "epoch")]
     assert epochs == list(range(1, len(epochs) + 1)), "an epoch twice, or left out"
 
 

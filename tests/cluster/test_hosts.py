@@ -21,6 +21,7 @@ import warm
 from child_environment import child_environment
 from combinations import case
 from launchers import HOROVODRUN, QUICKEST, SUPPORT, launch, requires
+from records import lines
 
 from benchmarks.hosts import Cluster, Host, hosts
 
@@ -298,9 +299,7 @@ def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 150)
 
 def steps(folder: Path) -> int:
     """Return how many steps have been logged."""
-    file = folder / "log/metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return sum(json.loads(line)["event"] == "step" for line in lines)
+    return len(lines(folder / "log", "step"))
 
 
 ENDLESS = ("--epochs", "1000", "--batch-size", "32", "--log-every", "1", "--seconds-per-step", "0.05")

@@ -23,6 +23,7 @@ import pytest
 import torch.distributed as dist
 from combinations import each_pair
 from launchers import REPOSITORY, Job, launch, start
+from records import lines
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults.rank_listener import RankListener
@@ -336,12 +337,6 @@ def listening(job: Job) -> dict[int, tuple[str, psutil.Process]]:
     return found
 
 
-def steps_of(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return sum(json.loads(line)["event"] == "step" for line in lines)
-
-
 def files_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
@@ -359,7 +354,7 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
     log = tmp_path / "log"
     with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
         end = time.monotonic() + 90
-        while steps_of(log) < 3:
+        while len(lines(log, "step")) < 3:
             assert time.monotonic() < end, job.report("no steps")
             time.sleep(0.1)
         [entry] = temporary.glob("hvd_trainer-0/*")
@@ -368,14 +363,14 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
         assert {address for address, _ in ports.values()} <= {LOOPBACK, "::ffff:127.0.0.1"}, ports
         assert any("store_server" in " ".join(process.cmdline()) for _, process in ports.values()), ports
         # The token is in no command line, and in no file that another user can read.
-        lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-        assert not [words for words in lines if token in " ".join(words)]
+        typed = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        assert not [words for words in typed if token in " ".join(words)]
         secret = [entry, *(f"/proc/{process.pid}/environ" for process in job.processes())]
         assert attacks.by_another_user(attacks.readable, [str(path) for path in secret]) == []
         assert attacks.by_another_user(attacks.answers, list(ports), f"/{'0' * 32}/peers") == {}
-        before = steps_of(log)
+        before = len(lines(log, "step"))
         assert attacks.by_another_user(attacks.flood, list(ports), REQUESTS) > 0.9 * REQUESTS
-        assert steps_of(log) > before
+        assert len(lines(log, "step")) > before
         (log / "attacked").touch()
         ended = job.wait(90)
         assert ended.returncode == 0, job.report("failed")

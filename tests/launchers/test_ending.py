@@ -14,18 +14,10 @@ import torch
 from combinations import case, each_pair
 from launchers import OWN_FRAME, REPOSITORY, SUPPORT, requires, run_ranks, start
 from torch import nn
+from trainings import options_of, signs
 
 import hvd_trainer
-from hvd_trainer import (
-    EngineOptions,
-    LaunchError,
-    LogOptions,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    backends,
-)
+from hvd_trainer import EngineOptions, LaunchError, Trainer, backends
 
 pytestmark = pytest.mark.warm
 
@@ -54,8 +46,7 @@ def test_ctrl_c_ends_single_process() -> None:
 
 
 def train_and_fail_in_rank_1(backend: str) -> None:
-    options = TrainerOptions(engine=EngineOptions(backend=backend))  # type: ignore[arg-type]
-    with Trainer(options) as trainer:
+    with Trainer(options_of(backend)) as trainer:
         trainer.backend.collectives.barrier()
         if trainer.world.rank == 1:
             raise ValueError("rank 1's own words")
@@ -118,15 +109,10 @@ def gloo_threads() -> list[str]:
 
 
 def threads_of_a_trainer(backend: str) -> tuple[int, tuple[bool, list[str]]]:
-    options = TrainerOptions(
-        engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
-        train=TrainOptions(epochs=1),
-        log=LogOptions(quiet=True),
-    )
-    with Trainer(options) as trainer:
-        model = nn.Linear(2, 1)
-        data = TensorData(torch.ones(512, 2), torch.ones(512, 1))
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, data)
+    with Trainer(options_of(backend, epochs=1)) as trainer:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(512))
         inside = bool(gloo_threads())
     return trainer.world.rank, (inside, gloo_threads())
 

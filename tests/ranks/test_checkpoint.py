@@ -14,22 +14,15 @@ from typing import Any
 import digits_job
 import pytest
 import torch
+import trainings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launchers import launch, start
+from records import lines
 from safetensors.torch import load_file
 from torch import nn
 
-from hvd_trainer import (
-    EngineOptions,
-    LogOptions,
-    SaveOptions,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    cli,
-)
+from hvd_trainer import TensorData, cli
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.storage import Manifest
 from hvd_trainer.errors import CheckpointError
@@ -231,19 +224,10 @@ class Net(nn.Module):
 
 def fit(folder: Path, *, width: int = 3, optimizer: Any = torch.optim.Adam, num: int = 12, **options: Any) -> None:
     """Train a few steps in this process."""
-    save = {name: options.pop(name) for name in [*options] if name in SaveOptions.__dataclass_fields__}
-    trainer = Trainer(
-        TrainerOptions(
-            engine=EngineOptions(backend="single"),
-            train=TrainOptions(**{"epochs": 2, "batch_size": 4, **options}),
-            log=LogOptions(log_dir=str(folder), log_every=1),
-            save=SaveOptions(**save),
-        )
-    )
-    with trainer:
-        model = Net(width)
-        data = TensorData(torch.ones(num, 2), torch.zeros(num).long())
-        trainer.fit(model, optimizer(model.parameters(), lr=0.1), nn.functional.cross_entropy, data, data)
+    options = {"epochs": 2, "batch_size": 4, "log_dir": str(folder), "log_every": 1, "quiet": False, **options}
+    model, data = Net(width), TensorData(torch.ones(num, 2), torch.zeros(num).long())
+    its = optimizer(model.parameters(), lr=0.1)
+    trainings.fit(trainings.options_of(**options), model, data, data, optimizer=its)
 
 
 def test_save_options_choose_when_and_what_is_kept(tmp_path: Path) -> None:
@@ -259,19 +243,18 @@ def test_save_options_choose_when_and_what_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "never/checkpoints").exists()
 
 
-def lines(folder: Path) -> list[tuple[str, int]]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(record["event"], record["step"]) for record in records]
+def events(folder: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line["step"]) for line in lines(folder)]
 
 
 def test_resume_drops_records_after_the_checkpoint(tmp_path: Path, logged: Callable[[], str]) -> None:
     fit(tmp_path)
-    before = lines(tmp_path)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["saves"] == 2
+    before = events(tmp_path)
+    assert lines(tmp_path)[-1]["saves"] == 2
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 5, "torn')
     fit(tmp_path, resume=str(tmp_path / "checkpoints/step-000000003"))
-    assert lines(tmp_path) == before
+    assert events(tmp_path) == before
     said = logged()
     assert "resume   restored model, optimizer, random\nresume   at epoch 2, after 3 steps" in said
     fit(tmp_path, resume="auto")
@@ -284,7 +267,7 @@ def test_new_run_moves_the_earlier_run_aside(tmp_path: Path, logged: Callable[[]
         (tmp_path / "failures").mkdir()  # a report of this run, and not of the next one
     assert f"the run that was in {tmp_path} is now in {tmp_path}/earlier-2" in logged()
     for folder in (tmp_path, tmp_path / "earlier-1", tmp_path / "earlier-2"):
-        assert lines(folder)[-1] == ("end", 3)
+        assert events(folder)[-1] == ("end", 3)
         assert names(folder / "checkpoints") == ["step-000000003"]
 
 
@@ -390,17 +373,8 @@ def test_job_ends_when_the_disk_fills_up(small_disk: Path) -> None:
 
 
 def test_resume_from_a_missing_path_is_refused(tmp_path: Path) -> None:
-    job = [
-        "-m",
-        "hvd_trainer.mnist",
-        "--backend",
-        "single",
-        "--dataset",
-        "digits",
-        "--resume",
-        str(tmp_path / "none"),
-    ]
-    result = launch("python", 1, job, check=False)
+    argv = digits_job.argv("single", extra=["--resume", str(tmp_path / "none")])
+    result = launch("python", 1, argv, check=False)
     assert result.returncode == 2
     assert "none is not a checkpoint: there is no such folder" in result.stderr
     assert "Traceback" not in result.stderr

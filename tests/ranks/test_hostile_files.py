@@ -15,9 +15,10 @@ import digits_job
 import msgspec
 import pytest
 import torch
+import trainings
 from launchers import QUICKEST, launch
 from safetensors.torch import save_file
-from test_checkpoint import fit
+from torch import nn
 
 from hvd_trainer import parse
 from hvd_trainer.checkpoint import storage as checkpoint
@@ -154,16 +155,16 @@ def test_prune_removes_links_and_not_their_targets(tmp_path: Path) -> None:
     assert checkpoint.load(elsewhere) == {"at": 1}
 
 
-def of_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def changed(state: dict[str, Any]) -> dict[str, Any]:
-        change(state)
-        return state
-
-    return changed
-
-
 def rank(state: dict[str, Any]) -> dict[str, Any]:
     return state["ranks"][0]
+
+
+def fit(folder: Path, **options: Any) -> None:
+    """Train a few steps in this process."""
+    wanted = trainings.options_of(batch_size=4, log_dir=str(folder), **options)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainings.fit(wanted, model, trainings.signs(12), trainings.signs(4), optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def rank(state: dict[str, Any]) -> dict[str, Any]:
     [
         pytest.param(lambda s: s.update(model=7), id="model"),
         pytest.param(lambda s: s.update(model=[1]), id="model list"),
-        pytest.param(lambda s: s["model"].update({"first.weight": "x"}), id="weight"),
+        pytest.param(lambda s: s["model"].update({"weight": "x"}), id="weight"),
         pytest.param(lambda s: s.update(progress=[]), id="progress"),
         pytest.param(lambda s: s["progress"].update(step="many"), id="step"),
         pytest.param(lambda s: s["progress"].update(epoch=float("nan")), id="epoch"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tarfile
@@ -11,6 +10,7 @@ from pathlib import Path
 import fake_imdb
 import pytest
 import yaml
+from digits_job import end_record
 from launchers import QUICKEST, Result, launch, requires, run_ranks
 
 from hvd_trainer import backends, parse
@@ -156,9 +156,4 @@ def test_small_model_learns_the_real_reviews(pytestconfig: pytest.Config, tmp_pa
         timeout_s=280,
     )
     assert "imdb: 25,000 + 25,000 reviews; " in result.stdout
-    (end,) = [
-        json.loads(line)
-        for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()
-        if json.loads(line)["event"] == "end"
-    ]
-    assert end["test_accuracy"] > 0.75
+    assert end_record(tmp_path / "log")["test_accuracy"] > 0.75

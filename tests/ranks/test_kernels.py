@@ -15,20 +15,9 @@ import torch
 from launchers import QUICKEST, launch, requires, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from trainings import digest
+from trainings import digest, fit, options_of, signs
 
-from hvd_trainer import (
-    EngineOptions,
-    LogOptions,
-    OptionError,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accuracy,
-)
-from hvd_trainer.config.options import MeasureOptions, ParallelOptions
-from hvd_trainer.config.rules import check
+from hvd_trainer import OptionError, TensorData, Trainer, accuracy
 from hvd_trainer.jobs.models import MODELS
 from hvd_trainer.jobs.optimizers import make_optimizer
 from hvd_trainer.jobs.options import OptimizerOptions
@@ -82,8 +71,9 @@ def optimizer_of(kind: str, its: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(its.parameters(), lr=0.03125, weight_decay=0.5, fused=True)
 
 
-def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **options: Any) -> dict[str, Any]:
+def train(backend: str, *, optimizer: str = "adamw", **options: Any) -> dict[str, Any]:
     """Train two epochs of 17 steps, the last one smaller; the rates are exact in fp32, too."""
+    wanted = {"epochs": 2, "global_batch_size": 8, "max_norm": 1.0, **options}
     launches: list[Callable[[], None]] = []
 
     def capture(run: Callable[[], None], stream: Any) -> Callable[[], None]:
@@ -95,14 +85,7 @@ def train(backend: str, *, optimizer: str = "adamw", parallel: Any = None, **opt
         mock.patch.object(accelerator, "can_capture", return_value=True),
         mock.patch.object(accelerator, "capture", capture),
         mock.patch.object(accelerator, "side_stream", return_value=nullcontext("that of prepare")),
-        Trainer(
-            TrainerOptions(
-                engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
-                train=TrainOptions(**{"epochs": 2, "global_batch_size": 8, "max_norm": 1.0, **options}),
-                log=LogOptions(quiet=True),
-                parallel=parallel or ParallelOptions(),
-            )
-        ) as trainer,
+        Trainer(options_of(backend, **wanted)) as trainer,
     ):
         its = model()
         generator = torch.Generator().manual_seed(2)
@@ -186,38 +169,7 @@ def test_channels_last_weights_are_saved_and_restored(tmp_path: Path) -> None:
     MODELS["quick"]().load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
-# What cannot be is said.
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"accumulate": 2}, "--accumulate"),
-        ({"reproducible": 2}, "--reproducible"),
-        ({"precision": "fp16"}, "--precision fp16"),
-        ({"non_finite": "skip"}, "--non-finite skip"),
-        ({"compile": True, "compile_mode": "reduce-overhead"}, "--compile-mode reduce-overhead"),
-    ],
-)
-def test_capture_step_refuses_training_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
-        check(TrainerOptions(train=TrainOptions(capture_step=True, **options)))
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"parallel": ParallelOptions(stages=2)}, "--stages"),
-        ({"parallel": ParallelOptions(shard="optimizer")}, "--shard optimizer"),
-        ({"measure": MeasureOptions(trace_steps=3)}, "--trace-steps"),
-        ({"engine": EngineOptions(backend="ddp", transport="gloo")}, "--transport gloo"),
-        ({"engine": EngineOptions(find_unused_parameters=True)}, "--find-unused-parameters"),
-        ({"engine": EngineOptions(num_groups=2)}, "--num-groups"),
-    ],
-)
-def test_capture_step_refuses_other_options(parts: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError, match=f"--capture-step .* leave out {words}"):
-        check(TrainerOptions(train=TrainOptions(capture_step=True), **parts))
+# What cannot be is said: what options say of each other is in test_config.py.
 
 
 @pytest.mark.parametrize(
@@ -232,12 +184,8 @@ def test_capture_step_refuses_other_options(parts: dict[str, Any], words: str) -
     ],
 )
 def test_gpu_options_are_refused_on_a_cpu(options: dict[str, Any], words: str) -> None:
-    wanted = TrainerOptions(engine=EngineOptions(backend="single", device="cpu"), train=TrainOptions(**options))
-    model = nn.Linear(2, 2)
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Trainer(wanted) as trainer, pytest.raises(OptionError) as caught:
-        trainer.fit(model, optimizer, nn.functional.cross_entropy, data)
+    with pytest.raises(OptionError) as caught:
+        fit(options_of(device="cpu", **options), nn.Linear(6, 2), signs(4))
     assert words in str(caught.value)
 
 
@@ -253,13 +201,7 @@ def test_unused_accelerator_is_named(
 ) -> None:
     """Training went to the CPU without a warning."""
     monkeypatch.setattr(accelerator, "unsupported", lambda: "mps")
-    wanted = TrainerOptions(
-        engine=EngineOptions(backend="single", device=device, threads=1), train=TrainOptions(max_steps=1)
-    )
-    model = nn.Linear(2, 2)
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
-    with Trainer(wanted) as trainer:
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, data)
+    fit(options_of(device=device, threads=1, max_steps=1, quiet=False), nn.Linear(6, 2), signs(4))
     assert words in logged()
 
 
@@ -267,21 +209,6 @@ def test_capture_step_needs_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(globals(), "optimizer_of", lambda kind, its: torch.optim.AdamW(its.parameters()))
     with pytest.raises(OptionError, match="this AdamW does not: make it with fused=True"):
         train("single", capture_step=True)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (TrainerOptions(train=TrainOptions(cudnn_benchmark=True, reproducible=2)), "--cudnn-benchmark computes"),
-        (
-            TrainerOptions(train=TrainOptions(channels_last=True), parallel=ParallelOptions(shard="full")),
-            "--channels-last does not go with --shard full",
-        ),
-    ],
-)
-def test_conflicting_kernel_options_are_refused(wanted: TrainerOptions, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        check(wanted)
 
 
 # What is set for the whole process is set back.
@@ -308,23 +235,23 @@ def test_fast_kernels_restores_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "options", "fused"),
     [
-        ("adam", CPU, TrainerOptions(), None),
-        ("sgd", CPU, TrainerOptions(), None),
-        ("adam", CUDA, TrainerOptions(), True),
-        ("adamw", CUDA, TrainerOptions(train=TrainOptions(precision="fp16")), True),
-        ("adamw", CUDA, TrainerOptions(parallel=ParallelOptions(shard="full")), True),
-        ("sgd", CUDA, TrainerOptions(), True),
-        ("sgd", CUDA, TrainerOptions(train=TrainOptions(precision="fp16")), None),
-        ("sgd", CUDA, TrainerOptions(parallel=ParallelOptions(shard="full")), None),
+        ("adam", CPU, {}, None),
+        ("sgd", CPU, {}, None),
+        ("adam", CUDA, {}, True),
+        ("adamw", CUDA, {"precision": "fp16"}, True),
+        ("adamw", CUDA, {"shard": "full"}, True),
+        ("sgd", CUDA, {}, True),
+        ("sgd", CUDA, {"precision": "fp16"}, None),
+        ("sgd", CUDA, {"shard": "full"}, None),
     ],
 )
 def test_updates_are_fused_on_accelerators(
-    name: Any, device: torch.device, options: TrainerOptions, fused: bool | None
+    name: Any, device: torch.device, options: dict[str, Any], fused: bool | None
 ) -> None:
     """The model is still on the CPU when its optimizer is made."""
     model = nn.Linear(2, 2)
     choice = OptimizerOptions(name, lr=0.1)
-    made = make_optimizer(model, choice, device=device, options=options)
+    made = make_optimizer(model, choice, device=device, options=options_of(**options))
     assert [group["fused"] for group in made.param_groups] == [fused]
 
 
@@ -338,7 +265,7 @@ def test_checkpoint_of_another_device_keeps_fused(saved_on: torch.device, loaded
     def made(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
         choice = OptimizerOptions("adam", lr=0.1)
-        return model, make_optimizer(model, choice, device=device, options=TrainerOptions())
+        return model, make_optimizer(model, choice, device=device, options=options_of())
 
     model, optimizer = made(saved_on)
     model(inputs).sum().backward()

@@ -11,11 +11,12 @@ import torch
 from combinations import case
 from launchers import QUICKEST, launch, requires, run_ranks
 from torch import Tensor, nn
+from trainings import options_of
 
-from hvd_trainer import EngineOptions, OptionError, TensorData, Trainer, TrainerOptions, TrainOptions
+from hvd_trainer import OptionError, TensorData, Trainer, TrainerOptions
 from hvd_trainer.jobs.models import conv_net
 
-EPOCHS, SAMPLES, GLOBAL_BATCH = 2, 452, 48  # 9 windows of 48 and one of 20 per epoch: 20 steps in all
+SAMPLES, LENGTH = 452, {"epochs": 2, "global_batch_size": 48}  # 9 windows of 48 and one of 20 per epoch: 20 steps
 
 
 def small_net() -> nn.Module:
@@ -49,10 +50,7 @@ def train_all(backend: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
         ("adamw", 1, None, small_net, adamw, (16,)),
         ("adamw, clipping, accumulation, dropout", 2, 1.0, conv_net, adamw, (1, 28, 28)),
     ):
-        train = TrainOptions(
-            epochs=EPOCHS, global_batch_size=GLOBAL_BATCH, accumulate=accumulate, max_norm=max_norm
-        )
-        with Trainer(TrainerOptions(engine=EngineOptions(backend=backend), train=train)) as trainer:  # type: ignore[arg-type]
+        with Trainer(options_of(backend, **LENGTH, accumulate=accumulate, max_norm=max_norm)) as trainer:
             rank = trainer.world.rank
             model = model_of()
             history = trainer.fit(model, optimizer_of(model), nn.functional.cross_entropy, data(shape))
@@ -83,9 +81,7 @@ def test_engines_give_the_same_bits(size: int) -> None:
 
 def train_in_bfloat16(backend: str, compression: str) -> tuple[int, tuple[float, dict[str, Tensor]]]:
     """Train a model in bfloat16, or one whose gradients are sent in it; return the final loss and weights."""
-    engine = EngineOptions(backend=backend, compression=compression)  # type: ignore[arg-type]
-    train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH)
-    with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
+    with Trainer(options_of(backend, **LENGTH, compression=compression)) as trainer:
         dtype = torch.bfloat16 if compression == "none" else torch.float32
         model, its = small_net().to(dtype), data((16,))
         train_data = TensorData(its.inputs.to(dtype), its.targets)
@@ -118,9 +114,9 @@ def test_ranks_train_the_weights_of_one_process(backend: str, size: int) -> None
             assert relative_difference(weights[name], alone[name]) < 1e-5, name
 
 
-def train_with(engine: EngineOptions, train: TrainOptions) -> tuple[int, tuple[int, dict[str, Tensor]]]:
+def train_with(options: TrainerOptions) -> tuple[int, tuple[int, dict[str, Tensor]]]:
     """Return the number of CPU threads while training, and the final weights of the second set-up above."""
-    with Trainer(TrainerOptions(engine=engine, train=train)) as trainer:
+    with Trainer(options) as trainer:
         model = small_net()
         trainer.fit(model, adamw(model), nn.functional.cross_entropy, data((16,)))
         return trainer.world.rank, (torch.get_num_threads(), dict(model.state_dict()))
@@ -135,23 +131,21 @@ def train_with(engine: EngineOptions, train: TrainOptions) -> tuple[int, tuple[i
     ids=["ddp", "horovod"],
 )
 def test_speed_options_change_no_bit(options: dict[str, Any]) -> None:
-    train = TrainOptions(epochs=EPOCHS, global_batch_size=GLOBAL_BATCH, workers=1, prefetch=4)
-    results = run_ranks(train_with, num_processes=2, args=(EngineOptions(**options), train))
+    wanted = options_of(**options, **LENGTH, workers=1, prefetch=4)
+    results = run_ranks(train_with, num_processes=2, args=(wanted,))
     for (_, weights), usual in zip(results, final_weights(options["backend"], 2), strict=True):
         for key, tensor in usual["adamw"].items():
             assert torch.equal(weights[key], tensor), key
 
 
 def test_prefetch_needs_loader_processes() -> None:
-    train = TrainOptions(epochs=1, batch_size=GLOBAL_BATCH, prefetch=4)
     with pytest.raises(OptionError, match="--prefetch 4 is for loader processes, .* add --workers 2"):
-        train_with(EngineOptions(backend="single"), train)
+        train_with(options_of(epochs=1, prefetch=4))
 
 
 def test_threads_option_sets_each_rank() -> None:
     """More threads than cores are allowed; they cut sums elsewhere, and the last bits are not compared."""
-    options = EngineOptions(backend="ddp", threads=3)
-    results = run_ranks(train_with, num_processes=2, args=(options, TrainOptions(max_steps=1)))
+    results = run_ranks(train_with, num_processes=2, args=(options_of("ddp", threads=3, max_steps=1),))
     assert [threads for threads, _ in results] == [3, 3]
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from launchers import QUICKEST, SUPPORT, launch, requires, run_ranks
 from records import records
+from trainings import options_of
 
 from hvd_trainer.backends import EngineOptions, create
 from hvd_trainer.backends.base import Span
 from hvd_trainer.backends.horovod_timeline import read_timeline
-from hvd_trainer.config.options import LogOptions, MeasureOptions, TrainerOptions
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.rules import find_mistakes
 from hvd_trainer.errors import OptionError
@@ -65,14 +65,7 @@ def test_profile_plan_refuses_invalid_text(text: str, message: str) -> None:
     assert str(caught.value).endswith(
         "type steps=N, and behind it with commas what you need of skip=N, memory, stacks, shapes"
     )
-    log = LogOptions(log_dir="somewhere")
-    options = TrainerOptions(measure=MeasureOptions(profile=text), log=log)
-    assert find_mistakes(options) == [str(caught.value)]
-
-
-def test_profile_needs_a_log_folder() -> None:
-    mistakes = find_mistakes(TrainerOptions(measure=MeasureOptions(profile="steps=1")))
-    assert mistakes == ["--profile writes to the log folder: add --log-dir DIR"]
+    assert find_mistakes(options_of(profile=text, log_dir="somewhere")) == [str(caught.value)]
 
 
 # Trainings.
@@ -259,18 +252,9 @@ def run_script(tmp_path: Path, *options: str, block: str = "") -> list[str]:
 
 
 def run_job(tmp_path: Path, *options: str, block: str, check: bool = True) -> Any:
-    job = [
-        str(SUPPORT / "slow_rank_job.py"),
-        "--backend",
-        "ddp",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "64",
-        "--log-dir",
-        "log",
-    ]
-    return launch(QUICKEST, 2, [*job, *options], env={"BLOCK": block}, cwd=tmp_path, check=check)
+    job = ["--backend", "ddp", "--epochs", "1", "--batch-size", "64", "--log-dir", "log"]
+    argv = [str(SUPPORT / "slow_rank_job.py"), *job, *options]
+    return launch(QUICKEST, 2, argv, env={"BLOCK": block}, cwd=tmp_path, check=check)
 
 
 def test_profile_of_a_short_training_says_so(tmp_path: Path) -> None:
@@ -302,10 +286,8 @@ def test_profile_keeps_the_users_horovod_timeline(tmp_path: Path) -> None:
     own, plan = tmp_path / "own.json", ("--max-steps", "3", "--profile", "steps=1,skip=0")
     train(tmp_path / "log", *plan, backend="horovod", HOROVOD_TIMELINE=str(own))
     assert len({span.name for span in read_timeline(own)} & {"ALLREDUCE", "BROADCAST", "ALLGATHER"}) == 3
-    assert [name.partition(" (")[0] for name in process_names(trace_of(tmp_path / "log")["traceEvents"])] == [
-        "rank 0",
-        "rank 1",
-    ]
+    names = process_names(trace_of(tmp_path / "log")["traceEvents"])
+    assert [name.partition(" (")[0] for name in names] == ["rank 0", "rank 1"]
 
 
 def test_profile_with_too_large_traces_has_a_breakdown(tmp_path: Path) -> None:
@@ -373,14 +355,8 @@ def test_breakdown_summarizes_many_ranks() -> None:
 
 def test_operators_counts_own_time_only() -> None:
     def call(name: str, ts: float, dur: float, number: int, **more: Any) -> dict[str, Any]:
-        return {
-            "cat": "cpu_op",
-            "name": name,
-            "ts": ts,
-            "dur": dur,
-            "tid": 1,
-            "args": {"External id": number},
-        } | more
+        event = {"cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": 1, "args": {"External id": number}}
+        return event | more
 
     events = [
         call("linear", 0, 100, 1),

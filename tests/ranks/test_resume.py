@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 import tempfile
 from collections import Counter
@@ -15,6 +14,7 @@ import pytest
 import resume_checks
 from combinations import case
 from launchers import QUICKEST, launch, requires, run_ranks, start
+from records import lines
 
 pytestmark = pytest.mark.warm
 
@@ -121,9 +121,6 @@ def test_killed_job_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert "resume   restored model, optimizer, random" in again.stdout
     assert "epoch 1/" not in again.stdout
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
-    records = [
-        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, parts)
-    ]
-    for mine, theirs in zip(*records, strict=True):
+    for mine, theirs in zip(lines(whole), lines(parts), strict=True):
         same = ("event", "step", "epoch", "samples", "lr", "train_loss", "train_accuracy", "test_loss")
         assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]

@@ -12,23 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import trainings
 from combinations import case
 from launchers import RankError, requires, run_ranks
 from torch import Tensor, nn
-from trainings import StopAfter, StoppedError, signs
+from trainings import StopAfter, StoppedError, options_of, signs
 
-from hvd_trainer import (
-    Callback,
-    EngineOptions,
-    LogOptions,
-    ParallelOptions,
-    SaveOptions,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accuracy,
-    detect,
-)
+from hvd_trainer import Callback, Trainer, accuracy, detect
 from hvd_trainer.errors import UserError
 from hvd_trainer.optim import non_finite
 from hvd_trainer.parallel import fsdp
@@ -97,24 +87,17 @@ def fit(
     backend: str,
     parallel: dict[str, Any],
     *,
-    folder: str | None = None,
     dropout: float = 0.3,
     stop_after: int | None = None,
     again: bool = False,
-    engine: dict[str, Any] | None = None,
-    save: dict[str, Any] | None = None,
-    **train: Any,
+    **more: Any,
 ) -> dict[str, Any]:
     """Train once, or a second time with the same model and optimizer; return the results."""
     # Cut by time, the parts are the machine's mood, and with them what each rank keeps.
     cut = {"balance": "bytes"} if parallel.get("stages", 1) > 1 else {}
-    options = TrainerOptions(
-        engine=EngineOptions(backend=backend, **(engine or {})),  # type: ignore[arg-type]
-        train=TrainOptions(**{"epochs": 3, "global_batch_size": 16, "max_norm": 0.5, **train}),
-        parallel=ParallelOptions(**cut | parallel),
-        log=LogOptions(log_dir=folder, quiet=True),
-        save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **(save or {})}),
-    )
+    usual = {"epochs": 3, "global_batch_size": 16, "max_norm": 0.5}
+    never = {"save_every_epochs": None, "save_every_s": None}
+    options = options_of(backend, **usual | never | cut | parallel | more)
     with Trainer(options) as trainer:
         whole = model(dropout)
         end = AtEnd(options.train.epochs)
@@ -147,13 +130,7 @@ def cut_twice() -> None:
     whole = model()
     optimizer = two_groups(whole)
     for balance in ("1,5", "4,2"):
-        options = TrainerOptions(
-            engine=EngineOptions(backend="ddp"),
-            parallel=ParallelOptions(stages=2, balance=balance),
-            log=LogOptions(quiet=True),
-        )
-        with Trainer(options) as trainer:
-            trainer.fit(whole, optimizer, nn.functional.cross_entropy, signs(NUM))
+        trainings.fit(options_of("ddp", stages=2, balance=balance), whole, signs(NUM), optimizer=optimizer)
 
 
 class Unused(nn.Module):
@@ -169,17 +146,13 @@ class Unused(nn.Module):
 
 def fit_unused(parallel: dict[str, Any]) -> None:
     """Train a model with an unused parameter, which is refused."""
-    options = TrainerOptions(
-        engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel), log=LogOptions(quiet=True)
-    )
     whole = nn.Sequential(*model(), Unused())
-    with Trainer(options) as trainer:
-        trainer.fit(whole, two_groups(whole), nn.functional.cross_entropy, signs(NUM))
+    trainings.fit(options_of("ddp", **parallel), whole, signs(NUM), optimizer=two_groups(whole))
 
 
 def cut_on_the_host(parallel: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Lay out a model and its optimizer's state, which differ between replicas before; return what they became."""
-    options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(**parallel))
+    options = options_of("ddp", **parallel)
     with Trainer(options) as trainer:
         backend = trainer.backend
         torch.manual_seed(0 if backend.replica_group[0] == backend.world.rank else 1)
@@ -233,11 +206,9 @@ def _watched_cuts(whole: nn.Module) -> list[str]:
 
 def fit_tied() -> None:
     """Train a model whose blocks share a parameter."""
-    options = TrainerOptions(engine=EngineOptions(backend="ddp"), parallel=ParallelOptions(shard="full"))
     whole = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     whole[2].weight = whole[0].weight
-    with Trainer(options) as trainer:
-        trainer.fit(whole, torch.optim.SGD(whole.parameters(), lr=0.1), nn.functional.cross_entropy, signs(NUM))
+    trainings.fit(options_of("ddp", shard="full"), whole, signs(NUM))
 
 
 def run_all(backend: str, runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
@@ -319,7 +290,7 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
             runs |= {f"{schedule}": in_stages(2, plain, schedule=schedule)["plain"]}
         runs |= {"by hand": in_stages(2, plain, balance="1,5")["plain"]}
         runs |= {"by time": in_stages(2, plain, balance="time")["plain"]}
-        runs |= {"fp16 on the wire": {**ALONE["plain"], "engine": {"compression": "fp16"}}}
+        runs |= {"fp16 on the wire": {**ALONE["plain"], "compression": "fp16"}}
         runs |= {"whole copies": {"parallel": {}}, "shared": {"parallel": {"shard": "optimizer"}}}
         runs |= {"shared again": {"parallel": {"shard": "optimizer"}, "again": True}}
         runs |= {"whole again": {"parallel": {}, "again": True}}
@@ -338,7 +309,7 @@ def trained(backend: str, size: int) -> list[dict[str, Any]]:
             "shared": in_stages(2, plain, shard="optimizer")["plain"],
             "deep": in_stages(4, {"deep": {"parallel": {"chunks": 4}}})["deep"],
             "exact deep": in_stages(4, {"deep": {"parallel": {"chunks": 4}, "dropout": 0.0}})["deep"],
-            "fp16 on the wire": {**in_stages(2, plain)["plain"], "engine": {"compression": "fp16"}},
+            "fp16 on the wire": {**in_stages(2, plain)["plain"], "compression": "fp16"},
         }
         if backend == "ddp":
             runs |= {name: how for name, (how, _) in sliced_in_stages().items()}
@@ -509,10 +480,10 @@ SHAPES: list[tuple[str, int, dict[str, Any]]] = [
 def stopped_and_resumed(shapes: list[int], folder: Path) -> dict[str, Any]:
     """Stop inside the second epoch in one layout, and resume in another."""
     first, second = (SHAPES[number] for number in shapes)
-    common = {"folder": str(folder), "dropout": 0.0}
-    saving = {"parallel": first[2], **common, "save": {"save_every_steps": 5}, "stop_after": 6}
+    common = {"log_dir": str(folder), "dropout": 0.0}
+    saving = {"parallel": first[2], **common, "save_every_steps": 5, "stop_after": 6}
     run_ranks(run_all, num_processes=first[1], args=(first[0], {"run": saving}))
-    going_on = {"parallel": second[2], **common, "save": {"resume": "auto"}}
+    going_on = {"parallel": second[2], **common, "resume": "auto"}
     ranks = run_ranks(run_all, num_processes=second[1], args=(second[0], {"run": going_on}))
     run: dict[str, Any] = ranks[0]["run"]
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import Job, start
+from records import lines
 
 OPTIONS = ["--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 
@@ -26,10 +26,8 @@ def argv(backend: str | None, log_dir: Path | None = None, extra: Sequence[str] 
 
 def end_record(log_dir: Path) -> dict[str, Any]:
     """Return the `end` line of metrics.jsonl; fail unless the job ended once and one rank wrote."""
-    lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    ends = [line for line in lines if line["event"] == "end"]
-    assert len(ends) == 1, lines
-    return dict(ends[0])
+    (end,) = lines(log_dir, "end")
+    return end
 
 
 def weights(log_dir: Path) -> bytes:

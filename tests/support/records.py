@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl, for comparing one run with another."""
+"""The records of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ OF_ONE_RUN = frozenset(
 """Of this machine at that moment, and so in no two runs the same."""
 
 
+def lines(log: Path, event: str = "") -> list[dict[str, Any]]:
+    """Return all records of a run, or those of an event; none as long as there is no file."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    file = log / "metrics.jsonl"
+    text = file.read_text().splitlines() if file.exists() else []
+    found = [json.loads(line, parse_constant=refuse) for line in text]
+    return [line for line in found if not event or line["event"] == event]
+
+
 def records(log: Path) -> list[dict[str, Any]]:
     """Return all records, without the figures that differ between any two runs."""
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in OF_ONE_RUN} for line in lines]
+    return [{key: value for key, value in line.items() if key not in OF_ONE_RUN} for line in lines(log)]

@@ -11,18 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
-from trainings import StopAfter, StoppedError
+from trainings import StopAfter, StoppedError, options_of
 
-from hvd_trainer import (
-    EngineOptions,
-    LogOptions,
-    SaveOptions,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accuracy,
-)
+from hvd_trainer import TensorData, Trainer, accuracy
 from hvd_trainer.data import DataShard
 
 NUM, GLOBAL_BATCH, EPOCHS = 108, 16, 3  # 7 steps per epoch, the last one short
@@ -125,12 +116,9 @@ def run(
     **save: Any,
 ) -> dict[str, Any]:
     """Train to the end or to an interruption; return what this rank then has."""
-    options = TrainerOptions(
-        engine=EngineOptions(backend=backend),  # type: ignore[arg-type]
-        train=TrainOptions(**{"epochs": EPOCHS, "global_batch_size": global_batch, **setup.get("train", {})}),
-        log=LogOptions(log_dir=folder, log_every=2, quiet=True),
-        save=SaveOptions(**{"save_every_epochs": None, "save_every_s": None, **save}),
-    )
+    train = {"epochs": EPOCHS, "global_batch_size": global_batch, **setup.get("train", {})}
+    save = {"save_every_epochs": None, "save_every_s": None, **save}
+    options = options_of(backend, log_dir=folder, log_every=2, **train, **save)
     make: Callable[[int], Any] = setup.get("data", lambda num: TensorData(*tensors(num)))
     with Trainer(options) as trainer:
         model = Numbered(plain)

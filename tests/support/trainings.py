@@ -1,15 +1,35 @@
-"""Small data, a training that is stopped, and a digest of its weights, for checks of trainings."""
+"""Options and small data of a training, a training that is stopped, and a digest of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvd_trainer import Callback, RunView, TensorData
+from hvd_trainer import Callback, History, RunView, TensorData, Trainer, TrainerOptions
+
+
+def options_of(backend: str = "single", **chosen: Any) -> TrainerOptions:
+    """Return options of a quiet training, each chosen by its name, whatever its group."""
+    chosen = {"backend": backend, "quiet": True, **chosen}
+    groups = {}
+    for name, group in vars(TrainerOptions()).items():
+        mine = vars(group).keys() & chosen.keys()
+        groups[name] = replace(group, **{option: chosen.pop(option) for option in mine})
+    assert not chosen, f"there are no options {chosen}"
+    return TrainerOptions(**groups)
+
+
+def fit(options: TrainerOptions, model: nn.Module, train_data: Any, test_data: Any = None, **how: Any) -> History:
+    """Train a model, by SGD and with cross-entropy unless `how` has others; return the history."""
+    how.setdefault("loss", nn.functional.cross_entropy)
+    how.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    with Trainer(options) as trainer:
+        return trainer.fit(model, train_data=train_data, test_data=test_data, **how)
 
 
 def signs(num: int) -> TensorData:

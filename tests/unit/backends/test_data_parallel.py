@@ -8,18 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from trainings import options_of
 
-from hvd_trainer import (
-    BackendError,
-    EngineOptions,
-    LogOptions,
-    OptionError,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    backends,
-)
+from hvd_trainer import BackendError, OptionError, TensorData, Trainer, backends
 from hvd_trainer.backends.data_parallel import DataParallelBackend
 from hvd_trainer.tools.compare.trials import make_trials, read_entries
 from hvd_trainer.tools.compare.variants import make_variants
@@ -52,12 +43,7 @@ class OnTwoCopies(DataParallelBackend):
 
 
 def train(backend: str, batch_size: int) -> tuple[int, list[dict[str, object]], dict[str, Tensor]]:
-    options = TrainerOptions(
-        EngineOptions(backend=backend),  # type: ignore[arg-type]
-        TrainOptions(epochs=2, batch_size=batch_size),
-        LogOptions(quiet=True),
-    )
-    with Trainer(options) as trainer:
+    with Trainer(options_of(backend, epochs=2, batch_size=batch_size)) as trainer:
         inputs = torch.randn(100, 6, generator=torch.Generator().manual_seed(1))
         model = nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,14 +66,13 @@ def test_data_parallel_step_takes_a_batch_per_copy(monkeypatch: pytest.MonkeyPat
 
 
 def test_data_parallel_needs_two_gpus() -> None:
-    options = TrainerOptions(EngineOptions(backend="data-parallel", device="cpu"))
     with pytest.raises(BackendError, match="needs two GPUs or more in one process, and this one has none"):
-        Trainer(options).__enter__()
+        Trainer(options_of("data-parallel", device="cpu")).__enter__()
 
 
-@pytest.mark.parametrize("train", [TrainOptions(reproducible=2), TrainOptions()])
-def test_data_parallel_refuses_conflicting_options(train: TrainOptions) -> None:
-    options = TrainerOptions(EngineOptions(backend="data-parallel", sync_batch_norm=True), train)
+@pytest.mark.parametrize("reproducible", [2, None])
+def test_data_parallel_refuses_conflicting_options(reproducible: int | None) -> None:
+    options = options_of("data-parallel", sync_batch_norm=True, reproducible=reproducible)
     with pytest.raises(OptionError, match="--reproducible|--sync-batch-norm with --backend data-parallel"):
         Trainer(options).__enter__()
 

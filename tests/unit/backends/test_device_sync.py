@@ -12,19 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import fit, options_of
 
-from hvd_trainer import (
-    Callback,
-    EngineOptions,
-    LogOptions,
-    RunView,
-    TensorData,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accuracy,
-    backends,
-)
+from hvd_trainer import Callback, RunView, TensorData, accuracy
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.observe.metrics import Meter
@@ -33,12 +23,6 @@ from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.training.consensus import StepConsensus
 
 VIEWS = ("detach", "slice", "select", "split", "view", "alias", "_record_function")
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    with backends.create(EngineOptions(backend="single")) as started:
-        yield started
 
 
 class Operators(TorchDispatchMode):
@@ -114,22 +98,14 @@ def test_step_adds_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whether to stop is asked by the clock, a few times a second.
     monkeypatch.setattr(StepConsensus, "poll", lambda _: frozenset())
     data = TensorData(torch.randn(160, 4), torch.randint(3, (160,)))
-    with Trainer(options(batch_size=8)) as trainer, operators:
-        window = Window(operators)
-        trainer.fit(model, optimizer, loss, data, metrics={"accuracy": accuracy}, callbacks=[window])
+    more = {"metrics": {"accuracy": accuracy}, "callbacks": [Window(operators)]}
+    with operators:
+        fit(options_of(epochs=1, batch_size=8), model, data, optimizer=optimizer, loss=loss, **more)
     steps = " ".join(operators.names).split("step_end")
     assert len(steps) == 11
     # What the clock asks for, such as the progress bar's figure, comes in single steps.
     usual = Counter(" ".join(sorted(step.split())) for step in steps[:10]).most_common(1)
     assert [(step, count > 5) for step, count in usual] == [("argmax eq index_select index_select sum", True)]
-
-
-def options(**train: Any) -> TrainerOptions:
-    return TrainerOptions(
-        engine=EngineOptions(backend="single"),
-        log=LogOptions(quiet=True),
-        train=TrainOptions(**{"epochs": 1, **train}),
-    )
 
 
 # What steers the run is read where a rank says that it waits.
@@ -152,13 +128,13 @@ class Reads:
             monkeypatch.setattr(Tensor, name, seen(getattr(Tensor, name)))
 
 
-def test_device_is_read_only_while_marked_as_waiting(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_read_only_while_waiting(lone_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under NCCL a read waits for the GPU; outside of `waiting` a hang was blamed on the wrong rank."""
-    backend.activity.enter("step")
+    lone_backend.activity.enter("step")
     model = nn.Linear(2, 2)
-    guard, meter = NonFiniteGuard(backend, "error", model), Meter({"a": accuracy}, backend)
-    consensus = StepConsensus(backend, ["stop"])
-    reads = Reads(backend, monkeypatch)
+    guard, meter = NonFiniteGuard(lone_backend, "error", model), Meter({"a": accuracy}, lone_backend)
+    consensus = StepConsensus(lone_backend, ["stop"])
+    reads = Reads(lone_backend, monkeypatch)
     for number in range(3):
         guard.note(number, [torch.tensor(1.0)], torch.tensor(2.0))
         meter.add(torch.tensor(0.5), torch.rand(4, 2), torch.tensor([0, 1, 0, 1]), 4)
@@ -184,12 +160,12 @@ def test_device_is_read_only_while_marked_as_waiting(backend: Backend, monkeypat
     ],
 )
 def test_guard_names_what_is_not_finite(
-    backend: Backend, losses: tuple[float, ...], norms: tuple[float, ...] | None, weight: float, words: str
+    lone_backend: Backend, losses: tuple[float, ...], norms: tuple[float, ...] | None, weight: float, words: str
 ) -> None:
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight[1, 0] = weight
-    guard = NonFiniteGuard(backend, "error", model)
+    guard = NonFiniteGuard(lone_backend, "error", model)
     for step, loss in enumerate(losses, 1):
         guard.note(step, [torch.tensor(loss)], None if norms is None else torch.tensor(norms[step - 1]))
     with pytest.raises(NonFiniteError) as caught:
@@ -197,9 +173,9 @@ def test_guard_names_what_is_not_finite(
     assert str(caught.value).startswith(words)
 
 
-def test_guard_passes_finite_steps_and_reads_once(backend: Backend) -> None:
+def test_guard_passes_finite_steps_and_reads_once(lone_backend: Backend) -> None:
     model = nn.Linear(2, 2)
-    guard = NonFiniteGuard(backend, "error", model)
+    guard = NonFiniteGuard(lone_backend, "error", model)
     guard.note(1, [torch.tensor(1.0)], None)
     guard.check()
     with torch.no_grad():
@@ -212,25 +188,24 @@ def test_non_finite_gradient_ends_the_run_without_clipping() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     data = TensorData(torch.ones(2, 1), torch.zeros(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Trainer(options(batch_size=2)) as trainer, pytest.raises(NonFiniteError, match="after step 1"):
-        trainer.fit(model, optimizer, lambda outputs, _: outputs.sqrt().mean(), data)
+    with pytest.raises(NonFiniteError, match="after step 1"):
+        fit(options_of(epochs=1, batch_size=2), model, data, loss=lambda outputs, _: outputs.sqrt().mean())
 
 
 # Steps that the loss scaler leaves out are counted without waiting for each.
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_skipped_steps_are_counted(backend: Backend, fused: bool | None) -> None:
+def test_skipped_steps_are_counted(lone_backend: Backend, fused: bool | None) -> None:
     model = nn.Linear(2, 1, bias=False)
     plain = torch.optim.Adam(model.parameters(), lr=0.5, fused=fused)
-    _, optimizer = backend.prepare(model, plain)
+    _, optimizer = lone_backend.prepare(model, plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     progress = Progress()
     before = model.weight.detach().clone()
     for slope in (math.inf, 1.0, math.nan):
         scaler.scale(model(torch.tensor([[slope, 1.0]])).sum()).backward()
-        result = backend.step(optimizer, scaler=scaler)
+        result = lone_backend.step(optimizer, scaler=scaler)
         assert isinstance(result.skipped, Tensor if fused else bool)
         progress.count_skipped(result.skipped)
         optimizer.zero_grad()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from data_checks import Stream
 from torch import Tensor, nn
+from trainings import fit, options_of
 
-from hvd_trainer import Trainer, backends
+from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
-from hvd_trainer.config.options import LogOptions, TrainerOptions, TrainOptions
 from hvd_trainer.data import LoaderPlan, TensorData, make_loader
 
 PIXELS, TARGETS = torch.arange(12, dtype=torch.uint8).view(6, 2), torch.arange(6)
@@ -43,11 +43,6 @@ def test_inputs_of_each_batch_are_transformed(data: Any, workers: int | None) ->
 
 def test_trainer_gives_the_model_transformed_inputs() -> None:
     """A linear layer refuses bytes, in training and in evaluation."""
-    options = TrainerOptions(
-        EngineOptions(backend="single"), TrainOptions(epochs=1, batch_size=4), LogOptions(quiet=True)
-    )
-    with Trainer(options) as trainer:
-        model = nn.Linear(2, 6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        history = trainer.fit(model, optimizer, nn.functional.cross_entropy, LISTED, LISTED, batch_transform=halve)
+    options = options_of(epochs=1, batch_size=4)
+    history = fit(options, nn.Linear(2, 6), LISTED, LISTED, batch_transform=halve)
     assert history.end["test_loss"] > 0

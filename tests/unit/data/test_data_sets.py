@@ -7,31 +7,22 @@ from typing import Any
 import data_checks
 import pytest
 import torch
+import trainings
 from data_checks import Batches, Stream, numbers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hvd_trainer import Trainer, TrainerOptions
-from hvd_trainer.backends import EngineOptions
-from hvd_trainer.config.options import TrainOptions
+from hvd_trainer.backends import Backend
 from hvd_trainer.data import LoaderPlan, make_loader, samples_in
 from hvd_trainer.errors import DataError, OptionError
 
 
-def trainer(**train: Any) -> Trainer:
-    return Trainer(
-        TrainerOptions(
-            engine=EngineOptions(backend="single"), train=TrainOptions(**{"epochs": 1, "batch_size": 4, **train})
-        )
-    )
-
-
-def fit(data: Any, test: Any = None, model: nn.Module | None = None, **options: Any) -> list[dict[str, Any]]:
+def fit(data: Any, test: Any = None, model: nn.Module | None = None, **more: Any) -> list[dict[str, Any]]:
     """Train a line on `data` for one epoch in this process."""
     model = model or nn.Linear(1, 1)
-    with trainer() as mine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        return mine.fit(model, optimizer, mean_square, data, test, **options).epochs
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    options = trainings.options_of(epochs=1, batch_size=4)
+    return trainings.fit(options, model, data, test, optimizer=optimizer, loss=mean_square, **more).epochs
 
 
 def mean_square(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
@@ -82,9 +73,9 @@ def test_invalid_data_set_is_named(make: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Stream, Batches])
-def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any) -> None:
-    with trainer() as mine, pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
-        make_loader(kind(8), mine.backend, LoaderPlan(4, virtual_ranks=1))
+def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any, lone_backend: Backend) -> None:
+    with pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
+        make_loader(kind(8), lone_backend, LoaderPlan(4, virtual_ranks=1))
 
 
 def test_unequal_tensors_are_refused() -> None:

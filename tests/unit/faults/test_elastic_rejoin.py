@@ -11,20 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainings import signs
+from trainings import options_of, signs
 
-from hvd_trainer import (
-    Callback,
-    EngineOptions,
-    LogOptions,
-    RunView,
-    SaveOptions,
-    Trainer,
-    TrainerOptions,
-    TrainOptions,
-    accuracy,
-    backends,
-)
+from hvd_trainer import Callback, RunView, Trainer, accuracy
+from hvd_trainer.backends import Backend
 from hvd_trainer.checkpoint import manager, storage
 from hvd_trainer.errors import CheckpointError, LaunchError
 from hvd_trainer.faults.activity import ExchangeAbortedError
@@ -68,15 +58,10 @@ def a_rank_is_lost(run: RunView) -> None:
     raise RescaleError
 
 
-def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunView], None]) -> dict[str, float]:
+def figures(save: dict[str, Any], folder: Path | None = None, **at: Callable[[RunView], None]) -> dict[str, float]:
     """Train an epoch in which all this happens; return its figures."""
-    options = TrainerOptions(
-        EngineOptions(backend="single"),
-        TrainOptions(epochs=1, batch_size=4),
-        LogOptions(log_dir=None if folder is None else str(folder), quiet=True),
-        save,
-    )
-    with Trainer(options) as trainer:
+    log_dir = None if folder is None else str(folder)
+    with Trainer(options_of(epochs=1, batch_size=4, log_dir=log_dir, **save)) as trainer:
         trainer.backend.session.driver = horovodrun()
         model = nn.Linear(6, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +76,7 @@ def figures(save: SaveOptions, folder: Path | None = None, **at: Callable[[RunVi
 
 def test_metrics_after_two_lost_ranks() -> None:
     """The state at a world's start was saved again without the metrics' sums."""
-    seldom = SaveOptions(commit_every_steps=1000)
+    seldom = {"commit_every_steps": 1000}
     # The ranks reach consensus after steps 1 and 3.
     lost = figures(seldom, step_2=hosts_change, step_5=a_rank_is_lost, step_6=a_rank_is_lost)
     assert lost == figures(seldom)
@@ -101,10 +86,10 @@ def test_metrics_after_lost_rank_and_resume(tmp_path: Path) -> None:
     def stop(run: RunView) -> None:
         raise CheckpointError("stopped")
 
-    often = SaveOptions(save_every_steps=4)
+    often = {"save_every_steps": 4}
     with pytest.raises(CheckpointError, match="stopped"):
         figures(often, tmp_path, step_6=stop)
-    resumed = SaveOptions(resume="auto", commit_every_steps=1000)
+    resumed = {"resume": "auto", "commit_every_steps": 1000}
     assert figures(resumed, tmp_path, step_5=a_rank_is_lost) == figures(often)
 
 
@@ -119,7 +104,7 @@ def test_rescale_raises_error_of_pending_checkpoint(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(storage, "save", full_once)
     with pytest.raises(CheckpointError, match="the disk is full"):
-        figures(SaveOptions(save_every_steps=3, save_every_epochs=None), tmp_path, step_2=hosts_change)
+        figures({"save_every_steps": 3, "save_every_epochs": None}, tmp_path, step_2=hosts_change)
 
 
 def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,20 +121,19 @@ def test_snapshot_excludes_aborted_exchange(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(manager, "copy_to_host", copy)
 
     with pytest.raises(ExchangeAbortedError):
-        figures(SaveOptions(commit_every_steps=2), step_3=abort_during_the_next_copy)
+        figures({"commit_every_steps": 2}, step_3=abort_during_the_next_copy)
     assert runs[0].manager.snapshot.step == 2
 
 
-def test_rejoin_retries_failed_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejoin_retries_failed_rendezvous(lone_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its time limit Horovod raises TimeoutError, which is no RuntimeError: it ended the rank."""
-    with backends.create(EngineOptions(backend="single")) as backend:
-        backend.session.driver = driver = horovodrun()
-        trouble: list[Exception] = [TimeoutError("the others did not take part"), LaunchError("not all came")]
+    lone_backend.session.driver = driver = horovodrun()
+    trouble: list[Exception] = [TimeoutError("the others did not take part"), LaunchError("not all came")]
 
-        def start() -> None:
-            if trouble:
-                raise trouble.pop()
+    def start() -> None:
+        if trouble:
+            raise trouble.pop()
 
-        monkeypatch.setattr(backend, "_start", start)
-        assert backend.rejoin(RescaleError())
-        assert driver.past_worlds == 3
+    monkeypatch.setattr(lone_backend, "_start", start)
+    assert lone_backend.rejoin(RescaleError())
+    assert driver.past_worlds == 3

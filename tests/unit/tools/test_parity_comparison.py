@@ -22,9 +22,6 @@ from made_traces import (
 )
 from torch import nn
 
-from hvd_trainer import TrainerOptions
-from hvd_trainer.config.options import MeasureOptions
-from hvd_trainer.config.rules import check
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.tools.parity import cli, fits
@@ -349,13 +346,6 @@ def test_single_comes_last_with_the_global_batch() -> None:
 
 
 # What ranks keep.
-
-
-def test_trace_needs_log_folder_and_steps() -> None:
-    options = TrainerOptions(measure=MeasureOptions(trace_steps=0))
-    message = "--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"
-    with pytest.raises(OptionError, match=message):
-        check(options)
 
 
 def test_samples_are_identified_by_their_bytes() -> None:
