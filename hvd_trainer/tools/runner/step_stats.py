@@ -16,7 +16,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import msgspec
@@ -244,17 +243,3 @@ def checksum(log: Path) -> str | None:
     with suppress(OSError):
         return hashlib.sha256((log / WEIGHTS).read_bytes()).hexdigest()
     return None
-
-
-def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure of several runs; of lists and groups, the median of each member."""
-    wanted = [name for name, value in runs[0].items() if isinstance(value, float | list | dict)]
-    return {name: _median([run[name] for run in runs]) for name in wanted}
-
-
-def _median(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], dict):
-        return {name: _median([value[name] for value in values]) for name in values[0]}
-    if isinstance(values[0], list):
-        return [_median(its) for its in zip(*values, strict=True)]
-    return median(values) if isinstance(values[0], int | float) else values[0]

@@ -101,15 +101,11 @@ def _data(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 
 def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield changes of the exchange. Buckets that are larger than all gradients together are the same."""
-    all_mb = 4 * facts["parameters"] / 2**20
-    now = settings.get("bucket_mb", facts["bucket_mb"])
-    grouped = settings.get("num_groups") is not None
-    seen = {min(now, all_mb)}
-    for size in BUCKETS_MB:
-        if min(size, all_mb) not in seen or grouped:
-            seen.add(min(size, all_mb))
-            yield Change("exchange", "bucket_mb", size, {"num_groups": None} if grouped else {})
+    """Yield changes of the exchange."""
+    if settings.get("num_groups") is None:
+        yield from _bucket_sizes("bucket_mb", settings.get("bucket_mb", facts["bucket_mb"]), facts)
+    else:
+        yield from (Change("exchange", "bucket_mb", size, {"num_groups": None}) for size in BUCKETS_MB)
     if backend == "ddp":
         if not settings.get("static_graph"):
             yield Change("exchange", "static_graph", True)
@@ -119,9 +115,7 @@ def _exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any
     for number in GROUP_NUMBERS:
         if number != settings.get("num_groups") and number <= facts["parameter_tensors"]:
             yield Change("exchange", "num_groups", number)
-    for milliseconds in CYCLES_MS:
-        if milliseconds != settings.get("cycle_time_ms"):
-            yield Change("exchange", "cycle_time_ms", milliseconds)
+    yield from _cycle_times(settings)
     if facts["parameter_tensors"] > CACHE_CAPACITY and "cache_capacity" not in settings:
         yield Change("exchange", "cache_capacity", 2 ** facts["parameter_tensors"].bit_length())
     if not settings:  # it takes over what the others set
@@ -137,17 +131,23 @@ def _compression(backend: str, facts: Mapping[str, Any], settings: Mapping[str, 
 
 def _script_exchange(backend: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Change]:
     """Yield changes of what lies underneath a script, by options of `run`."""
-    all_mb = 4 * facts["parameters"] / 2**20
-    option = "fusion_threshold_mb" if facts["uses_hvd"] else "bucket_mb"
-    seen = {min(64 if facts["uses_hvd"] else 25, all_mb)}
-    for size in BUCKETS_MB:
-        if min(size, all_mb) not in seen:
-            seen.add(min(size, all_mb))
-            yield Change("exchange", option, size)
+    option, default = ("fusion_threshold_mb", 64) if facts["uses_hvd"] else ("bucket_mb", 25)
+    yield from _bucket_sizes(option, default, facts)
     if backend == "horovod" or facts["uses_hvd"]:
-        for milliseconds in CYCLES_MS:
-            if milliseconds != settings.get("cycle_time_ms"):
-                yield Change("exchange", "cycle_time_ms", milliseconds)
+        yield from _cycle_times(settings)
+
+
+def _bucket_sizes(option: str, now: float, facts: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield other sizes of buckets; those that are larger than all gradients together are the same."""
+    all_mb = 4 * facts["parameters"] / 2**20
+    sizes = {min(size, all_mb): size for size in reversed(BUCKETS_MB)}  # of equal ones, the smallest
+    yield from (Change("exchange", option, sizes[size]) for size in sorted(sizes) if size != min(now, all_mb))
+
+
+def _cycle_times(settings: Mapping[str, Any]) -> Iterator[Change]:
+    for milliseconds in CYCLES_MS:
+        if milliseconds != settings.get("cycle_time_ms"):
+            yield Change("exchange", "cycle_time_ms", milliseconds)
 
 
 _SCRIPT_MAKERS = {"threads": _threads, "exchange": _script_exchange}
