@@ -43,7 +43,7 @@ def trials_of(
 ) -> list[Trial]:
     numbers = [int(number) for number in ranks.split(",")]
     return make_trials(
-        read_entries(engines.split(","), baselines, max_ranks=max(numbers), num_gpus=0),
+        read_entries(engines, baselines, max_ranks=max(numbers), num_gpus=0),
         numbers,
         make_variants((*job, *arguments), varied(**values)),
         threads=threads,

@@ -129,9 +129,8 @@ def plan_trials(
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise OptionError(f"--np {options.np}: type numbers of ranks with commas between them, such as --np 1,2,4")
     numbers = sorted({int(word) for word in words})
-    engines = [name.strip() for name in options.engines.split(",")]
     return make_trials(
-        read_entries(engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus()),
+        read_entries(options.engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus()),
         numbers,
         make_variants(job, axes),
         threads=options.threads or threads_per_rank(max(numbers)),

@@ -20,7 +20,7 @@ from hvd_trainer.errors import OptionError, UserError
 from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, script_checksum
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_engines, script_checksum
 from hvd_trainer.tools.runner.folder import key_of
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.utils.text import plural
@@ -43,13 +43,11 @@ class Entry:
         return self.script is None
 
 
-def read_entries(
-    engines: Sequence[str], baselines: Sequence[str], *, max_ranks: int, num_gpus: int
-) -> list[Entry]:
+def read_entries(engines: str, baselines: Sequence[str], *, max_ranks: int, num_gpus: int) -> list[Entry]:
     """Return the entries in the order of the tables.
 
     Args:
-        engines: names, as typed.
+        engines: as typed.
         baselines: an engine and a script each, as typed.
         max_ranks: the largest number of ranks.
         num_gpus: that are visible.
@@ -58,9 +56,7 @@ def read_entries(
         OptionError: a name is unknown or comes twice, a baseline names no launcher or file, or GPUs are too few.
     """
     entries = []
-    for name in engines:
-        if name not in LAUNCHER_OF:
-            raise OptionError(f"--engines {name}: there are {', '.join(LAUNCHER_OF)}")
+    for name in read_engines(engines, LAUNCHER_OF):
         if name == "data-parallel" and not 2 <= max_ranks <= num_gpus:
             raise OptionError(
                 f"--engines data-parallel needs as many GPUs as ranks, two at least (here: {num_gpus}, and --np "
@@ -92,36 +88,6 @@ class Trial(MeasuredTrial):
     entry: Entry
     threads: int
     variant: Variant
-
-    @classmethod
-    def of(
-        cls,
-        entry: Entry,
-        ranks: int,
-        variant: Variant,
-        *,
-        threads: int,
-        steps: int | None,
-        conditions: Mapping[str, Any],
-    ) -> Trial:
-        """Return a trial; `conditions` is what else decides on its figures: versions, steps that do not count."""
-        job = variant.identity
-        if entry.script is not None:
-            job = {"words": [*entry.script], "script": script_checksum(entry.script)}
-        own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
-        return cls(
-            entry=entry,
-            variant=variant,
-            job=entry.script or variant.words,
-            engine=entry.engine,
-            ranks=ranks,
-            threads=threads,
-            steps=steps,
-            warmup_steps=conditions["warmup_steps"],
-            native=not entry.is_job,
-            label=", ".join(filter(None, (f"{entry.name} x {ranks}", variant.label))),
-            identity={**own, **job, **conditions},
-        )
 
     @cached_property
     def job_options(self) -> TrainerOptions | None:
@@ -190,12 +156,34 @@ def make_trials(
     """Return all trials; those that differ only in their entry stand side by side.
 
     `single` is on one rank only, `data-parallel` never is.
+
+    Args:
+        conditions: what else decides on their figures: versions, steps that do not count.
     """
-    return [
-        Trial.of(entry, ranks, variant, threads=threads, steps=steps, conditions=conditions)
-        for ranks, variant, entry in itertools.product(numbers, variants, entries)
-        if entry.engine != ("data-parallel" if ranks == 1 else "single")
-    ]
+    trials = []
+    for ranks, variant, entry in itertools.product(numbers, variants, entries):
+        if entry.engine == ("data-parallel" if ranks == 1 else "single"):
+            continue
+        job = variant.identity
+        if entry.script is not None:
+            job = {"words": [*entry.script], "script": script_checksum(entry.script)}
+        own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
+        trials.append(
+            Trial(
+                entry=entry,
+                variant=variant,
+                job=entry.script or variant.words,
+                engine=entry.engine,
+                ranks=ranks,
+                threads=threads,
+                steps=steps,
+                warmup_steps=conditions["warmup_steps"],
+                native=not entry.is_job,
+                label=", ".join(filter(None, (f"{entry.name} x {ranks}", variant.label))),
+                identity={**own, **job, **conditions},
+            )
+        )
+    return trials
 
 
 def why_impossible(options: TrainerOptions, ranks: int) -> str | None:

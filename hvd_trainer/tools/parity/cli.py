@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
     engines = parse_engines(options.engines, job)
     threads, steps = options.threads or threads_per_rank(options.np), steps_of(job, options.steps)
     with locked_folder(options.out) as folder:
-        runner = TrialRunner(
-            folder, limit_s=options.timeout_s, resume=False
-        )  # the job may have been changed since
+        # Nothing is resumed: the job may have been changed since.
+        runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
         traced = trace_all(engines, job, options.np, threads, steps, runner)
         traces = [its.trace for its in traced if its.trace is not None]
         pairs = compare_all(traces, options.tolerance)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job, option_values
+from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job, option_values, read_engines
 from hvd_trainer.tools.runner.folder import RunRecord
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
@@ -45,12 +45,9 @@ def parse_engines(text: str, job: Sequence[str]) -> list[str]:
     Raises:
         OptionError: an unknown one, one that comes twice, fewer than two, or `single` for a script.
     """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in ENGINES:
-            raise OptionError(f"--engines {text}: there are {', '.join(ENGINES)}, and not {name!r}")
-    if len(names) != len(set(names)) or len(names) < 2:
-        raise OptionError(f"--engines {text}: name two or three, each once, such as --engines horovod,ddp,single")
+    names = read_engines(text, ENGINES)
+    if len(names) < 2:
+        raise OptionError(f"--engines {text}: name two or three, such as --engines horovod,ddp,single")
     if "single" in names and not is_trainer_job(job):
         raise OptionError(
             f"--engines {text}: single takes the ranks' batches together by options of the Trainer, on which "

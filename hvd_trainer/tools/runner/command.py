@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +57,20 @@ def read_command(
     options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
     refuse(range_errors(options))
     return options, read_job(words[place + 1 :], reserved)
+
+
+def read_engines(text: str, known: Collection[str]) -> list[str]:
+    """Return the engines of `--engines horovod,ddp`.
+
+    Raises:
+        OptionError: one is not known, or comes twice.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not {*names} <= {*known} or len(names) != len({*names}):
+        raise OptionError(
+            f"--engines {text}: there are {', '.join(known)}; name each once, with commas between them"
+        )
+    return names
 
 
 def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str, ...]:

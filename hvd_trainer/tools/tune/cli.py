@@ -29,6 +29,7 @@ from hvd_trainer.tools.runner.command import (
     option_of,
     option_values,
     read_command,
+    read_engines,
     script_checksum,
 )
 from hvd_trainer.tools.runner.folder import RunRecord, key_of, locked_folder
@@ -86,18 +87,6 @@ class Options:
     """folder for horovod.yaml, ddp.yaml and tune.json; the same command again goes on with what is there"""
     timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
-
-    @property
-    def backends(self) -> list[str]:
-        """The engines.
-
-        Raises:
-            OptionError: one is unknown, or comes twice.
-        """
-        names = [name.strip() for name in self.engines.split(",")]
-        if set(names) - {"horovod", "ddp"} or len(names) != len(set(names)):
-            raise OptionError(f"--engines {self.engines}: type horovod, ddp, or both with a comma between them")
-        return names
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options, words = read_command("tune", Options, argv)
     check_installed()
-    job, backends = Job.read(words), options.backends
+    job, backends = Job.read(words), read_engines(options.engines, ("horovod", "ddp"))
     with locked_folder(options.out) as folder:
         try:
             tune(job, backends, options, folder, shlex.join(argv))

@@ -78,7 +78,7 @@ def test_data_parallel_refuses_conflicting_options(reproducible: int | None) -> 
 
 
 def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = read_entries(["ddp", "data-parallel"], [], max_ranks=4, num_gpus=4)
+    entries = read_entries("ddp,data-parallel", [], max_ranks=4, num_gpus=4)
     plan = make_trials(entries, [1, 2, 4], make_variants(JOB, []), threads=1, conditions={"warmup_steps": 0})
     labels = [trial.label for trial in plan]
     assert labels == ["ddp x 1", "ddp x 2", "data-parallel x 2", "ddp x 4", "data-parallel x 4"]
@@ -97,4 +97,4 @@ def test_compare_gives_data_parallel_a_gpu_per_rank(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("most", "gpus"), [(2, 1), (1, 4), (4, 2)])
 def test_compare_refuses_data_parallel_without_enough_gpus(most: int, gpus: int) -> None:
     with pytest.raises(OptionError, match="needs as many GPUs as ranks"):
-        read_entries(["data-parallel"], [], max_ranks=most, num_gpus=gpus)
+        read_entries("data-parallel", [], max_ranks=most, num_gpus=gpus)

@@ -28,7 +28,7 @@ from hvd_trainer.tools.runner.processes import Start
         ("ddp", ["examples/mnist/plain_ddp.py"], "say what starts it"),
         ("ddp", ["ddp"], "say what starts it"),
         ("ddp", ["ddp nowhere.py"], "there is no file nowhere.py"),
-        ("ddp,ddp", [], "ddp takes part twice"),
+        ("ddp,ddp", [], "name each once"),
     ],
 )
 def test_read_entries_refuses_impossible_ones(engines: str, baselines: Sequence[str], message: str) -> None:

@@ -44,8 +44,8 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (parity, ["--engines", "ddp"], "name two or three"),
         (parity, ["--", *JOB, "--trace_steps=3", "--resume", "auto"], "Leave --trace_steps=3 and --resume out"),
         (tune, ["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
-        (tune, ["--engines", "ddp,single"], "type horovod, ddp, or both"),
-        (tune, ["--engines", "ddp,ddp"], "type horovod, ddp, or both"),
+        (tune, ["--engines", "ddp,single"], "there are horovod, ddp; name each once"),
+        (tune, ["--engines", "ddp,ddp"], "there are horovod, ddp; name each once"),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(
