@@ -59,7 +59,6 @@ class Evidence:
     machine: MachineUse = field(default_factory=MachineUse)
     cores: int = 1
     """of this machine"""
-    engine: str = "ddp"
     is_trainer_job: bool = False
     """whether the job takes the Trainer's options, also where it ended before `facts` were known"""
     facts: Figures = field(default_factory=dict)

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from hvd_trainer.errors import OptionError
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NEEDED = ("jinja2", "matplotlib", "rich", "scipy")
-
-
 TABLE_WIDTH = 10_000
 """Width in characters of tables that are written to a file or a pipe."""
 
@@ -64,13 +62,12 @@ def render_page(template: Path, **values: Any) -> str:
     return environment.get_template(template.name).render(**values) + "\n"
 
 
-def console(out: TextIO | None = None) -> Console:
+def console() -> Console:
     """Return a console as wide as the terminal; in a file or a pipe it breaks no line."""
     from rich.console import Console
 
-    file = out or sys.stdout
-    wide = None if file.isatty() else TABLE_WIDTH
-    return Console(file=file, width=wide, highlight=False, soft_wrap=wide is None)
+    wide = None if sys.stdout.isatty() else TABLE_WIDTH
+    return Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=wide is None)
 
 
 def make_table(

@@ -53,34 +53,24 @@ class Found:
     """the standard deviation of the ratio of two runs' speeds"""
 
 
+@dataclass
 class Search:
-    """The search of one engine.
+    """The search of one engine."""
 
-    Args:
-        backend: the engine.
-        facts: run.json of the job, and `cores`.
-        fixed: options that are not changed.
-        measure: runs the job with settings.
-        rounds: of a race at most, and of the proof.
-        least_gain: below which a gain is not worth a search, as a fraction.
-        lossy: whether gradients may be rounded.
-    """
-
-    def __init__(
-        self,
-        backend: str,
-        facts: Mapping[str, Any],
-        fixed: Collection[str],
-        measure: Measure,
-        *,
-        rounds: int,
-        least_gain: float,
-        lossy: bool,
-    ) -> None:
-        self._backend, self._facts, self._fixed, self._measure = backend, facts, fixed, measure
-        self._rounds, self._least_gain, self._lossy = rounds, least_gain, lossy
-        self._noise = Noise()
-        self.found = Found()
+    backend: str
+    facts: Mapping[str, Any]
+    """run.json of the job, and `cores`"""
+    fixed: Collection[str]
+    """options that are not changed"""
+    measure: Measure
+    rounds: int
+    """of a race at most, and of the proof"""
+    least_gain: float
+    """below which a gain is not worth a search, as a fraction"""
+    lossy: bool
+    """whether gradients may be rounded"""
+    noise: Noise = field(default_factory=Noise, init=False)
+    found: Found = field(default_factory=Found, init=False)
 
     def run(self) -> Found:
         """Search, and return the results.
@@ -89,11 +79,11 @@ class Search:
             OptionError: the unchanged job does not run.
         """
         for group in self._select_groups():
-            if group == "compression" and not self._lossy:
+            if group == "compression" and not self.lossy:
                 self._race_lossy()
             else:
                 self._race_group(group)
-        self.found.noise = self._noise.deviation
+        self.found.noise = self.noise.deviation
         if self.found.settings:
             self._prove()
         return self.found
@@ -103,11 +93,11 @@ class Search:
 
         Threads come first, on which all else depends, compression last, and between them what has most to gain.
         """
-        if self._facts["world_size"] == 1:
+        if self.facts["world_size"] == 1:
             self.found.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
-        if "uses_hvd" in self._facts:
+        if "uses_hvd" in self.facts:
             self.found.untried |= SCRIPT_UNTRIED
-        elif self._facts["in_memory"]:
+        elif self.facts["in_memory"]:
             self.found.untried["data"] = "all of it is in memory"
         left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
         race = self._race(list(left_out))
@@ -117,7 +107,7 @@ class Search:
         bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
         for group, its in bounds.items():
             # A setting gains less than leaving the whole part out.
-            if its.verdict == "no faster" or its.speed < 1 + self._least_gain:
+            if its.verdict == "no faster" or its.speed < 1 + self.least_gain:
                 self.found.untried[group] = (
                     f"without it at all the job has {its.speed:.2f} times the speed ({its.low:.2f} to "
                     f"{its.high:.2f})"
@@ -125,7 +115,7 @@ class Search:
         # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
         # much the job's does.
         alike = (label for label, group in left_out.items() if group in bounds and group in self.found.untried)
-        self._noise = race.known_noise(alike)
+        self.noise = race.known_noise(alike)
         if "exchange" in self.found.untried:
             self.found.untried["compression"] = self.found.untried["exchange"]
         for group, why in self.found.untried.items():
@@ -135,11 +125,11 @@ class Search:
         return sorted(left, key=lambda group: -gains.get(group, 1.0))
 
     def _say(self, text: str) -> None:
-        print(f"{self._backend}: {text}", flush=True)
+        print(f"{self.backend}: {text}", flush=True)
 
     def _is_undecided(self, bound: Standing) -> bool:
         """Return whether more rounds could show that a group cannot gain enough."""
-        is_promising = bound.rounds >= MIN_ROUNDS and bound.speed >= 1 + self._least_gain
+        is_promising = bound.rounds >= MIN_ROUNDS and bound.speed >= 1 + self.least_gain
         return bound.verdict == "open" and not is_promising
 
     def _race_group(self, group: Group) -> None:
@@ -167,7 +157,7 @@ class Search:
         }
 
     def _changes(self, group: Group) -> list[Change]:
-        return find_changes(group, self._backend, self._facts, self.found.settings, self._fixed)
+        return find_changes(group, self.backend, self.facts, self.found.settings, self.fixed)
 
     def _race_changes(self, candidates: Sequence[Change], *, adopt: bool) -> Change | None:
         """Race changes, record the results of all, and return the winner."""
@@ -177,7 +167,7 @@ class Search:
         settings = {label: its.after(self.found.settings) for label, its in by_label.items()}
         while not race.is_over:
             self._run_round(race, settings)
-        self._noise = race.known_noise()
+        self.noise = race.known_noise()
         group = candidates[0].group
         self.found.tried += [
             Tried(group, label, race.standing(label), adopted=adopt and label == race.winner) for label in by_label
@@ -185,7 +175,7 @@ class Search:
         return None if race.winner is None else by_label[race.winner]
 
     def _race(self, names: Sequence[str]) -> Race:
-        return Race(names, self._least_gain, self._rounds, self._noise)
+        return Race(names, self.least_gain, self.rounds, self.noise)
 
     def _run_round(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Run one round of the present settings and the candidates still in the race, in alternating order."""
@@ -195,11 +185,11 @@ class Search:
             if label == AS_IT_IS:
                 present = self._must_run(label, self.found.settings)
             else:
-                speeds[label] = self._measure(label, settings[label])
+                speeds[label] = self.measure(label, settings[label])
         race.note(present, speeds)
 
     def _must_run(self, label: str, settings: Mapping[str, Any]) -> float:
-        speed = self._measure(label, settings)
+        speed = self.measure(label, settings)
         if speed is None:
             raise OptionError(
                 f"The job failed {label}, with settings that it has run with before. Look at its last output, and "
@@ -210,7 +200,7 @@ class Search:
     def _prove(self) -> None:
         both = {"before": {}, "tuned": self.found.settings}
         speeds: dict[str, list[float]] = {label: [] for label in both}
-        for _, label in in_rounds(list(both), self._rounds):
+        for _, label in in_rounds(list(both), self.rounds):
             speeds[label].append(self._must_run(label, both[label]))
         self.found.gain = gain = ratio(speeds["tuned"], speeds["before"])
         if not gain.is_clear or gain.value < 1:
