@@ -26,8 +26,9 @@ from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.command import is_trainer_job, read_command
 from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.runner.folder import RunRecord, locked_folder, read_runs
-from hvd_trainer.tools.runner.formats import check_installed, number
+from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
+from hvd_trainer.tools.runner.measured import describe_speed
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
@@ -167,7 +168,7 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         for trial in trials:
             if trial.key == run.key:
                 check_work(trial, run)
-    for trial, run in runner.run_all(to_do, describe=result_of):
+    for trial, run in runner.run_all(to_do, describe=describe_speed):
         check_work(trial, run)
 
 
@@ -178,10 +179,3 @@ def _listed(trials: Sequence[Trial]) -> str:
         text += f" ({'; '.join(trial.label for trial in trials)})"
     impossible = sum(trial.reason is not None for trial in trials)
     return f"{text}, {impossible} of them impossible" if impossible else text
-
-
-def result_of(run: RunRecord) -> str:
-    """Return `14,210 samples/s (12 s)`; of a script, which does not tell its samples, the steps per second."""
-    rate = run.figures.get("samples_per_s")
-    speed = f"{number(1 / run.figures['step_s'])} steps/s" if rate is None else f"{number(rate)} samples/s"
-    return f"{speed} ({run.seconds:.0f} s)"

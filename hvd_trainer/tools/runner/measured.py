@@ -22,6 +22,8 @@ from hvd_trainer.tools.runner.command import (
     option_of,
     with_options,
 )
+from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
@@ -92,3 +94,10 @@ class MeasuredTrial:
         processes = 1 if self.engine == "data-parallel" else self.ranks
         read = read_figures if self._is_trainer_job else read_probed
         return read(log, processes, self.warmup_steps)
+
+
+def describe_speed(run: RunRecord) -> str:
+    """Return `14,210 samples/s (12 s)`; of a script, which does not tell its samples, the steps per second."""
+    rate = run.figures.get("samples_per_s")
+    speed = f"{number(1 / run.figures['step_s'])} steps/s" if rate is None else f"{number(rate)} samples/s"
+    return f"{speed} ({run.seconds:.0f} s)"

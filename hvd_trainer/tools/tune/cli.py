@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,9 +33,9 @@ from hvd_trainer.tools.runner.command import (
     script_checksum,
 )
 from hvd_trainer.tools.runner.folder import RunRecord, key_of, locked_folder
-from hvd_trainer.tools.runner.formats import check_installed, number
+from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
-from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.measured import MeasuredTrial, describe_speed
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.tools.tune import report
@@ -122,24 +122,19 @@ class Job:
         return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
 
 
+@dataclass
 class SettingsRunner:
-    """Runs a job with settings on one engine; runs that are in the folder already are not repeated.
+    """Runs a job with settings on one engine; runs that are in the folder already are not repeated."""
 
-    Args:
-        backend: the engine.
-        folder: where each run is written down.
-        conditions: everything else that the figures depend on, such as versions.
-    """
-
-    def __init__(
-        self, backend: str, job: Job, options: Options, folder: Path, conditions: Mapping[str, Any]
-    ) -> None:
-        self._backend, self._job, self._options, self._folder = backend, job, options, folder
-        self._conditions = conditions
-        self._runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
-        self._used: Counter[str] = Counter()
-        self.steps = MIN_STEPS
-        self.count = 0
+    backend: str
+    job: Job
+    options: Options
+    runner: TrialRunner
+    conditions: Mapping[str, Any]
+    """what the figures depend on besides, such as versions"""
+    steps: int = MIN_STEPS
+    used: Counter[str] = field(default_factory=Counter)
+    """how often each setting was run, by its identity"""
 
     def run_unchanged(self) -> Mapping[str, Any]:
         """Run the unchanged job to see how long a step takes, and return its facts from run.json.
@@ -149,49 +144,46 @@ class SettingsRunner:
         """
         run = self._run({})
         if run.state != "done" or "step_s" not in run.figures:
-            raise OptionError(f"The job does not run as it is, on {self._backend}: {self._failure(run)}")
-        self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self._options.seconds / run.figures["step_s"])))
+            raise OptionError(f"The job does not run as it is, on {self.backend}: {self._failure(run)}")
+        self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self.options.seconds / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(cpu_ids())}
 
     def _failure(self, run: RunRecord) -> str:
         """Return why a run has no figures."""
         if run.state == "done":
             return "it makes too few steps: give it more data, or smaller batches"
-        return f"{run.state}, {run.why(self._folder)}"
+        return f"{run.state}, {run.why(self.runner.folder)}"
 
     def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
         """Return the samples per second with these settings; None if the job does not run with them."""
         run = self._run(settings)
-        speed = run.figures.get("samples_per_s")
-        said = self._failure(run) if speed is None else f"{number(speed)} samples/s ({run.seconds:.0f} s)"
-        if speed is None and "step_s" in run.figures:  # of a script without a DataLoader
-            speed = 1 / run.figures["step_s"]
-            said = f"{number(speed)} steps/s ({run.seconds:.0f} s)"
-        print(f"{self._backend}, run {self.count}  {label}: {said}", flush=True)
-        return None if speed is None else float(speed)
+        has_speed = "step_s" in run.figures
+        said = describe_speed(run) if has_speed else self._failure(run)
+        print(f"{self.backend}, run {self.used.total()}  {label}: {said}", flush=True)
+        # Of a script without a DataLoader, samples are not seen.
+        return float(run.figures.get("samples_per_s", 1 / run.figures["step_s"])) if has_speed else None
 
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
-        warm_up, options = WARMUP_STEPS + settling_steps(settings), self._options
-        self.count += 1
-        words, steps = self._job.words, warm_up + self.steps
+        warm_up, options = WARMUP_STEPS + settling_steps(settings), self.options
+        words, steps = self.job.words, warm_up + self.steps
         identity = {
-            **{"backend": self._backend, "words": words, "settings": dict(settings), "steps": steps},
-            **{"ranks": options.np, **self._conditions},
+            **{"backend": self.backend, "words": words, "settings": dict(settings), "steps": steps},
+            **{"ranks": options.np, **self.conditions},
         }
-        self._used[key_of(identity)] += 1
+        self.used[key_of(identity)] += 1
         left_out = settings.get("leave_out")
         changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
         trial = MeasuredTrial(
             identity=identity,
             job=words,
-            engine=self._backend,
+            engine=self.backend,
             ranks=options.np,
             steps=steps,
             warmup_steps=warm_up,
             leave_out=() if left_out is None else (left_out,),
-            options=changed if self._job.is_script else [*NOT_SAVED, *changed],
+            options=changed if self.job.is_script else [*NOT_SAVED, *changed],
         )
-        return self._runner.run(trial, self._used[key_of(identity)])
+        return self.runner.run(trial, self.used[key_of(identity)])
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:
@@ -227,20 +219,20 @@ def script_line(job: Sequence[str], backend: str, ranks: int, settings: Mapping[
 def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, arguments: str) -> None:
     """Search on each engine, and write the settings that were found."""
     warn_if_busy()
-    machine = describe_machine()
+    machine, runner = describe_machine(), TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
     conditions = {"script": script_checksum(job.words), **versions(machine)}
     everything: dict[str, Found] = {}
     files = []
     for backend in backends:
-        runner = SettingsRunner(backend, job, options, folder, conditions)
-        facts = runner.run_unchanged()
-        length = plural(WARMUP_STEPS + runner.steps, "step")
+        settings_runner = SettingsRunner(backend, job, options, runner, conditions)
+        facts = settings_runner.run_unchanged()
+        length = plural(WARMUP_STEPS + settings_runner.steps, "step")
         print(f"{backend}: runs of {length}; all is kept in {folder}", flush=True)
         found = everything[backend] = Search(
             backend,
             facts,
             job.fixed,
-            runner.measure,
+            settings_runner.measure,
             rounds=options.rounds,
             least_gain=options.least_gain,
             lossy=options.lossy,
