@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,9 +21,10 @@ import elastic_job
 import psutil
 import pytest
 from combinations import case
-from launchers import QUICKEST, REPOSITORY, SUPPORT, Job, launch, requires, start
+from elastic_hosts import HERE, THERE, elastic
+from job import REPORT
+from launchers import QUICKEST, SUPPORT, Job, launch, requires
 from records import lines
-from test_failures import REPORT
 
 from hvd_trainer import EngineOptions
 from hvd_trainer.backends import create, horovod
@@ -33,45 +34,10 @@ from hvd_trainer.errors import BackendError, LaunchError, OptionError
 from hvd_trainer.faults.elastic import DismissedError, HorovodElasticDriver
 from hvd_trainer.launch.world import set_world
 
-HERE, THERE = "localhost", "127.0.0.1"
 pytestmark = requires("horovodrun")
-JOB = [
-    str(SUPPORT / "elastic_job.py"),
-    "--global-batch-size",
-    str(elastic_job.GLOBAL_BATCH),
-    "--commit-every-steps",
-    "5",
-]
-
-
-class Cluster:
-    """The hosts that horovodrun's discovery script prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self._list, self.script = folder / "hosts", folder / "hosts.sh"
-        self.script.write_text(f"#!/bin/sh\ncat {self._list}\n")
-        self.script.chmod(0o755)
-
-    def has(self, **slots: int) -> None:
-        """Set the slots by host: `here`, `there`."""
-        names = {"here": HERE, "there": THERE}
-        temporary = self._list.with_suffix(".new")
-        temporary.write_text("".join(f"{names[host]}:{count}\n" for host, count in slots.items()))
-        temporary.replace(self._list)
-
-
-@contextmanager
-def elastic(
-    argv: list[str], folder: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None, **slots: int
-) -> Iterator[tuple[Job, Cluster]]:
-    """Start a job on some hosts; `more` are horovodrun's options."""
-    cluster = Cluster(folder)
-    cluster.has(**slots)
-    options = ["--min-np", "1", "--max-np", "4", "--network-interfaces", "lo", *more]
-    options += ["--host-discovery-script", str(cluster.script)]
-    env = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
-    with start("horovodrun", sum(slots.values()), argv, options=options, env=env) as job:
-        yield job, cluster
+BATCH = ("--global-batch-size", str(elastic_job.GLOBAL_BATCH))
+JOB = [str(SUPPORT / "elastic_job.py"), *BATCH, "--commit-every-steps", "5"]
+ONCE = dict.fromkeys(range(elastic_job.SAMPLES), 1)
 
 
 def rank_on(job: Job, host: str, limit_s: float = 30.0) -> psutil.Process:
@@ -121,9 +87,7 @@ def test_elastic_trains_each_sample_once_per_epoch(tmp_path: Path) -> None:
         job.wait_for_output("world    1 rank on 1 node, started by horovodrun", count=2)
         assert re.search(r"failure: rank [012] of 3 on localhost .*: has not answered", job.stderr)
         assert job.wait(60).returncode == 0, job.report("did not go on")
-    seen = elastic_job.trained_on(tmp_path)
-    once = dict.fromkeys(range(elastic_job.SAMPLES), 1)
-    assert seen == dict.fromkeys(range(40), once)
+    assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), ONCE)
 
 
 @pytest.mark.long
@@ -136,8 +100,7 @@ def test_elastic_host_of_rank_0_is_removed(tmp_path: Path) -> None:
         job.wait_for_output("world    1 rank on 1 node")
         assert job.wait(60).returncode == 0, job.report("did not go on")
         assert not REPORT.findall(job.stderr)
-    once = dict.fromkeys(range(elastic_job.SAMPLES), 1)
-    assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), once)
+    assert elastic_job.trained_on(tmp_path) == dict.fromkeys(range(40), ONCE)
 
 
 def test_horovodrun_ends_when_its_only_host_fails(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import digits_job
 import pytest
 import torch.distributed as dist
 from combinations import case, each_launcher, each_pair
+from job import REPORT
 from launchers import QUICKEST, REPOSITORY, SUPPORT, Result, launch, requires, start
 from records import lines
 
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.warm
 
 TIMEOUT_S, SOON_S = 3, 25
 JOB = [str(SUPPORT / "faulty_job.py"), "--epochs", "1000", "--timeout-s", str(TIMEOUT_S)]
-REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
 
 
 GONE = "ended without a word"

@@ -9,10 +9,10 @@ from pathlib import Path
 import digits_job
 import pytest
 from combinations import case
+from elastic_hosts import elastic
+from job import REPORT
 from launchers import SUPPORT, launch, start
 from requirements import requires
-from test_elastic import elastic
-from test_failures import REPORT
 
 from hvd_trainer.hvd.common.commits import CommitFiles
 from hvd_trainer.utils.process import start_time

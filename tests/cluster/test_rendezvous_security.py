@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from combinations import each_pair
-from launchers import REPOSITORY, Job, launch, start
+from launchers import SUPPORT, Job, launch, start
 from records import lines
 
 from hvd_trainer.errors import LaunchError, first_line
@@ -42,7 +42,7 @@ from hvd_trainer.utils.network import LOOPBACK
 
 pytestmark = pytest.mark.warm
 
-JOB = str(REPOSITORY / "tests/support/attacked_job.py")
+JOB = str(SUPPORT / "hosts_job.py")
 REQUESTS = 10_000
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
@@ -349,7 +349,8 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
     temporary.mkdir()
 
     def options(folder: Path) -> list[Any]:
-        return [JOB, "--backend", backend, "--epochs", "12", "--log-every", "1", "--log-dir", folder]
+        job = ["--batch-size", "5", "--epochs", "12", "--log-every", "1", "--seconds-per-step", "0.02", "--wait"]
+        return [JOB, *job, "--backend", backend, "--log-dir", folder]
 
     log = tmp_path / "log"
     with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
@@ -371,13 +372,13 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
         before = len(lines(log, "step"))
         assert attacks.by_another_user(attacks.flood, list(ports), REQUESTS) > 0.9 * REQUESTS
         assert len(lines(log, "step")) > before
-        (log / "attacked").touch()
+        (log / "over").touch()
         ended = job.wait(90)
         assert ended.returncode == 0, job.report("failed")
     assert token not in ended.stdout + ended.stderr
     assert not [file for file in files_under(log) if token.encode() in file.read_bytes()]
     calm = tmp_path / "calm"
     calm.mkdir()
-    (calm / "attacked").touch()
+    (calm / "over").touch()
     launch(launcher, 2, options(calm))
     assert (log / "model.safetensors").read_bytes() == (calm / "model.safetensors").read_bytes()

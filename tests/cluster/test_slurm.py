@@ -29,24 +29,11 @@ from hvd_trainer.utils.network import LOOPBACK
 
 UNEVEN = environments.CASES["srun_3_on_2_nodes"]
 ARRAY = environments.CASES["sbatch_array_srun"]
-HOSTS = {
-    "node1": "node1",
-    "n[1-3],m5": "n1 n2 n3 m5",
-    "gpu[03-05,9],login": "gpu03 gpu04 gpu05 gpu9 login",
-    "gpu[03-05,9]-ib[1-2]": "gpu03-ib1 gpu03-ib2 gpu04-ib1 gpu04-ib2 gpu05-ib1 gpu05-ib2 gpu9-ib1 gpu9-ib2",
-    "n[1-2]m[3-4]k[7,08]": "n1m3k7 n1m3k08 n1m4k7 n1m4k08 n2m3k7 n2m3k08 n2m4k7 n2m4k08",
-    "n[08-11]": "n08 n09 n10 n11",
-    "n[098-101]": "n098 n099 n100 n101",
-    "n[9-10],x-1-[2-3]": "n9 n10 x-1-2 x-1-3",
-    "n[001-3]": "n001 n002 n003",
-    "r1n[0-0],r1n7": "r1n0 r1n7",
-    "n[1-2]-ib.cluster": "n1-ib.cluster n2-ib.cluster",
-}
 
 
-@pytest.mark.parametrize("text", HOSTS)
+@pytest.mark.parametrize("text", environments.HOSTS)
 def test_expand_hosts(text: str) -> None:
-    assert expand_hosts(text) == HOSTS[text].split()
+    assert expand_hosts(text) == environments.HOSTS[text].split()
 
 
 MALFORMED = [

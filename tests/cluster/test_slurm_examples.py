@@ -13,8 +13,8 @@ import pytest
 import slurm_batch
 import slurm_cluster
 from combinations import case
+from environments import HOSTS
 from launchers import REPOSITORY, requires
-from test_slurm import HOSTS
 
 pytestmark = pytest.mark.warm
 

@@ -256,19 +256,6 @@ def test_groups_are_process_sets() -> None:
     run_ranks(groups, num_processes=4, timeout_s=240)
 
 
-def launched() -> tuple[int, Any]:
-    with job() as (rank, size):
-        ones = torch.ones(3)
-        dist.all_reduce(ones)
-        return rank, (ones.tolist(), size, os.environ.get("RANK"))
-
-
-@each_launcher("horovodrun", "torchrun", "mpirun", "srun")
-def test_each_launcher_starts_it(launcher: str) -> None:
-    for ones, size, _ in run_ranks(launched, num_processes=2, launcher=launcher):
-        assert (ones, size) == ([2.0] * 3, 2)
-
-
 def started_twice() -> tuple[int, Any]:
     sums = []
     for _ in range(2):
@@ -279,8 +266,8 @@ def started_twice() -> tuple[int, Any]:
     return rank, sums
 
 
-@each_launcher("horovodrun", "torchrun")
-def test_a_process_may_start_it_again(launcher: str) -> None:
+@each_launcher("horovodrun", "torchrun", "mpirun", "srun")
+def test_each_launcher_starts_it_and_again(launcher: str) -> None:
     assert run_ranks(started_twice, num_processes=2, launcher=launcher) == [[2.0, 2.0]] * 2
 
 

@@ -11,6 +11,8 @@ from launchers import requires, run_ranks
 
 from hvd_trainer import EngineOptions, backends
 
+pytestmark = requires("horovod")
+
 CYCLE_S, EXCHANGES = 1.0, 20
 ASKED = {"HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE_S)}
 
@@ -25,7 +27,6 @@ def exchange(cycle_time_ms: float | None) -> tuple[int, tuple[float, str | None]
         return backend.world.rank, (time.monotonic() - started, os.environ.get("HOROVOD_CYCLE_TIME"))
 
 
-@requires("horovod")
 def test_wake_on_enqueue_ends_the_pause() -> None:
     """As published, 20 exchanges in cycles of 1 s take 20 s. A variable that the user sets is kept."""
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(None,), env=ASKED):
@@ -33,7 +34,6 @@ def test_wake_on_enqueue_ends_the_pause() -> None:
         assert cycle == "1000.0"
 
 
-@requires("horovod")
 def test_cycle_time_option_is_kept() -> None:
     for seconds, cycle in run_ranks(exchange, num_processes=2, launcher="horovodrun", args=(100.0,)):
         assert seconds > (EXCHANGES - 2) * 0.1
@@ -62,7 +62,6 @@ def exchange_in_pairs() -> tuple[int, float]:
     return rank, seconds
 
 
-@requires("horovod")
 def test_tensors_of_some_ranks_wake_all() -> None:
     """All ranks take part in every cycle: the exchanges of two waited for the pause of those without a tensor."""
     seconds = run_ranks(exchange_in_pairs, num_processes=5, env=ASKED)
@@ -90,7 +89,6 @@ def wait_for_late_rank() -> tuple[int, tuple[float, int]]:
     return rank, (cpu_s, num_done)
 
 
-@requires("horovod")
 def test_waiting_takes_no_cpu_time() -> None:
     """`synchronize` called sched_yield() for as long as it waited."""
     for cpu_s, num_done in run_ranks(wait_for_late_rank, num_processes=2, launcher="horovodrun", env=ASKED):

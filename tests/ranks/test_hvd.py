@@ -6,14 +6,14 @@ import json
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from combinations import case, each_launcher
+from hvd_checks import Checks, run_checks
 from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
 from launchers import QUICKEST, launch, run_ranks
 from torch import nn
@@ -24,8 +24,7 @@ from hvd_trainer.hvd.common import mesh, transport
 pytestmark = pytest.mark.warm
 
 
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
+CHECKS = Checks()
 ALL_DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -33,27 +32,6 @@ ALL_DTYPES = (
 REDUCIBLE = ALL_DTYPES[3:]
 SIZES = ((), (3,), (0,), (7, 5), (1000, 3))
 """Tensors that travel with a request, and larger ones."""
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
-
-
-def run_checks(checks: Mapping[str, Check]) -> tuple[int, dict[str, str | None]]:
-    """Run checks; return each one's traceback, or None where it held."""
-    outcomes: dict[str, str | None] = {}
-    hvd.init(process_sets="dynamic")
-    rank = hvd.rank()
-    for name, function in checks.items():
-        try:
-            function()
-            outcomes[name] = None
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-        hvd.barrier()
-    hvd.shutdown()
-    return rank, outcomes
 
 
 def ranks() -> range:
@@ -66,7 +44,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
 
-@check
+@CHECKS.add
 def allreduce_combines_all_types_and_sizes() -> None:
     combine = {hvd.Sum: torch.sum, hvd.Min: torch.amin, hvd.Max: torch.amax, hvd.Product: torch.prod}
     for dtype in REDUCIBLE:
@@ -81,7 +59,7 @@ def allreduce_combines_all_types_and_sizes() -> None:
             assert torch.equal(mine, values(hvd.rank(), shape, dtype)), "the input was changed"
 
 
-@check
+@CHECKS.add
 def allreduce_averages_and_scales() -> None:
     size = hvd.size()
     for repeat in range(3):
@@ -95,7 +73,7 @@ def allreduce_averages_and_scales() -> None:
         assert torch.allclose(scaled, torch.full((5,), size / 2))
 
 
-@check
+@CHECKS.add
 def in_place_operations_return_their_tensor() -> None:
     for shape in SIZES:
         tensor = torch.full(shape, 1.0, requires_grad=True)
@@ -107,7 +85,7 @@ def in_place_operations_return_their_tensor() -> None:
         assert torch.equal(whole, torch.full(shape, 0))
 
 
-@check
+@CHECKS.add
 def groups_are_one_operation() -> None:
     tensors = [values(hvd.rank(), shape, dtype) for shape in SIZES for dtype in REDUCIBLE]
     results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
@@ -128,7 +106,7 @@ def groups_are_one_operation() -> None:
     assert [tuple(part.shape) for part in parts] == [(1, 2), (2,)]
 
 
-@check
+@CHECKS.add
 def allgather_takes_different_numbers_of_rows() -> None:
     for dtype in ALL_DTYPES:
         for columns in (1, 40):
@@ -139,7 +117,7 @@ def allgather_takes_different_numbers_of_rows() -> None:
                     assert torch.equal(hvd.allgather(mine, name=f"gather.{dtype}.{columns}"), expected)
 
 
-@check
+@CHECKS.add
 def broadcast_sends_from_any_root() -> None:
     for dtype in ALL_DTYPES:
         for shape in SIZES:
@@ -149,7 +127,7 @@ def broadcast_sends_from_any_root() -> None:
                     assert torch.equal(got, values(root, shape, dtype))
 
 
-@check
+@CHECKS.add
 def alltoall_sends_rows_and_tells_how_many_came() -> None:
     size, me = hvd.size(), hvd.rank()
     even = hvd.alltoall(torch.arange(size * 2) + 100 * me)
@@ -164,7 +142,7 @@ def alltoall_sends_rows_and_tells_how_many_came() -> None:
         assert torch.equal(got, expected.to(dtype))
 
 
-@check
+@CHECKS.add
 def reducescatter_gives_the_first_ranks_one_row_more() -> None:
     size, me = hvd.size(), hvd.rank()
     for dtype in REDUCIBLE:
@@ -176,7 +154,7 @@ def reducescatter_gives_the_first_ranks_one_row_more() -> None:
     assert torch.allclose(hvd.reducescatter(torch.ones(size), prescale_factor=4.0), torch.tensor([4.0]))
 
 
-@check
+@CHECKS.add
 def adasum_averages_parallel_and_adds_orthogonal_gradients() -> None:
     if hvd.size() & (hvd.size() - 1):
         with pytest.raises(NotImplementedError, match="power of two"):
@@ -190,7 +168,7 @@ def adasum_averages_parallel_and_adds_orthogonal_gradients() -> None:
         assert torch.allclose(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.full((hvd.size(),), 2, dtype=dtype))
 
 
-@check
+@CHECKS.add
 def gradients_flow_as_in_horovod() -> None:
     size, me = hvd.size(), hvd.rank()
 
@@ -213,7 +191,7 @@ def gradients_flow_as_in_horovod() -> None:
     assert torch.equal(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum)), torch.full((4 * size,), float(size)))
 
 
-@check
+@CHECKS.add
 def operations_are_matched_by_name_in_any_order() -> None:
     names = [f"layer{number}" for number in range(150)]
     order = names[hvd.rank() :] + names[: hvd.rank()]
@@ -223,7 +201,7 @@ def operations_are_matched_by_name_in_any_order() -> None:
             assert hvd.synchronize(handles[name]).tolist() == [float(name[5:])] * 5
 
 
-@check
+@CHECKS.add
 def large_operations_are_matched_by_name_in_any_order() -> None:
     shapes = {f"large{number}": (number + 1, 1000) for number in range(30)}
     order = list(shapes)[hvd.rank() :] + list(shapes)[: hvd.rank()]
@@ -235,7 +213,7 @@ def large_operations_are_matched_by_name_in_any_order() -> None:
             assert torch.equal(hvd.synchronize(sent[name]), torch.full(shapes[name], 0))
 
 
-@check
+@CHECKS.add
 def several_threads_may_submit() -> None:
     def reduce(number: int) -> float:
         total = 0.0
@@ -248,7 +226,7 @@ def several_threads_may_submit() -> None:
         assert list(pool.map(reduce, order)) == [20.0 * number for number in order]
 
 
-@check
+@CHECKS.add
 def poll_and_synchronize_know_their_handles() -> None:
     handle = hvd.allreduce_async(torch.ones(3), name="polled", op=hvd.Sum)
     while not hvd.poll(handle):
@@ -259,7 +237,7 @@ def poll_and_synchronize_know_their_handles() -> None:
         hvd.poll(handle)
 
 
-@check
+@CHECKS.add
 def mistakes_are_the_same_error_on_all_ranks_and_the_job_goes_on() -> None:
     odd = hvd.rank() % 2
     if hvd.size() == 1:
@@ -282,7 +260,7 @@ def mistakes_are_the_same_error_on_all_ranks_and_the_job_goes_on() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-@check
+@CHECKS.add
 def names_in_use_are_refused_at_once() -> None:
     handle = hvd.allreduce_async(torch.ones(1), name="taken") if hvd.rank() == 0 else None
     if handle is not None and hvd.size() > 1:
@@ -294,7 +272,7 @@ def names_in_use_are_refused_at_once() -> None:
     assert hvd.synchronize(handle).item() == 1
 
 
-@check
+@CHECKS.add
 def unsupported_tensors_are_refused() -> None:
     for call, error in (
         (lambda: hvd.allreduce(torch.ones(2, dtype=torch.uint8)), "ByteTensor"),
@@ -313,7 +291,7 @@ def unsupported_tensors_are_refused() -> None:
         hvd.reducescatter(torch.ones(4), op=hvd.Max)
 
 
-@check
+@CHECKS.add
 def ranks_that_joined_contribute_zeros() -> None:
     size, me = hvd.size(), hvd.rank()
     if size == 1:
@@ -337,7 +315,7 @@ def ranks_that_joined_contribute_zeros() -> None:
             assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
 
 
-@check
+@CHECKS.add
 def barriers_wait_for_all_ranks() -> None:
     began = time.monotonic()
     if hvd.rank() == 0:
@@ -346,7 +324,7 @@ def barriers_wait_for_all_ranks() -> None:
     assert time.monotonic() - began > 0.25
 
 
-@check
+@CHECKS.add
 def process_sets_work_by_themselves_and_at_once() -> None:
     size, me = hvd.size(), hvd.rank()
     with pytest.raises(ValueError, match="duplicate"):
@@ -386,7 +364,7 @@ def process_sets_work_by_themselves_and_at_once() -> None:
     assert not hvd.remove_process_set(hvd.global_process_set)
 
 
-@check
+@CHECKS.add
 def idle_ranks_use_no_cpu() -> None:
     hvd.barrier()
     if hvd.rank() == hvd.size() - 1:
@@ -404,7 +382,7 @@ def idle_ranks_use_no_cpu() -> None:
             assert time.process_time() - began < 0.1
 
 
-@check
+@CHECKS.add
 def rank_and_size_are_the_launchers() -> None:
     assert hvd.is_initialized()
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
@@ -416,7 +394,7 @@ def rank_and_size_are_the_launchers() -> None:
     assert not hvd.mpi_built()
 
 
-@check
+@CHECKS.add
 def objects_travel_whole() -> None:
     size, me = hvd.size(), hvd.rank()
     mine = {"rank": me, "tensor": torch.full((me,), me), "kind": type(hvd.Compression.fp16)}
@@ -430,7 +408,7 @@ def objects_travel_whole() -> None:
     assert hvd.broadcast_object((me, 2), name="pair") == (0, 2)
 
 
-@check
+@CHECKS.add
 def parameters_become_the_roots() -> None:
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -444,7 +422,7 @@ def parameters_become_the_roots() -> None:
         hvd.broadcast_parameters("weights", root_rank=0)
 
 
-@check
+@CHECKS.add
 def optimizer_state_travels_without_a_fake_step() -> None:
     """Horovod takes a step on zero gradients, and Adam's first update is then 0.744 of what it should be."""
     me = hvd.rank()
@@ -468,7 +446,7 @@ def optimizer_state_travels_without_a_fake_step() -> None:
         assert torch.equal(state["state"][0]["exp_avg"], states[0]["state"][0]["exp_avg"])
 
 
-@check
+@CHECKS.add
 def compression_restores_the_type() -> None:
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
         for dtype in (torch.float32, torch.float64, torch.int64):
@@ -477,7 +455,7 @@ def compression_restores_the_type() -> None:
             assert result.tolist() == [2, 2, 2]
 
 
-@check
+@CHECKS.add
 def batch_norm_is_over_all_ranks() -> None:
     size, me = hvd.size(), hvd.rank()
     torch.manual_seed(0)
@@ -493,7 +471,7 @@ def batch_norm_is_over_all_ranks() -> None:
     assert torch.allclose(ours.running_var, theirs.running_var, atol=1e-5)
 
 
-@check
+@CHECKS.add
 def timelines_are_json_and_name_operations() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"

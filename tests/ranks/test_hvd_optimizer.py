@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hvd_checks import run_checks
 from launchers import QUICKEST, launch, requires, run_ranks
-from test_hvd import run_checks
 from torch import Tensor, nn
 
 from hvd_trainer import hvd

@@ -1,4 +1,4 @@
-"""Documented launches of a model in stages; a killed job that resumes in another layout."""
+"""Documented launches of a model in stages, and those that are refused or killed."""
 
 from __future__ import annotations
 
@@ -38,25 +38,6 @@ def test_documented_commands_train_the_same_model(tmp_path: Path) -> None:
         assert re.search(r"part 1 .* (\w+ to )?head, [\d,]+ parameters, [\d.]+ MB, [\d.]+ ms per", result.stdout)
         files.add((tmp_path / launcher / "model.safetensors").read_bytes())
     assert len(files) == 1
-
-
-@pytest.mark.long
-@requires("horovod", "torchrun", "horovodrun")
-def test_job_killed_in_two_stages_resumes_in_one_process(tmp_path: Path) -> None:
-    """One stage gets kill -9; the checkpoint has the whole model, and the weights end as undisturbed."""
-    cut = ["--chunks", "4", "--save-every-steps", "5"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    launch("torchrun", 2, argv(whole, *cut, "--backend", "ddp", "--stages", "2", epochs=20))
-    with start(
-        "horovodrun", 2, argv(parts, *cut, "--stages", "2", "--schedule", "zero-bubble", epochs=20)
-    ) as running:
-        running.wait_for_output("epoch 2/")
-        running.ranks(2)[1].kill()
-        assert running.wait(60).returncode != 0
-    again = launch("python", 1, argv(parts, *cut, "--backend", "single", "--resume", "auto", epochs=20))
-    assert "resume   restored model, optimizer" in again.stdout
-    assert "epoch 1/" not in again.stdout
-    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import digits_job
 import pytest
 import resume_checks
 import torch
-from launchers import QUICKEST, launch, requires, run_ranks, start
+from launchers import QUICKEST, launch, requires, run_ranks
 from trainings import digest
 
 from hvd_trainer import EngineOptions, backends
@@ -126,21 +126,6 @@ def test_deterministic_algorithms_do_not_fill_new_tensors() -> None:
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     assert torch.utils.deterministic.fill_uninitialized_memory == filling
-
-
-@pytest.mark.long
-def test_killed_job_on_horovod_equals_ddp(tmp_path: Path) -> None:
-    """One of 4 ranks on Horovod gets kill -9 and the job resumes; 2 undisturbed ranks of DDP are the reference."""
-    job = ["--epochs", "12", "--batch-size", "32", "--reproducible", "4", "--save-every-steps", "5"]
-    killed, other = tmp_path / "killed", tmp_path / "other"
-    with start("horovodrun", 4, digits_job.argv("horovod", killed, job)) as running:
-        running.wait_for_output("epoch 1/")
-        running.ranks(4)[2].kill()
-        assert running.wait(30).returncode != 0
-    again = launch(QUICKEST, 4, digits_job.argv("horovod", killed, [*job, "--resume", "auto"]))
-    assert "resume   restored" in again.stdout
-    launch(QUICKEST, 2, digits_job.argv("ddp", other, job))
-    assert digits_job.weights(killed) == digits_job.weights(other)
 
 
 def test_reproducible_needs_ranks_that_divide_it() -> None:

@@ -8,11 +8,12 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_trainer import TensorData, Trainer, TrainerOptions, run_job
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions, run_job
 from hvd_trainer.data.per_node import once_per_node
 
 FETCHED = Path("/tmp/fetched")
@@ -24,17 +25,29 @@ class Options(TrainerOptions):
     """The trainer's, and:"""
 
     seconds_per_step: float = 0.0
-    """to be disturbed in"""
+    """to be disturbed in, until there is a file <log-dir>/over"""
+    wait: bool = False
+    """at the end of the last epoch for that file"""
 
 
 class Slow(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, over: Path) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.over = seconds, over
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        if self.seconds and not self.over.exists():
+            time.sleep(self.seconds)
         return inputs
+
+
+class Wait(Callback):
+    def __init__(self, epoch: int, over: Path) -> None:
+        self.epoch, self.over = epoch, over
+
+    def on_epoch_end(self, run: RunView, record: dict[str, Any]) -> None:
+        while record["epoch"] == self.epoch and not self.over.exists():
+            time.sleep(0.1)
 
 
 def fetch() -> None:
@@ -53,13 +66,17 @@ def main(options: Options) -> None:
             "fetched": FETCHED.read_text(),
         }
         assert options.log.log_dir is not None
-        Path(options.log.log_dir).mkdir(parents=True, exist_ok=True)
-        (Path(options.log.log_dir) / f"world-{world.rank}.json").write_text(json.dumps(said))
+        folder = Path(options.log.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"world-{world.rank}.json").write_text(json.dumps(said))
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(512, 16, generator=generator)
-        model = nn.Sequential(Slow(options.seconds_per_step), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+        slow = Slow(options.seconds_per_step, folder / "over")
+        model = nn.Sequential(slow, nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trainer.fit(model, optimizer, nn.functional.cross_entropy, TensorData(inputs, (inputs[:, 0] > 0).long()))
+        data = TensorData(inputs, (inputs[:, 0] > 0).long())
+        waits = [Wait(options.train.epochs, folder / "over")] if options.wait else []
+        trainer.fit(model, optimizer, nn.functional.cross_entropy, data, callbacks=waits)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from hvd_checks import Checks
 from torch import nn
 
 from hvd_trainer import hvd
 
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
+CHECKS = Checks()
 
 
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
-
-
-@check
+@CHECKS.add
 def elastic_sampler_shares_out_the_rest_of_an_epoch() -> None:
     sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
     sampler.set_epoch(1)
@@ -38,7 +31,7 @@ def elastic_sampler_shares_out_the_rest_of_an_epoch() -> None:
     assert list(sampler)[:5] != first
 
 
-@check
+@CHECKS.add
 def elastic_sampler_fills_up_one_last_sample() -> None:
     """Horovod's fails on an assertion when less is left than is missing."""
     sampler = hvd.elastic.ElasticSampler(range(hvd.size() + 1), shuffle=False)
@@ -58,7 +51,7 @@ def elastic_state() -> tuple[nn.Linear, torch.optim.Optimizer, hvd.elastic.Torch
     return model, optimizer, state
 
 
-@check
+@CHECKS.add
 def elastic_state_returns_to_the_last_commit() -> None:
     model, optimizer, state = elastic_state()
     state.commit()
@@ -76,7 +69,7 @@ def elastic_state_returns_to_the_last_commit() -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
 
 
-@check
+@CHECKS.add
 def elastic_state_is_that_of_rank_0_after_sync() -> None:
     model, optimizer, state = elastic_state()
     state.commit()
@@ -90,7 +83,7 @@ def elastic_state_is_that_of_rank_0_after_sync() -> None:
     assert state.step == 5, "what is received is saved"
 
 
-@check
+@CHECKS.add
 def elastic_state_takes_other_values_and_handlers() -> None:
     _, _, state = elastic_state()
     state.model = other = nn.Linear(1, 1)
@@ -117,7 +110,7 @@ class SetHandler(hvd.elastic.state.StateHandler):
         self.value.intersection_update(self._saved)
 
 
-@check
+@CHECKS.add
 def elastic_training_begins_again_when_hosts_change() -> None:
     _, _, state = elastic_state()
     resets = []
@@ -136,7 +129,7 @@ def elastic_training_begins_again_when_hosts_change() -> None:
     assert resets == [hvd.size()]
 
 
-@check
+@CHECKS.add
 def elastic_training_ends_by_a_mistake_that_comes_again() -> None:
     """Horovod repeats it for ever."""
     state = hvd.elastic.TorchState(step=0)

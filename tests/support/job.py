@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,8 @@ import process_tree
 import psutil
 import warm_client
 
+REPORT = re.compile(r"^(?:\[\d\]<stderr>:)?(failure: rank .*)$", re.MULTILINE)
+"""The first line of a failure report."""
 SETTLE_S = 5.0
 """Seconds that ranks may take to vanish after their launcher, before they count as left behind."""
 
