@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from hvd_trainer.tools.runner.formats import (
     number,
     percent,
     render_page,
+    to_json,
 )
 from hvd_trainer.utils.text import plural
 
@@ -152,7 +152,7 @@ def show(comparison: Comparison, folder: Path) -> None:
     for text in [*comparison.verdicts(), *notes]:
         out.print(text, markup=False)
     files = {kind: folder / f"{NAME}.{kind}" for kind in ("json", "csv", "md", "html")}
-    files["json"].write_text(json.dumps(as_json(comparison), indent=1) + "\n")
+    files["json"].write_text(to_json(as_json(comparison)))
     with files["csv"].open("w", newline="") as lines:
         writer = csv.DictWriter(lines, list(rows_of(comparison)[0]))
         writer.writeheader()

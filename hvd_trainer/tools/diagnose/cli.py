@@ -29,7 +29,7 @@ from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_t
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import RunRecord, locked_folder
-from hvd_trainer.tools.runner.formats import check_installed
+from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.ratio import MIN_ROUNDS, ratio
@@ -155,7 +155,7 @@ def conclude(trials: Trials, options: Options, folder: Path, note: str) -> None:
             print(describe_tried(tried[-1]), flush=True)
     heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(trials.normal.job)}"
     files = {
-        "diagnosis.json": json.dumps(as_json(report, tried), indent=1) + "\n",
+        "diagnosis.json": to_json(as_json(report, tried)),
         "diagnosis.html": render(evidence.profiles, heading, sentences(report)),
         "stacks.speedscope.json": json.dumps(speedscope(evidence.profiles, heading)),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TRACES_FOLDER, TracedRun
 from hvd_trainer.tools.parity.traces import Moment, Trace
+from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.utils.text import plural
 
 REPORT_FILE = "parity.json"
@@ -38,7 +38,7 @@ def print_report(traced: Sequence[TracedRun], pairs: Sequence[Pair], folder: Pat
     for line in [*table(traces, pairs), *conclusions(traced, pairs, folder)]:
         print(line)
     file = folder / REPORT_FILE
-    file.write_text(json.dumps(_to_json(as_json(traced, pairs)), indent=1) + "\n")
+    file.write_text(to_json(as_json(traced, pairs)))
     print(f"written: {file}", flush=True)
 
 
@@ -237,13 +237,3 @@ def as_json(traced: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any
         ],
         "steps": steps,
     }
-
-
-def _to_json(value: Any) -> Any:
-    """Convert a value to what JSON can hold: NaN, infinities and unknown types become text."""
-    if isinstance(value, dict):
-        return {key: _to_json(its) for key, its in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(its) for its in value]
-    known = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-    return value if known else str(value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,20 @@ def percent(fraction: float) -> str:
 
 def more_or_less(fraction: float) -> str:
     return f"{fraction:+.0%}"
+
+
+def to_json(value: Any) -> str:
+    """Return a report as JSON; NaN, infinities and values of other types, which it does not have, become text."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: plain(its) for key, its in part.items()}
+        if isinstance(part, list | tuple):
+            return [plain(its) for its in part]
+        known = part is None or isinstance(part, str | int) or (isinstance(part, float) and math.isfinite(part))
+        return part if known else str(part)
+
+    return json.dumps(plain(value), indent=1) + "\n"
 
 
 def check_installed() -> None:

@@ -9,7 +9,6 @@ run that has ended is recorded at once, so that the same command goes on where a
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections import Counter
@@ -33,7 +32,7 @@ from hvd_trainer.tools.runner.command import (
     script_checksum,
 )
 from hvd_trainer.tools.runner.folder import RunRecord, key_of, locked_folder
-from hvd_trainer.tools.runner.formats import check_installed
+from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial, describe_speed
 from hvd_trainer.tools.runner.step_stats import are_figures
@@ -245,5 +244,5 @@ def tune(job: Job, backends: Sequence[str], options: Options, folder: Path, argu
         command = f"{COMMAND} tune {arguments}"
         files[-1].write_text(report.as_yaml(backend, found, job.own, command, machine))
     files.append(folder / "tune.json")
-    files[-1].write_text(json.dumps(report.as_json(everything, machine, job.words), indent=1) + "\n")
+    files[-1].write_text(to_json(report.as_json(everything, machine, job.words)))
     print("written: " + ", ".join(map(str, files)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import is_trainer_job, read_command, read_job
 from hvd_trainer.tools.runner.folder import RunRecord, append_run, locked_folder, read_runs
+from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched, why_it_failed
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
@@ -50,6 +52,12 @@ def test_read_runs_leaves_out_a_torn_line(tmp_path: Path) -> None:
     assert [run.identity for run in read_runs(tmp_path)] == [identity, identity]
     assert len({run.key for run in read_runs(tmp_path)}) == 1
     assert read_runs(tmp_path / "elsewhere") == []
+
+
+def test_reports_are_json_without_nan_and_infinity() -> None:
+    report = {"noise": math.inf, "loss": math.nan, "steps": (1, 2.5), "place": Path("runs"), 3: None}
+    wanted = {"noise": "inf", "loss": "nan", "steps": [1, 2.5], "place": "runs", "3": None}
+    assert json.loads(to_json(report)) == wanted
 
 
 @pytest.mark.parametrize(
