@@ -39,6 +39,8 @@ class SourceLoader(Loader):
     resumed with another number of shards skips as many samples, but not the same ones.
     """
 
+    has_own_loader = True
+
     def __init__(self, source: BatchSource, backend: Backend, plan: LoaderPlan) -> None:
         super().__init__(source, None, backend, plan)
         if plan.virtual_ranks is not None:

@@ -139,6 +139,7 @@ def facts(run: RunView) -> dict[str, Any]:
         "compression": run.options.engine.compression,
         "bucket_mb": run.options.engine.bucket_mb,
         "in_memory": train.in_memory,
+        "has_own_loader": train.has_own_loader,
         "workers": train.num_workers,
         "train_data": train.name,
         "train_samples": train.num_samples,

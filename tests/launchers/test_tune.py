@@ -28,6 +28,7 @@ FACTS = {
     "workers": 1,
     "world_size": 2,
     "in_memory": False,
+    "has_own_loader": False,
     "bucket_mb": 25.0,
     "compression": "none",
     "parameters": 10_000_000,
@@ -212,6 +213,16 @@ def test_search_on_one_rank_skips_the_exchange() -> None:
     found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
     assert found.settings == {"workers": 4}
     assert "--leave-out exchange" not in ran
+
+
+@pytest.mark.parametrize(
+    ("fact", "why"),
+    [("in_memory", "all of it is in memory"), ("has_own_loader", "it comes from a loader of its own")],
+)
+def test_search_leaves_loader_processes_alone_where_they_are_not_used(fact: str, why: str) -> None:
+    found, ran = searched({"--workers 4": 1.3}, **{fact: True})
+    assert found.untried["data"] == why
+    assert "--workers 4" not in ran
 
 
 def test_search_adopts_compression_only_if_lossy() -> None:

@@ -88,6 +88,8 @@ def _at(cause: Cause) -> str:
 
 
 def _workers(cause: Cause, evidence: Evidence, count: int, saved: float, why: str) -> Action:
+    if evidence.facts.get("has_own_loader"):
+        return _action(cause, evidence, f"more threads or processes in the data's own loader: {why}", saved)
     if not evidence.is_trainer_job:
         return _action(cause, evidence, f"num_workers={count} in the DataLoader: {why}", saved)
     now = evidence.facts.get("workers")

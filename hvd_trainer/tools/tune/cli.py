@@ -51,7 +51,7 @@ MIN_STEPS, MAX_STEPS = 20, 2000
 
 FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
-    **{"device": str, "compression": str, "in_memory": bool, "bucket_mb": int | float},
+    **{"device": str, "compression": str, "in_memory": bool, "has_own_loader": bool, "bucket_mb": int | float},
 }
 """The facts in the job's run.json that the search needs, and their types."""
 

@@ -99,6 +99,8 @@ class Search:
             self.found.untried |= SCRIPT_UNTRIED
         elif self.facts["in_memory"]:
             self.found.untried["data"] = "all of it is in memory"
+        elif self.facts["has_own_loader"]:
+            self.found.untried["data"] = "it comes from a loader of its own"
         left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
         race = self._race(list(left_out))
         while not race.is_over and any(self._is_undecided(race.standing(label)) for label in left_out):

@@ -157,6 +157,11 @@ CASES = {
     "data of a script": Case(
         (WAITS,), "data waits", 20, "num_workers=3 in the DataLoader", known={"facts": {}, "is_trainer_job": False}
     ),
+    # It was once "--workers 3", which a loader of its own does not read.
+    "data from a loader of its own": Case(
+        *((WAITS,), "data waits", 20, "more threads or processes in the data's own loader"),
+        known={"facts": FACTS | {"has_own_loader": True}},
+    ),
     # The facts of a job's work come with its end; without them, the advice was that for a script.
     "data of a job that failed": Case((WAITS,), "data waits", 20, "--workers ", known={"facts": {}}),
     # Two loader processes that take 40 ms each: two batches come at once. It was once "hiccups".
