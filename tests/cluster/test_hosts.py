@@ -17,6 +17,7 @@ from typing import Any
 import digits_job
 import process_tree
 import pytest
+import waiting
 import warm
 from child_environment import child_environment
 from combinations import case
@@ -291,10 +292,7 @@ def test_checkpoints_without_shared_folder(cluster: Cluster, shared: Path) -> No
 
 
 def wait_for(happened: Callable[[], bool], folder: Path, timeout_s: float = 150) -> None:
-    end = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < end, output(folder)
-        time.sleep(0.1)
+    waiting.wait_for(happened, timeout_s, lambda: output(folder))
 
 
 def steps(folder: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import digits_job
@@ -14,6 +13,7 @@ import slurm_cluster
 from combinations import case
 from launchers import QUICKEST, REPOSITORY, launch, requires, start
 from slurm_batch import sbatch
+from waiting import wait_for
 
 from hvd_trainer.faults.preemption import listen_for_signals
 
@@ -61,13 +61,6 @@ def test_signal_without_log_folder_kills() -> None:
         assert running.wait(10).returncode == -signal.SIGTERM
 
 
-def wait_until(condition: list[int]) -> None:
-    end = time.monotonic() + 5
-    while not condition:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_listen_for_signals_restores_handlers() -> None:
     numbers: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
@@ -75,7 +68,7 @@ def test_listen_for_signals_restores_handlers() -> None:
         with listen_for_signals(numbers.append) as request:
             for _ in range(2):  # by a scheduler, and by a launcher again
                 os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(numbers)
+            wait_for(numbers.copy, 5)
             request.granted = True
         assert numbers == [signal.SIGUSR1]
         numbers.clear()
@@ -90,7 +83,7 @@ def test_signal_that_was_not_granted_is_sent_again() -> None:
     try:
         with listen_for_signals(numbers.append):
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(numbers)
+            wait_for(numbers.copy, 5)
         assert got == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -111,7 +104,7 @@ def test_signal_to_forked_process_is_no_stop_request() -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         # Signals are handled in order: after this one, no earlier one is pending.
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(numbers)
+        wait_for(numbers.copy, 5)
         request.granted = True
         assert numbers == [signal.SIGUSR1]
     os.close(forked)

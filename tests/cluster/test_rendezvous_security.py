@@ -24,6 +24,7 @@ import torch.distributed as dist
 from combinations import each_pair
 from launchers import SUPPORT, Job, launch, start
 from records import lines
+from waiting import wait_for
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults.rank_listener import RankListener
@@ -354,10 +355,7 @@ def test_job_withstands_another_user(launcher: str, backend: str, tmp_path: Path
 
     log = tmp_path / "log"
     with start(launcher, 2, options(log), env={"TMPDIR": str(temporary)}) as job:
-        end = time.monotonic() + 90
-        while len(lines(log, "step")) < 3:
-            assert time.monotonic() < end, job.report("no steps")
-            time.sleep(0.1)
+        wait_for(lambda: len(lines(log, "step")) > 2, 90, lambda: job.report("no steps"))
         [entry] = temporary.glob("hvd_trainer-0/*")
         token = parse_endpoint(json.loads(entry.read_text())["endpoint"]).token
         ports = listening(job)

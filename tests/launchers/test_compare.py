@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from combinations import case
 from launchers import launch, requires, start
+from waiting import wait_for
 
 from hvd_trainer.tools.runner.folder import read_runs
 from hvd_trainer.tools.runner.formats import number
@@ -167,10 +167,7 @@ def test_compare_crosses_engines_and_options(tmp_path: Path) -> None:
 
 def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
     with start("python", 1, command(tmp_path, "--np", "2", "--engines", "ddp")) as job:
-        deadline = time.monotonic() + 60
-        while not any("torch.distributed.run" in process.cmdline() for process in job.processes()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: any("torch.distributed.run" in its.cmdline() for its in job.processes()), 60)
         job.popen.send_signal(signal.SIGINT)
         result = job.wait(60)
         job.check_nothing_left()

@@ -22,6 +22,7 @@ from doctor_checks import OTHER, plant_program, run_checks
 from launchers import REPOSITORY, Result, launch, requires, start
 from requirements import missing
 from slurm_cluster import SlurmCluster
+from waiting import wait_for
 
 from hvd_trainer.tools.doctor import engines
 
@@ -131,10 +132,7 @@ def test_crash_of_torch_spares_other_checks(tmp_path: Path) -> None:
 def test_signal_ends_started_programs(tmp_path: Path) -> None:
     environ = plant_program(tmp_path, "ssh", f"touch {tmp_path}/started; sleep 60 & sleep 60")
     with start("python", 1, [*DOCTOR, *PATIENT, "--hosts", OTHER], env=environ) as job:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "started").exists():
-            assert time.monotonic() < deadline, job.report("no ssh was started")
-            time.sleep(0.02)
+        wait_for((tmp_path / "started").exists, 30, lambda: job.report("no ssh was started"))
         job.popen.terminate()
         assert job.wait(10).returncode == 128 + signal.SIGTERM
 

@@ -102,13 +102,8 @@ def test_installer_replaces_an_untested_horovod(tmp_path: Path) -> None:
     record = tmp_path / RECORD_FILE
     text = record.read_text(encoding="utf-8").replace(self_test.MARK, "")
     folder = str(tmp_path / "wheels")
-    options = [
-        "--wheel-dir",
-        folder,
-        *(["--mpi"] if built["mpi"] else []),
-        "--gpu",
-        "nccl" if built["cuda"] else "none",
-    ]
+    gpu = "nccl" if built["cuda"] else "none"
+    options = ["--wheel-dir", folder, *(["--mpi"] if built["mpi"] else []), "--gpu", gpu]
     record.unlink()
     for mark, said in ((self_test.MARK, "is installed already"), ("", "it was not proved, or that failed")):
         record.write_text(text + mark, encoding="utf-8")
@@ -119,3 +114,4 @@ def test_installer_replaces_an_untested_horovod(tmp_path: Path) -> None:
         )  # fmt: skip
         assert said in done.stdout, done.stdout + done.stderr
         assert done.returncode == (0 if mark else 2)
+        assert not mark or not Path(folder).exists()

@@ -34,6 +34,7 @@ from launchers import (
     run_ranks,
     start,
 )
+from waiting import wait_for
 
 RANK_VARIABLE = {
     "horovodrun": "HOROVOD_RANK",
@@ -309,17 +310,11 @@ def test_warm_ranks_server_ends_with_those_it_serves(tmp_path: Path) -> None:
     environ = child_environment(os.environ, {}, mark=mark, folder=tmp_path)
     with subprocess.Popen(["sh", "-c", command], env=environ, start_new_session=True) as starter:
         try:
-            deadline = time.monotonic() + warm.START_S
-            while not address.exists():
-                assert starter.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_for(lambda: address.exists() or starter.poll() is not None, warm.START_S)
             (server,) = psutil.Process(starter.pid).children()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(address))
-            while not (launched := server.children()):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            launched = wait_for(server.children, 10)
             assert not process_tree.wait_for_end(launched, limit_s=10)
         finally:
             starter.kill()

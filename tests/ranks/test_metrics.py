@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from launchers import run_ranks
 from torch import Tensor
 
 from hvd_trainer import backends
-from hvd_trainer.backends import EngineOptions
+from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter, accuracy
 
@@ -110,12 +111,15 @@ def test_metrics_equal_their_definitions(alone: list[dict[str, float]]) -> None:
     assert twice["loss"] == pytest.approx(once["loss"])
 
 
-def test_metric_collection_is_accepted_as_mapping() -> None:
+def measure_once(named: Mapping[str, Any], backend: Backend) -> dict[str, float]:
+    meter = Meter(named, backend)
+    meter.add(torch.tensor(0.0), *data(), 41)
+    return meter.compute()
+
+
+def test_metric_collection_is_accepted_as_mapping(lone_backend: Backend) -> None:
     collection = torchmetrics.MetricCollection([torchmetrics.Accuracy(task="multiclass", num_classes=4)])
-    with backends.create(EngineOptions(backend="single")) as backend:
-        meter = Meter(dict(collection), backend)
-        meter.add(torch.tensor(0.0), *data(), 41)
-        assert set(meter.compute()) == {"loss", "samples", "MulticlassAccuracy"}
+    assert set(measure_once(dict(collection), lone_backend)) == {"loss", "samples", "MulticlassAccuracy"}
 
 
 @pytest.mark.parametrize(
@@ -131,14 +135,7 @@ def test_metric_collection_is_accepted_as_mapping() -> None:
         ),
     ],
 )
-def test_unrecordable_metric_is_refused(name: str, metric: Any, words: str) -> None:
+def test_unrecordable_metric_is_refused(name: str, metric: Any, words: str, lone_backend: Backend) -> None:
     with pytest.raises(OptionError) as caught:
-        measure_once(name, metric)
+        measure_once({name: metric}, lone_backend)
     assert words in str(caught.value)
-
-
-def measure_once(name: str, metric: Any) -> dict[str, float]:
-    with backends.create(EngineOptions(backend="single")) as backend:
-        meter = Meter({name: metric}, backend)
-        meter.add(torch.tensor(0.0), *data(), 41)
-        return meter.compute()

@@ -69,17 +69,7 @@ def test_help_has_a_section_per_group(capsys: pytest.CaptureFixture[str]) -> Non
     for option in ("--help", "--help-all"):
         text, _ = help_of(MnistOptions, option, capsys)
         sections = re.findall(r"(\w+) options \W", text)
-        assert sections == [
-            "data",
-            "network",
-            "optimizer",
-            "engine",
-            "train",
-            "log",
-            "save",
-            "parallel",
-            "measure",
-        ]
+        assert " ".join(sections) == "data network optimizer engine train log save parallel measure"
         assert "--config FILE" in text
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvd_trainer import EngineOptions, backends
-from hvd_trainer.backends import ReduceOp
+from hvd_trainer.backends import Backend, ReduceOp
 from hvd_trainer.training import consensus
 from hvd_trainer.training.consensus import StepConsensus
 
@@ -22,24 +21,23 @@ from hvd_trainer.training.consensus import StepConsensus
     ],
 )
 def test_polling_takes_a_small_share_of_time(
-    step_s: float, ask_s: float, asks: int, monkeypatch: pytest.MonkeyPatch
+    step_s: float, ask_s: float, asks: int, lone_backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a link of 20 ms each way Horovod took 164 ms to ask, after each step of 600 ms."""
     now, asked = 0.0, 0
     monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
-    with backends.create(EngineOptions(backend="single")) as backend:
-        alone = backend.collectives.all_reduce_numbers
+    alone = lone_backend.collectives.all_reduce_numbers
 
-        def all_reduce_numbers(values: Sequence[float], op: ReduceOp) -> list[float]:
-            nonlocal now, asked
-            now, asked = now + ask_s, asked + 1
-            return alone(values, op)
+    def all_reduce_numbers(values: Sequence[float], op: ReduceOp) -> list[float]:
+        nonlocal now, asked
+        now, asked = now + ask_s, asked + 1
+        return alone(values, op)
 
-        monkeypatch.setattr(backend.collectives, "all_reduce_numbers", all_reduce_numbers)
-        agreed = StepConsensus(backend, ["stop"])
-        agreed.request("stop")
-        heard = 0
-        for _ in range(100):
-            now += step_s
-            heard += len(agreed.poll())
+    monkeypatch.setattr(lone_backend.collectives, "all_reduce_numbers", all_reduce_numbers)
+    agreed = StepConsensus(lone_backend, ["stop"])
+    agreed.request("stop")
+    heard = 0
+    for _ in range(100):
+        now += step_s
+        heard += len(agreed.poll())
     assert (asked, heard) == (asks, 1)
