@@ -9,6 +9,7 @@ ended is written down at once, so that the same command goes on where a stopped 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.command import is_trainer_job, read_command
 from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
-from hvd_trainer.tools.runner.folder import RunRecord, locked_folder, read_runs
+from hvd_trainer.tools.runner.folder import locked_folder, read_runs
 from hvd_trainer.tools.runner.formats import check_installed
-from hvd_trainer.tools.runner.machine import describe_machine, num_gpus, threads_per_rank, versions, warn_if_busy
+from hvd_trainer.tools.runner.machine import describe_machine, threads_per_rank, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import describe_speed
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.text import plural
 
 MAX_NAMED = 6
@@ -130,8 +132,9 @@ def plan_trials(
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise OptionError(f"--np {options.np}: type numbers of ranks with commas between them, such as --np 1,2,4")
     numbers = sorted({int(word) for word in words})
+    num_gpus = accelerator.count(accelerator.kind())
     return make_trials(
-        read_entries(options.engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus()),
+        read_entries(options.engines, options.baseline, max_ranks=max(numbers), num_gpus=num_gpus),
         numbers,
         make_variants(job, axes),
         threads=options.threads or threads_per_rank(max(numbers)),
@@ -156,20 +159,14 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do:
         warn_if_busy()
+    by_key = {trial.key: trial for trial in trials}
+    known = [(by_key[run.key], run) for run in runner.last.values() if run.key in by_key]
     sides: list[Side] = []
-
-    def check_work(trial: Trial, run: RunRecord) -> None:
+    for trial, run in itertools.chain(known, runner.run_all(to_do, describe=describe_speed)):
         if run.state == "done":
             sides.append(side_of(trial, run))
             for other in sides:
                 refuse_unequal(other, sides[-1], strong)
-
-    for run in runner.last.values():
-        for trial in trials:
-            if trial.key == run.key:
-                check_work(trial, run)
-    for trial, run in runner.run_all(to_do, describe=describe_speed):
-        check_work(trial, run)
 
 
 def _listed(trials: Sequence[Trial]) -> str:

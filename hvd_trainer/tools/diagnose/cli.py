@@ -28,7 +28,7 @@ from hvd_trainer.tools.diagnose.flame_graph import render, speedscope
 from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_tried, sentences, show
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
-from hvd_trainer.tools.runner.folder import RunRecord, locked_folder
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial
@@ -126,7 +126,9 @@ def measure(trials: Trials, options: Options) -> str:
     for place, variant in enumerate(plan, 1):
         if trials.runner.left_s < cost_s:
             return "The budget (--budget) is spent."
-        print(f"{place}/{len(plan)}  {variant.label}: {describe_run(trials.run(variant, steps))}", flush=True)
+        run = trials.run(variant, steps)
+        said = f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
+        print(f"{place}/{len(plan)}  {variant.label}: {said}", flush=True)
     if trials.runner.left_s > cost_s and NO_EXCHANGE in trials.figures:
         trials.measure_exchanges()
     return ""
@@ -135,10 +137,6 @@ def measure(trials: Trials, options: Options) -> str:
 def steps_of(seconds: float, step_s: float) -> int:
     """Return how many steps of a run are counted that trains for about so many seconds."""
     return min(MAX_STEPS, max(MIN_STEPS, round(seconds / step_s)))
-
-
-def describe_run(run: RunRecord) -> str:
-    return f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
 
 
 def conclude(trials: Trials, options: Options, folder: Path, note: str) -> None:

@@ -47,13 +47,6 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, len(cpu_ids()) // ranks)
 
 
-def num_gpus() -> int:
-    """Return how many GPUs PyTorch sees."""
-    from hvd_trainer.utils import accelerator
-
-    return accelerator.count(accelerator.kind())
-
-
 def warn_if_busy() -> None:
     """Print a warning if other programs have kept this machine busy in the last minute."""
     load, cores = os.getloadavg()[0], len(cpu_ids())

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from hvd_trainer.tools.runner.formats import console, make_table, percent
-from hvd_trainer.tools.runner.ratio import Ratio
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
 from hvd_trainer.tools.tune.settings import GROUPS, describe
@@ -56,8 +55,12 @@ def sentences(backend: str, found: Found) -> list[str]:
     if math.isfinite(found.noise):
         said.append(f"Two runs of {backend} differ by {percent(found.noise)} (standard deviation of their ratio).")
     if found.settings:
-        assert found.gain is not None  # settings that are not proved are dropped
-        said.append(f"{backend}: {describe(found.settings)} makes the job {_times(found.gain)}.")
+        gain = found.gain
+        assert gain is not None  # settings that are not proved are dropped
+        said.append(
+            f"{backend}: {describe(found.settings)} makes the job {gain.value:.2f} times as fast "
+            f"({plural(gain.rounds, 'round')} of its own, 95 % interval {gain.low:.2f} to {gain.high:.2f})."
+        )
         if "static_graph" in found.settings:
             said.append("--static-graph promises that every step uses the same parameters: leave it out if not.")
         if REORDERS & set(found.settings):
@@ -70,13 +73,6 @@ def sentences(backend: str, found: Found) -> list[str]:
         for kind, its in found.offers.items()
     ]
     return said
-
-
-def _times(gain: Ratio) -> str:
-    return (
-        f"{gain.value:.2f} times as fast ({plural(gain.rounds, 'round')} of its own, 95 % interval {gain.low:.2f} "
-        f"to {gain.high:.2f})"
-    )
 
 
 def as_yaml(backend: str, found: Found, own: Mapping[str, Any], command: str, machine: Mapping[str, Any]) -> str:

@@ -28,11 +28,12 @@ MAX_START_DELAY_S = 3.0
 JOB = "hvd_trainer.tools.verify_resume.audit_job"
 
 
+@dataclass
 class RunningJob:
     """A job that was started by `running_job`."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes], folder: Path) -> None:
-        self.folder, self._launcher = folder, launcher
+    launcher: subprocess.Popen[bytes]
+    folder: Path
 
     def error(self, what: str) -> LaunchError:
         """Return an exception that says what the job did, and what it printed."""
@@ -46,7 +47,7 @@ class RunningJob:
             LaunchError: it failed, or takes too long.
         """
         try:
-            code = self._launcher.wait(limit_s)
+            code = self.launcher.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise self.error(f"had not ended after {limit_s:g} s") from None
         if code != 0:
@@ -62,29 +63,29 @@ class RunningJob:
         """
         deadline = time.monotonic() + limit_s
         while not is_so():
-            if time.monotonic() > deadline or self._launcher.poll() is not None:
+            if time.monotonic() > deadline or self.launcher.poll() is not None:
                 raise self.error(what)
             time.sleep(interval_s)
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the job but the launcher."""
-        return [process for process in find_processes(self.folder) if process.pid != self._launcher.pid]
+        return [process for process in find_processes(self.folder) if process.pid != self.launcher.pid]
 
     def kill(self, rank: int | None) -> None:
         """Kill a rank, by the number of its process, or the launcher."""
         with suppress(ProcessLookupError):
-            os.kill(self._launcher.pid if rank is None else rank, signal.SIGKILL)
+            os.kill(self.launcher.pid if rank is None else rank, signal.SIGKILL)
 
     def left_behind(self) -> int:
         """Wait for the job's end after a kill, and return how many processes outlive the launcher by some seconds;
         and the launcher, if it does not end at all.
         """
         with suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(START_S)
+            self.launcher.wait(START_S)
         deadline = time.monotonic() + SETTLE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return len(left) + (self._launcher.poll() is None)
+        return len(left) + (self.launcher.poll() is None)
 
 
 @contextmanager
