@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from statistics import median
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Frame, Record, StackCount
 from hvd_trainer.observe.stacks import slow_from
@@ -87,13 +89,7 @@ class Seconds(Struct):
         return math.sqrt(self.variance)
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.wall + other.wall,
-            self.cpu + other.cpu,
-            self.queued + other.queued,
-            self.gil + other.gil,
-            self.variance + other.variance,
-        )
+        return Seconds(*map(operator.add, astuple(self), astuple(other)))
 
 
 class RankProfile:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.run.local_ranks import run_ranks
@@ -104,10 +105,5 @@ def main(argv: Sequence[str]) -> int:
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
     os.environ.update(options.variables())
-    return run_script(
-        job,
-        options.backend,
-        timeout_s=options.timeout_s,
-        startup_timeout_s=options.startup_timeout_s,
-        bucket_mb=options.bucket_mb,
-    )
+    engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
+    return run_script(job, engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb)

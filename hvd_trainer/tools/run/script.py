@@ -26,22 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 def run_script(
-    job: Sequence[str], engine: str, *, timeout_s: float, startup_timeout_s: float, bucket_mb: float | None
+    job: Sequence[str], options: EngineOptions, *, timeout_s: float, bucket_mb: float | None
 ) -> NoReturn:
     """Run a script or a module as this process's program, and end the process.
 
     Args:
         job: the words behind `python`: a file, or -m and a module, and its arguments.
-        engine: `horovod` or `ddp`.
+        options: with the engine, `horovod` or `ddp`.
         timeout_s: as in `ScriptSession`.
-        startup_timeout_s: how long the ranks may take to meet.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
-    options = EngineOptions(backend=engine, startup_timeout_s=startup_timeout_s)  # type: ignore[arg-type]
     session = ScriptSession(options, timeout_s=timeout_s)
-    run_and_end(functools.partial(_run, job, engine, session, bucket_mb))
+    run_and_end(functools.partial(_run, job, options.backend, session, bucket_mb))
 
 
 def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: float | None) -> None:
