@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_trainer.errors import DataError
+from hvd_trainer.utils.tensors import tensors_in
 
 Batch = tuple[Any, Any]
 
@@ -33,10 +34,10 @@ def as_pair(batch: Any) -> Batch:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and dictionaries to a device; lists become tuples."""
+    """Move every tensor in nested tuples, lists and mappings to a device; these become tuples and dictionaries."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         values = [to_device(value, device) for value in batch]
@@ -61,18 +62,9 @@ def samples_in(batch: Any) -> int:
 
 def first_samples(batch: Any, count: int) -> Any:
     """Return the first `count` samples of a batch."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: first_samples(value, count) for key, value in batch.items()}
-    if isinstance(batch, tuple) and any(isinstance(value, Tensor | dict | tuple) for value in batch):
+    if isinstance(batch, tuple) and any(isinstance(value, Tensor | Mapping | tuple) for value in batch):
         values = [first_samples(value, count) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     return batch[:count] if isinstance(batch, Tensor | tuple) else batch
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dictionaries."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict | list | tuple):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(value)

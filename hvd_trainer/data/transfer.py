@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_trainer.data.batch import tensors_in, to_device
+from hvd_trainer.data.batch import to_device
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import tensors_in
 
 T = TypeVar("T")
 

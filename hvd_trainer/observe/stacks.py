@@ -30,6 +30,7 @@ from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Place, Record, StackCount, describe_frame
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.utils.tensors import tensors_in
 
 PERIOD_S = 0.005
 """Mean time between two looks; it varies, so that it does not keep in step with the training's own period."""
@@ -307,9 +308,5 @@ class StackSamples(Observer):
 
 
 def count_elements(batch: Any) -> int:
-    """Return the elements of all tensors in nested tuples, lists and dictionaries."""
-    if hasattr(batch, "numel"):
-        return int(batch.numel())
-    if isinstance(batch, dict):
-        return sum(map(count_elements, batch.values()))
-    return sum(map(count_elements, batch)) if isinstance(batch, tuple | list) else 0
+    """Return the elements of all tensors in nested tuples, lists and mappings."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))

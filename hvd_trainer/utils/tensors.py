@@ -1,11 +1,21 @@
-"""Access to the tensors of models and optimizers."""
+"""Access to the tensors of batches, models and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, list | tuple | Mapping):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(value)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -336,6 +336,7 @@ FIGURES = {"work": {"steps": 3, "rates": [[0.1, 3]]}, "first_step_at": 1.0, "ste
                 {"work": {"steps": 10**12, "rates": [[0.1, 10**12]]}},
                 {"work": {"steps": 3, "rates": [[0.1, 2]]}},
                 {"work": {"steps": "3", "rates": [[0.1, 3]]}},
+                {"work": {"steps": 3, "rates": [[0.1, 3]], "samples": "many"}},
                 {"step_s": 0},
                 {"step_s": "fast"},
                 {"first_step_at": float("nan")},

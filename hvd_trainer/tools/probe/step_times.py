@@ -8,7 +8,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +22,7 @@ from hvd_trainer.observe.phases import PARTS, Clock, Phases
 from hvd_trainer.observe.step_timer import FOLDER
 from hvd_trainer.observe.trace_format import checksum
 from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.utils.tensors import tensors_in
 
 LOSSES_AT_ONCE = 100
 
@@ -152,15 +152,4 @@ def world_size() -> int:
 
 def batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch of tuples, lists and dictionaries; 0 if it has none."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim() > 0), 0)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _tensors(value)
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim() > 0), 0)

@@ -61,6 +61,7 @@ class Work(Struct):
     steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
     rates: list[tuple[float, int]]
     """learning rates, each with the number of its steps"""
+    samples: int | UnsetType = UNSET
     global_batch_size: Positive | UnsetType = UNSET
 
     def __post_init__(self) -> None:

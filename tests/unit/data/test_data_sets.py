@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import data_checks
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data import LoaderPlan, make_loader, samples_in
+from hvd_trainer.data.batch import first_samples, to_device
 from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.observe.stacks import count_elements
 
 
 def fit(data: Any, test: Any = None, model: nn.Module | None = None, **more: Any) -> list[dict[str, Any]]:
@@ -119,6 +122,15 @@ def test_inputs_may_be_dictionaries_and_tuples() -> None:
     tuples = [(("text", torch.tensor([float(i)])), {"id": i}) for i in range(6)]
     assert fit(tuples, tuples, model=ToFloat())[0]["samples"] == 6
     assert samples_in(({"names": ["a", "b"], "x": torch.zeros(2, 3)}, torch.zeros(2))) == 2
+
+
+def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
+    """Tokenizers give such: their tensors were neither counted, nor cut to size, nor moved to a GPU."""
+    inputs = UserDict({"x": torch.zeros(3, 2)})
+    assert samples_in((inputs, torch.zeros(3))) == 3
+    assert count_elements((inputs, torch.zeros(3))) == 9
+    assert len(first_samples((inputs, torch.zeros(3)), 2)[0]["x"]) == 2
+    assert to_device((inputs, 1), torch.device("meta"))[0]["x"].is_meta
 
 
 def test_collate_makes_the_pair() -> None:

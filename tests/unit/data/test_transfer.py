@@ -13,17 +13,17 @@ from data_checks import Stream
 from torch import Tensor
 
 from hvd_trainer.data import LoaderPlan, TensorData, make_loader
-from hvd_trainer.data import batch as batch_module
 from hvd_trainer.data.transfer import Transfer
 from hvd_trainer.launch.world import World
 from hvd_trainer.observe import summary
+from hvd_trainer.utils.tensors import tensors_in
 
 DEVICE = torch.device("meta")
 """Stands for the accelerator; batches that are sent there stay where they are, so that they can be looked at."""
 
 
 def numbers_of(batch: Any) -> list[Any]:
-    return [tensor.tolist() for tensor in batch_module.tensors_in(batch)]
+    return [tensor.tolist() for tensor in tensors_in(batch)]
 
 
 @pytest.fixture
