@@ -265,7 +265,13 @@ def test_check_reports_all_mistakes_at_once() -> None:
         ("--cudnn-benchmark --reproducible 2", "--cudnn-benchmark computes"),
         ("--channels-last --shard full", "--channels-last does not go with --shard full"),
         ("--reproducible 3", "--reproducible must be a power of two, not 3"),
-        ("--reproducible 4 --sync-batch-norm", "sums gradients itself: leave out --sync-batch-norm"),
+        *(
+            (f"--reproducible 4 {option}", f"sums gradients itself: leave out {option.split()[0]}")
+            for option in (
+                *("--compression fp16", "--powersgd-rank 2", "--static-graph", "--no-bucket-views"),
+                *("--sync-batch-norm", "--adasum", "--num-groups 2", "--autotune", "--cache-capacity 9"),
+            )
+        ),
         ("--trace-steps 0", "--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"),
         ("--profile steps=1", "--profile writes to the log folder: add --log-dir DIR"),
         ("--requeue", "--requeue needs a log folder"),
