@@ -23,7 +23,7 @@ _HOMES = {
         *("LogOptions", "MeasureOptions", "ParallelOptions", "SaveOptions", "TrainOptions", "TrainerOptions"),
     ),
     "hvd_trainer.config.parser": ("parse",),
-    "hvd_trainer.data": ("BatchSource", "TensorData", "once_per_node"),
+    "hvd_trainer.data": ("BatchSource", "DataShard", "TensorData", "once_per_node"),
     "hvd_trainer.errors": ("BackendError", "DataError", "LaunchError", "OptionError", "UserError"),
     "hvd_trainer.jobs.images": ("load_images",),
     "hvd_trainer.jobs.options": ("ImageOptions",),
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         TrainOptions,
     )
     from hvd_trainer.config.parser import parse
-    from hvd_trainer.data import BatchSource, TensorData, once_per_node
+    from hvd_trainer.data import BatchSource, DataShard, TensorData, once_per_node
     from hvd_trainer.errors import BackendError, DataError, LaunchError, OptionError, UserError
     from hvd_trainer.jobs.images import load_images
     from hvd_trainer.jobs.options import ImageOptions

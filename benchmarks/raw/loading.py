@@ -45,11 +45,10 @@ def by_torchdata(folder: Path, kind: str, *, pixels: bool) -> Iterable[tuple[Ten
 
 
 def by_dali(folder: Path, shard: int, num_shards: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One pass of DALI's pipeline on the CPU, with one thread of its own; two batches are valid at a time."""
+    """One pass of DALI's pipeline on the CPU, with one thread of its own; a batch has memory of its own."""
     from nvidia.dali import fn, pipeline_def, types
 
-    # One batch is made while two are in use.
-    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=seed, prefetch_queue_depth=3)  # type: ignore[untyped-decorator]
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=seed, exec_dynamic=True)  # type: ignore[untyped-decorator]
     def images() -> Any:
         encoded, labels = fn.readers.file(
             file_root=str(folder / "images"),
@@ -71,12 +70,8 @@ def by_dali(folder: Path, shard: int, num_shards: int, seed: int) -> Iterator[tu
     pipeline = images()
     pipeline.build()
     size = -(-pipeline.reader_meta("files")["epoch_size"] // num_shards)
-    pipeline.schedule_run()
-    for number, begin in enumerate(range(0, size, BATCH)):
-        if number >= 2:
-            pipeline.release_outputs()
-        pipeline.schedule_run()
-        x, y = (torch.from_dlpack(tensors.as_tensor()) for tensors in pipeline.share_outputs())
+    for begin in range(0, size, BATCH):
+        x, y = (torch.from_dlpack(tensors.as_tensor()) for tensors in pipeline.run())
         count = min(BATCH, size - begin)
         yield x[:count], y[:count].flatten().long()
 

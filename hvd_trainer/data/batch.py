@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def as_pair(batch: Any) -> Batch:
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     found = f"a {type(batch).__name__}"
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         found += f" with {', '.join(map(str, batch))}"
     elif isinstance(batch, list | tuple):
         found += f" of {len(batch)}"
@@ -34,11 +35,11 @@ def as_pair(batch: Any) -> Batch:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and mappings to a device; these become tuples and dictionaries."""
+    """Move every tensor in nested tuples, lists and mappings to a device; lists become tuples."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return _with_values(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         values = [to_device(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
@@ -63,8 +64,17 @@ def samples_in(batch: Any) -> int:
 def first_samples(batch: Any, count: int) -> Any:
     """Return the first `count` samples of a batch."""
     if isinstance(batch, Mapping):
-        return {key: first_samples(value, count) for key, value in batch.items()}
+        return _with_values(batch, {key: first_samples(value, count) for key, value in batch.items()})
     if isinstance(batch, tuple) and any(isinstance(value, Tensor | Mapping | tuple) for value in batch):
         values = [first_samples(value, count) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     return batch[:count] if isinstance(batch, Tensor | tuple) else batch
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a copy with other values, of the same class if that is one of its own, such as Transformers' has."""
+    if isinstance(mapping, dict) or not isinstance(mapping, MutableMapping):
+        return values
+    copied = copy(mapping)
+    copied.update(values)
+    return copied

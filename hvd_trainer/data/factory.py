@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.batch_source import BatchSource, SourceLoader
@@ -39,7 +39,7 @@ def make_loader(
     if plan.prefetch is not None and not loader.num_workers:
         raise OptionError(
             f"--prefetch {plan.prefetch} is for loader processes, and the data set ({loader.name}) is loaded "
-            f"without: add --workers 2, or leave it out"
+            f"without: {'' if loader.has_own_loader else 'add --workers 2, or '}leave it out"
         )
     return loader
 
@@ -53,7 +53,8 @@ def _make_loader(
             "Give the data set, not a DataLoader: the trainer shards and batches it itself. "
             "With `loader` being yours, that is loader.dataset; batch size and workers are options."
         )
-    if isinstance(data, BatchSource):
+    # A data set of PyTorch's may have an attribute of this name for something else.
+    if isinstance(data, BatchSource) and not isinstance(data, Dataset | type):
         return SourceLoader(data, backend, plan)
     if isinstance(data, IterableDataset):
         return StreamLoader(data, backend, plan, collate)

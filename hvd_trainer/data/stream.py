@@ -69,7 +69,9 @@ class StreamLoader(Loader):
         self.num_workers = self._loader.num_workers
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        return equal_batches(self._pass(epoch, consumed), self.backend, self.name, may_be_empty=consumed > 0)
+        # An interruption may have come after the last batch of an epoch.
+        empty = None if consumed else f"{self.name} gave fewer samples than there are ranks: nothing to train on."
+        return equal_batches(self._pass(epoch, consumed), self.backend, empty)
 
     def evaluation(self) -> Iterator[Batch]:
         return self._pass(EVALUATION, 0)
@@ -88,9 +90,7 @@ class StreamLoader(Loader):
         return batches if self._loader.num_workers else iterate_isolated(batches, seed, CPU)
 
 
-def equal_batches(
-    batches: Iterator[Batch], backend: Backend, name: str, *, may_be_empty: bool = False
-) -> Iterator[Batch]:
+def equal_batches(batches: Iterator[Batch], backend: Backend, empty: str | None) -> Iterator[Batch]:
     """Yield batches of which each is as large as those of all ranks; end when a rank has none. A collective.
 
     At the end the ranks may have unequal numbers left. Before each step they agree on the smallest batch among
@@ -98,18 +98,17 @@ def equal_batches(
     because the loop asks for a batch one step ahead.
 
     Args:
-        name: of the data, in errors.
-        may_be_empty: there may be no batch, as after an interruption at the end of an epoch.
+        empty: the text of the error; None: there may be no batch.
 
     Raises:
-        DataError: a rank has no sample at all.
+        DataError: a rank has no batch at all.
     """
     for number in itertools.count():
         batch = next(batches, None)
         mine = 0 if batch is None else samples_in(batch)
         smallest = int(backend.collectives.all_reduce_numbers([mine], "min")[0])
-        if smallest == 0 and number == 0 and not may_be_empty:
-            raise DataError(f"{name} gave fewer samples than there are ranks: nothing to train on.")
+        if smallest == 0 and number == 0 and empty is not None:
+            raise DataError(empty)
         if batch is None or smallest == 0:
             return
         yield batch if smallest == mine else first_samples(batch, smallest)

@@ -109,7 +109,8 @@ def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     # A worker for as long as a sample takes longer to fetch than to train on.
     ratio = cause.seconds / max(evidence.step_s - cause.seconds, 1e-9)
     count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
-    why = f"that many processes per rank wait for data while it trains, at {_at(cause)}"
+    waits = "it waits" if evidence.facts.get("has_own_loader") else "that many processes per rank wait"
+    why = f"{waits} for data while the rank trains, at {_at(cause)}"
     yield _workers(cause, evidence, count, cause.seconds * (1 - now / count), why)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import data_checks
@@ -14,17 +15,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.data import LoaderPlan, make_loader, samples_in
+from hvd_trainer.data import DataShard, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.batch import first_samples, to_device
 from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.observe.stacks import count_elements
 
 
-def fit(data: Any, test: Any = None, model: nn.Module | None = None, **more: Any) -> list[dict[str, Any]]:
-    """Train a line on `data` for one epoch in this process."""
+def fit(
+    data: Any, test: Any = None, model: nn.Module | None = None, epochs: int = 1, **more: Any
+) -> list[dict[str, Any]]:
+    """Train a line on `data` in this process."""
     model = model or nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    options = trainings.options_of(epochs=1, batch_size=4)
+    options = trainings.options_of(epochs=epochs, batch_size=4)
     return trainings.fit(options, model, data, test, optimizer=optimizer, loss=mean_square, **more).epochs
 
 
@@ -48,6 +51,30 @@ class Sized(OfNothing):
         return self.sample
 
 
+class OnePass(Batches):
+    """Gives the batches that are left."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.rest = super().batches(DataShard(0, 1), 0)
+
+    def batches(self, shard: DataShard, epoch: int | None) -> Iterator[Any]:
+        return self.rest
+
+
+class Bucketed(Dataset[Any]):
+    """A data set that has batches for a sampler."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1], [2, 3]]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), float(index)
+
+
 BAD = [
     (lambda: DataLoader(numbers(4)), "Give the data set, not a DataLoader"),
     (lambda: OfNothing(), "OfNothing: a data set has __len__ and __getitem__"),
@@ -55,11 +82,11 @@ BAD = [
     (lambda: [], "The data set (list) is empty"),
     (lambda: TensorDataset(torch.zeros(0, 1), torch.zeros(0)), "The data set (TensorDataset) is empty"),
     (lambda: Stream(0), "Stream gave fewer samples"),
-    (lambda: Batches(0), "Batches gave fewer samples"),
-    (
-        lambda: Batches(8, 8),
-        "a batch of 8 samples, and a rank's batch has 4 (--batch-size): make batches of 4, or",
-    ),
+    (lambda: Batches(0), "Batches gave a rank no batch in epoch 1: give each of the 1 shards some"),
+    (lambda: Batches(8, 8), "a batch of 8 samples, and a rank's batch has 4: make batches of 4, or change"),
+    (lambda: Batches(8, 2), "a batch of 2 samples, and a rank's batch has 4: make batches of 4, or change"),
+    (lambda: OnePass(8), "OnePass gave a rank no batch in epoch 2"),
+    (lambda: Batches, "Cannot load batches from a type"),
     (lambda: Sized({"image": torch.zeros(1), "label": 1}, 8), "found"),
     (lambda: Sized((torch.zeros(1), 1, 2), 8), "but is a tuple of 3"),
     (lambda: Sized(("a", "b"), 8), "A batch should hold tensors"),
@@ -70,7 +97,7 @@ BAD = [
 def test_invalid_data_set_is_named(make: Any, words: str) -> None:
     """A dictionary of two keys was unpacked into its keys, and a model was trained on the word 'image'."""
     with pytest.raises(DataError) as caught:
-        fit(make())
+        fit(make(), model=ToFloat(), epochs=2)
     wanted = "but is a dict with image, label. Let the data set give pairs" if words == "found" else words
     assert wanted in str(caught.value)
 
@@ -79,6 +106,16 @@ def test_invalid_data_set_is_named(make: Any, words: str) -> None:
 def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any, lone_backend: Backend) -> None:
     with pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
         make_loader(kind(8), lone_backend, LoaderPlan(4, virtual_ranks=1))
+
+
+def test_prefetching_from_a_source_of_batches_is_refused(lone_backend: Backend) -> None:
+    """The advice was to add --workers 2, of which a source knows nothing, either."""
+    with pytest.raises(OptionError, match="Batches.* is loaded without: leave it out"):
+        make_loader(Batches(8), lone_backend, LoaderPlan(4, num_workers=2, prefetch=2))
+
+
+def test_data_set_with_batches_is_no_source_of_batches() -> None:
+    assert fit(Bucketed())[0]["samples"] == 4
 
 
 def test_unequal_tensors_are_refused() -> None:
@@ -129,8 +166,9 @@ def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
     inputs = UserDict({"x": torch.zeros(3, 2)})
     assert samples_in((inputs, torch.zeros(3))) == 3
     assert count_elements((inputs, torch.zeros(3))) == 9
-    assert len(first_samples((inputs, torch.zeros(3)), 2)[0]["x"]) == 2
-    assert to_device((inputs, 1), torch.device("meta"))[0]["x"].is_meta
+    part, moved = first_samples((inputs, torch.zeros(3)), 2)[0], to_device((inputs, 1), torch.device("meta"))[0]
+    assert type(part) is type(moved) is UserDict, "a model may ask for its attributes"
+    assert (len(part["x"]), moved["x"].is_meta, len(inputs["x"])) == (2, True, 3)
 
 
 def test_collate_makes_the_pair() -> None:

@@ -159,7 +159,7 @@ CASES = {
     ),
     # It was once "--workers 3", which a loader of its own does not read.
     "data from a loader of its own": Case(
-        *((WAITS,), "data waits", 20, "more threads or processes in the data's own loader"),
+        *((WAITS,), "data waits", 20, "more threads or processes in the data's own loader: it waits"),
         known={"facts": FACTS | {"has_own_loader": True}},
     ),
     # The facts of a job's work come with its end; without them, the advice was that for a script.
