@@ -97,7 +97,7 @@ TYPED_ELSEWHERE = {
         *("test_failures.py", '"--max-restarts"'),
     ),
     "horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh --network-interfaces eth0 python "
-    "-m hvd_trainer.mnist --global-batch-size 256": ("test_elastic.py", '"--host-discovery-script"'),
+    "-m hvd_trainer.mnist --global-batch-size 256": ("elastic_hosts.py", '"--host-discovery-script"'),
     **dict.fromkeys(
         (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
         ("test_hvd_elastic.py", '"--max-restarts"'),
