@@ -121,7 +121,7 @@ def count_warmup_steps(epochs: float, steps_per_epoch: int | None) -> int:
     if epochs == 0:
         return 0
     if steps_per_epoch is None:
-        raise OptionError("--warmup-epochs needs a data set with a length; this one does not tell it.")
+        raise OptionError("--warmup-epochs needs a data set that knows its length; this one does not.")
     return max(1, round(epochs * steps_per_epoch))
 
 
@@ -132,4 +132,4 @@ def check_decay(decay: Decay, num_samples: int | None) -> None:
         OptionError: the length of an epoch is not known.
     """
     if decay != "none" and num_samples is None:
-        raise OptionError("--lr-decay needs a data set with a length; this one does not tell it.")
+        raise OptionError("--lr-decay needs a data set that knows its length; this one does not.")
