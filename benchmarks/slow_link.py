@@ -34,8 +34,9 @@ from hvd_trainer.config.checks import value_errors
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.run_folder import METRICS
 from hvd_trainer.tools.runner.command import NOT_SAVED
-from hvd_trainer.tools.runner.folder import RunRecord, locked_folder, read_runs
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord, read_runs
 from hvd_trainer.tools.runner.step_stats import read_steps
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
 

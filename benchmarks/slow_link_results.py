@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.slow_link_cases import FAST, Case, Link, Plan, is_offered
 from hvd_trainer.jobs.models import mlp
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.utils.text import plural
 
 FORMAT = 1

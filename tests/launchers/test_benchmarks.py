@@ -22,7 +22,7 @@ from benchmarks.run import run as measure
 from benchmarks.slow_link_cases import FAST, Link, Plan
 from benchmarks.slow_link_results import Measured, as_points, markdown
 from benchmarks.to_target import Outcome, report
-from hvd_trainer.tools.runner.folder import RunRecord, append_run
+from hvd_trainer.tools.runner.records import RunRecord, append_run
 
 pytestmark = pytest.mark.warm
 

@@ -14,8 +14,8 @@ from combinations import case
 from launchers import launch, requires, start
 from waiting import wait_for
 
-from hvd_trainer.tools.runner.folder import read_runs
 from hvd_trainer.tools.runner.formats import number
+from hvd_trainer.tools.runner.records import read_runs
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")
 SCRIPTS = Path(__file__).parents[1] / "scripts"

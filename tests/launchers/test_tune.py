@@ -14,7 +14,7 @@ import yaml
 from launchers import launch
 
 from hvd_trainer import OptionError
-from hvd_trainer.tools.runner.folder import read_runs
+from hvd_trainer.tools.runner.records import read_runs
 from hvd_trainer.tools.tune import cli
 from hvd_trainer.tools.tune.race import Noise, Race
 from hvd_trainer.tools.tune.report import as_yaml, sentences

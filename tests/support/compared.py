@@ -8,7 +8,7 @@ from typing import Any
 from hvd_trainer.tools.compare.result import Comparison
 from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.records import RunRecord
 
 JOB = ("-m", "hvd_trainer.mnist")
 WORK = {

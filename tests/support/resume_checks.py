@@ -76,7 +76,7 @@ class Flow(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Batches:
-    """The same data in batches, which a loader of its own shards and makes noisy."""
+    """The same data as a `BatchSource`, with noise that is drawn for each batch."""
 
     def __init__(self, num: int) -> None:
         self.num = num

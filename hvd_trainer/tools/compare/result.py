@@ -14,9 +14,9 @@ from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, pre
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.equal_work import Side
-from hvd_trainer.tools.runner.folder import RunRecord
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.ratio import Ratio, ratio
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 

@@ -21,8 +21,8 @@ from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_engines, script_checksum
-from hvd_trainer.tools.runner.folder import key_of
 from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"

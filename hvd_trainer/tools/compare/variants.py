@@ -22,7 +22,8 @@ from hvd_trainer.config.checks import flag, switch
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import is_trainer_job, option_of, script_checksum
+from hvd_trainer.tools.runner.command import option_of, script_checksum
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 
 T = TypeVar("T")
 

@@ -288,7 +288,7 @@ def _period(profile: RankProfile) -> float | None:
     large = [number for number in profile.slow if profile.durations[number] > least]
     gaps = [b - a for a, b in zip(large, large[1:], strict=False)]
     usual = median(gaps) if len(gaps) >= 2 else 0
-    is_regular = sum(abs(gap - usual) <= 0.1 * usual for gap in gaps) > 0.6 * len(gaps) if usual > 1 else False
+    is_regular = usual > 1 and sum(abs(gap - usual) <= 0.1 * usual for gap in gaps) > 0.6 * len(gaps)
     return usual if is_regular else None
 
 

@@ -15,9 +15,10 @@ from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
-from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.command import NOT_SAVED
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import NOT_SAVED, is_trainer_job, option_values, read_engines
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.command import NOT_SAVED, option_values, read_engines
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
 

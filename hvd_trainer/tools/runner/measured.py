@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import (
-    ENDLESS,
-    LAUNCHER_OF,
-    NOT_SAVED,
-    command_for,
-    is_trainer_job,
-    option_of,
-    with_options,
-)
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.command import ENDLESS, LAUNCHER_OF, NOT_SAVED, command_for, option_of, with_options
 from hvd_trainer.tools.runner.formats import number
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.processes import Start
+from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
 

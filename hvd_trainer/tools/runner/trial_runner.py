@@ -19,8 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from hvd_trainer.tools.runner.folder import RUNS, RunRecord, append_run, clear, key_of, log_dir, read_runs, running
-from hvd_trainer.tools.runner.processes import Start, run_to_end, why_it_failed
+from hvd_trainer.tools.runner.failure_reason import why_it_failed
+from hvd_trainer.tools.runner.folder import clear, log_dir, running
+from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.tools.runner.records import RUNS, RunRecord, append_run, key_of, read_runs
 
 
 class Trial(Protocol):

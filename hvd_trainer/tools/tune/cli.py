@@ -24,17 +24,18 @@ from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
     NOT_SAVED,
-    is_trainer_job,
     option_of,
     option_values,
     read_command,
     read_engines,
     script_checksum,
 )
-from hvd_trainer.tools.runner.folder import RunRecord, key_of, locked_folder
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, to_json
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial, describe_speed
+from hvd_trainer.tools.runner.records import RunRecord, key_of
 from hvd_trainer.tools.runner.step_stats import are_figures
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.tools.tune import report

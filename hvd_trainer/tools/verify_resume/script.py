@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import LaunchError, OptionError
-from hvd_trainer.tools.probe.install import MARK
-from hvd_trainer.tools.runner.command import is_trainer_job
+from hvd_trainer.tools.probe.after_steps import MARK
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.tools.verify_resume.injector import running_job

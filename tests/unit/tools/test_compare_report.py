@@ -17,7 +17,7 @@ from pages import open_page
 from hvd_trainer.tools.compare import heat_map, report
 from hvd_trainer.tools.compare.plots import pictures
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.records import RunRecord
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ from hvd_trainer.tools.estimate.points import (
     read_points,
 )
 from hvd_trainer.tools.estimate.projection import Scope, new_cluster_factor, published_near
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.records import RunRecord
 
 NOTHING = Costs(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 """No cost but the link's own."""

@@ -38,7 +38,7 @@ from hvd_trainer.tools.parity.traced_runs import (
     steps_of,
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
-from hvd_trainer.tools.runner.folder import RunRecord
+from hvd_trainer.tools.runner.records import RunRecord
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 DONE = RunRecord({"engine": "x", "ranks": 2}, 1, "done", 1.0)

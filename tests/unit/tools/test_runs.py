@@ -18,12 +18,15 @@ import pytest
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import is_trainer_job, read_command, read_job
-from hvd_trainer.tools.runner.folder import RunRecord, append_run, locked_folder, read_runs
+from hvd_trainer.tools.runner.command import read_command, read_job
+from hvd_trainer.tools.runner.failure_reason import why_it_failed
+from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import to_json
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched, why_it_failed
+from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
+from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
 

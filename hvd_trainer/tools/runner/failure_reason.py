@@ -1,0 +1,38 @@
+"""Tell why a run failed, by what its programs have printed."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+REASONS = (
+    r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
+    r"^\S+: error: (.*)",  # argparse's
+    r"^\u256d[^\n]*\n\u2502 (.*?) *\u2502$",  # tyro's box
+    r"^((?:\w+\.)*\w*(?:Error|Exception): \S.*)",
+)
+"""Patterns of the lines in which a run's programs state why they failed, the likeliest first."""
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def why_it_failed(place: Path, code: int) -> str:
+    """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
+    if code == 0:
+        return "it ended without having trained: it took no optimizer step"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
+    # A rank that is alone has no watch over it that would tell torchrun.
+    said = (place / "output").read_text(errors="replace")
+    said = re.sub(r"^\[\d+\]<std\w+>:", "", said, flags=re.MULTILINE)  # horovodrun's, before each line
+    for pattern in REASONS:
+        if (match := re.search(pattern, said, re.MULTILINE)) is not None:
+            return _reason(match[1])
+    return f"exit code {code}"
+
+
+def _reason(text: str) -> str:
+    """Return one line of a report: the exception where there is a traceback, else the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if TRACEBACK in text else lines[0]
