@@ -48,7 +48,7 @@ def parse_engines(text: str, job: Sequence[str]) -> list[str]:
     """
     names = read_engines(text, ENGINES)
     if len(names) < 2:
-        raise OptionError(f"--engines {text}: name two or three, such as --engines horovod,ddp,single")
+        raise OptionError(f"--engines {text}: name two or three, such as --engines horovod,ddp")
     if "single" in names and not is_trainer_job(job):
         raise OptionError(
             f"--engines {text}: single takes the ranks' batches together by options of the Trainer, on which "
