@@ -24,6 +24,7 @@ from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
 from hvd_trainer.optim.learning_rate import step_scheduler
+from hvd_trainer.training.garbage import freeze_objects
 from hvd_trainer.training.interrupts import Interrupts
 from hvd_trainer.training.kernels import use_kernels
 from hvd_trainer.training.run import TrainingRun
@@ -51,6 +52,7 @@ class TrainingLoop:
             NonFiniteError: a loss or a gradient was not finite.
         """
         run, activity = self._run, self._run.backend.activity
+        freeze_objects(run.backend.world)
         with ExitStack() as stack:
             stack.enter_context(run.manager.open_writer())
             stack.callback(self._lift_time_limits)

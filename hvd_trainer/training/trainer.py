@@ -8,6 +8,7 @@ Trainer.fit
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from hvd_trainer.optim.reproducible import set_cublas_workspace
 from hvd_trainer.optim.step import LossFunction
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.training.build import FitInputs, build_run
+from hvd_trainer.training.garbage import freeze_objects
 from hvd_trainer.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
@@ -96,13 +98,17 @@ class Trainer:
         return self.backend.device
 
     def __enter__(self) -> Trainer:
+        freeze_objects(self.world)
         self.backend.__enter__()
         # Models that are built inside start equal on all ranks, before rank 0's weights are sent to the others.
         torch.manual_seed(self.options.train.seed)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.backend.__exit__(kind, error, traceback)
+        try:
+            self.backend.__exit__(kind, error, traceback)
+        finally:
+            gc.unfreeze()
 
     def fit(
         self,
