@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.raw.files import Small, data_set, normalise
+from benchmarks.raw.files import NUM_IMAGES, Small, data_set, normalise
 from benchmarks.raw.loading import BATCH, by_dali
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.config.options import LogOptions, TrainerOptions, TrainOptions
@@ -25,6 +25,9 @@ class DaliImages:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def __len__(self) -> int:
+        return NUM_IMAGES
 
     def batches(self, shard: DataShard, epoch: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         return by_dali(self.folder, *shard, seed=shard.number)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, runtime_checkable
 
 from hvd_trainer.backends import Backend
-from hvd_trainer.data.batch import Batch, as_pair, samples_in
+from hvd_trainer.data.batch import Batch, as_pair, first_samples, samples_in
 from hvd_trainer.data.loader import CPU, EVALUATION, DataShard, Loader, LoaderPlan
 from hvd_trainer.data.stream import equal_batches
 from hvd_trainer.errors import DataError, OptionError
@@ -17,8 +17,12 @@ from hvd_trainer.utils.rng import derive_seed, iterate_isolated
 class BatchSource(Protocol):
     """Data that comes in ready batches, for a loader that shards by itself.
 
-    Options of loading, such as `--workers` and `--prefetch`, and `collate` do not concern it, and without a length
-    there is no `--warmup-epochs`, `--lr-decay` or `--reproducible`. An attribute `name` is shown at the start.
+    Options of loading, such as `--workers` and `--prefetch`, `--reproducible` and `collate` do not concern it. An
+    attribute `name` is shown at the start.
+
+    A method `__len__`, if there is one, returns the samples that all shards together have in an epoch. Then there
+    are `--warmup-epochs` and `--lr-decay`, and the ranks need not agree on each batch. Each shard has to give at
+    least `len() // shard.size` samples in full batches, of which as many are trained on.
     """
 
     def batches(self, shard: DataShard, epoch: int | None) -> Iterable[Any]:
@@ -45,23 +49,50 @@ class SourceLoader(Loader):
     has_own_loader = True
 
     def __init__(self, source: BatchSource, backend: Backend, plan: LoaderPlan) -> None:
-        super().__init__(source, None, backend, plan)
+        length = len(source) if isinstance(source, Sized) else None
+        super().__init__(source, length, backend, plan)
         if plan.virtual_ranks is not None:
             raise OptionError(
                 f"--reproducible needs a data set with a length and an order, and {self.name} gives batches."
             )
         self._source = source
+        self._samples_per_shard = None if length is None else length // self._shard.size
+        if self._samples_per_shard is not None:
+            self.batches_per_epoch = -(-self._samples_per_shard // plan.batch_size)
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Batch]:
-        empty = (
-            f"{self.name} gave a rank no batch in epoch {epoch + 1}: give each of the {self._shard.size} shards "
-            f"some, and a new iterator each time."
-        )
-        batches = equal_batches(self._pass(epoch), self.backend, empty)
+        if self._samples_per_shard is not None:
+            batches = self._counted(self._pass(epoch), self._samples_per_shard)
+        else:
+            empty = (
+                f"{self.name} gave a rank no batch in epoch {epoch + 1}: give each of the {self._shard.size} "
+                f"shards some, and a new iterator each time."
+            )
+            batches = equal_batches(self._pass(epoch), self.backend, empty)
         return self._to_device(self._skip(batches, consumed))
 
     def evaluation(self) -> Iterator[Batch]:
         return self._to_device(self._pass(EVALUATION))
+
+    def _counted(self, batches: Iterator[Batch], samples: int) -> Iterator[Batch]:
+        """Yield full batches, and a last one of the samples that are left: as all ranks do, without an exchange.
+
+        Raises:
+            DataError: a batch has fewer samples than are due, or there is none; a shard has no samples.
+        """
+        shards = self._shard.size
+        if samples == 0:
+            raise DataError(f"{self.name} has {self.num_samples} samples for {shards} shards: none for each.")
+        for done in range(0, samples, self.plan.batch_size):
+            due, batch = min(self.plan.batch_size, samples - done), next(batches, None)
+            found = 0 if batch is None else samples_in(batch)
+            if batch is None or found < due:
+                raise DataError(
+                    f"{self.name} gave a batch of {found} samples after {done}, where {due} were due: by its "
+                    f"length of {self.num_samples}, each of {shards} shards has {samples}, in batches of "
+                    f"{self.plan.batch_size}, and a new iterator each time."
+                )
+            yield batch if found == due else first_samples(batch, due)
 
     def _skip(self, batches: Iterator[Batch], consumed: int) -> Iterator[Batch]:
         skipped = 0

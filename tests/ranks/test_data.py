@@ -70,7 +70,7 @@ def test_evaluation_counts_every_sample_once(facts: list[dict[str, Any]]) -> Non
             assert ids == list(range(count))
 
 
-@pytest.mark.parametrize("kind", ["streams", "sources"])
+@pytest.mark.parametrize("kind", ["streams", "sources", "sized sources"])
 def test_streams_are_sharded_and_end_together(facts: list[dict[str, Any]], kind: str) -> None:
     """Slices are those of a map-style data set, whatever the workers; fewer samples than ranks are left over."""
     size = len(facts)

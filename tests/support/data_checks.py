@@ -63,6 +63,13 @@ class Batches:
             yield part.unsqueeze(1), {"id": part + 100 * (epoch or 0)}
 
 
+class SizedBatches(Batches):
+    """The same with the number of samples in an epoch."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
 def taken(batches: Iterator[Any], target: Callable[[Any], Tensor] = lambda targets: targets) -> list[list[int]]:
     found = []
     for inputs, targets in batches:
@@ -80,6 +87,7 @@ def report(backend_name: str, folder: str) -> tuple[int, dict[str, Any]]:
             "evaluation": {count: evaluation(backend, count) for count in (FEW, NUM)},
             "streams": {case: streams(backend, Stream(case[0]), workers=case[1]) for case in STREAMS},
             "sources": {case: streams(backend, Batches(case[0]), later) for case in STREAMS},
+            "sized sources": {case: streams(backend, SizedBatches(case[0]), later) for case in STREAMS},
             "too short": too_short(backend),
             "seeds": taken(loader(backend, Seeds(), 1).evaluation()),
             "once": once(backend, Path(folder)),

@@ -87,6 +87,13 @@ class Batches:
         yield from zip(map(noisy, inputs.split(batch_size)), targets.split(batch_size), strict=True)
 
 
+class SizedBatches(Batches):
+    """The same with the number of samples in an epoch."""
+
+    def __len__(self) -> int:
+        return self.num
+
+
 def halve(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -99,6 +106,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "stream": {"data": Flow, "train": {"workers": 0}},
     "stream through workers": {"data": Flow, "train": {"workers": 2}},
     "stream of batches": {"data": Batches},
+    "stream of batches with a length": {"data": SizedBatches},
     "scheduler, clipping, accumulation": {"scheduler": halve, "train": {"accumulate": 2, "max_norm": 0.5}},
     "fp16": {"train": {"precision": "fp16"}},
 }

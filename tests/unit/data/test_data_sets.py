@@ -10,10 +10,11 @@ import data_checks
 import pytest
 import torch
 import trainings
-from data_checks import Batches, Stream, numbers
+from data_checks import Batches, SizedBatches, Stream, numbers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from hvd_trainer import Callback, RunView
 from hvd_trainer.backends import Backend
 from hvd_trainer.data import DataShard, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.batch import first_samples, to_device
@@ -62,6 +63,13 @@ class OnePass(Batches):
         return self.rest
 
 
+class Overstated(SizedBatches):
+    """Says that it has one more sample than it gives."""
+
+    def __len__(self) -> int:
+        return self.count + 1
+
+
 class Bucketed(Dataset[Any]):
     """A data set that has batches for a sampler."""
 
@@ -86,6 +94,9 @@ BAD = [
     (lambda: Batches(8, 8), "a batch of 8 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: Batches(8, 2), "a batch of 2 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: OnePass(8), "OnePass gave a rank no batch in epoch 2"),
+    (lambda: SizedBatches(0), "SizedBatches has 0 samples for 1 shards: none for each."),
+    (lambda: Overstated(8), "Overstated gave a batch of 0 samples after 8, where 1 were due: by its length of 9,"),
+    (lambda: Overstated(7), "Overstated gave a batch of 3 samples after 4, where 4 were due: by its length of 8,"),
     (lambda: Batches, "Cannot load batches from a type"),
     (lambda: Sized({"image": torch.zeros(1), "label": 1}, 8), "found"),
     (lambda: Sized((torch.zeros(1), 1, 2), 8), "but is a tuple of 3"),
@@ -106,6 +117,23 @@ def test_invalid_data_set_is_named(make: Any, words: str) -> None:
 def test_data_without_an_order_is_refused_with_virtual_ranks(kind: Any, lone_backend: Backend) -> None:
     with pytest.raises(OptionError, match=f"--reproducible needs .* and {kind.__name__} "):
         make_loader(kind(8), lone_backend, LoaderPlan(4, virtual_ranks=1))
+
+
+def test_source_with_a_length_has_warmup_and_decay() -> None:
+    options = {"epochs": 2, "batch_size": 4, "warmup_epochs": 0.5, "lr_decay": "linear"}
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_step_end(self, run: RunView, result: Any) -> None:
+            rates.append(run.rate.last)
+
+    model = ToFloat()
+    how = {"optimizer": torch.optim.SGD(model.parameters(), lr=1e-4), "loss": mean_square, "callbacks": [Rates()]}
+    trainings.fit(trainings.options_of(**options), model, SizedBatches(14), **how)
+    # Two steps of warm-up, then down to 0 over the samples that are left.
+    assert [21e4 * rate for rate in rates] == pytest.approx([7, 14, 20, 16, 14, 10, 6, 2])
+    with pytest.raises(OptionError, match="--lr-decay needs a data set that knows its length"):
+        trainings.fit(trainings.options_of(**options), model, Batches(14), **how)
 
 
 def test_prefetching_from_a_source_of_batches_is_refused(lone_backend: Backend) -> None:
