@@ -17,12 +17,12 @@ from hvd_trainer.utils.rng import derive_seed, iterate_isolated
 class BatchSource(Protocol):
     """Data that comes in ready batches, for a loader that shards by itself.
 
-    Options of loading, such as `--workers` and `--prefetch`, `--reproducible` and `collate` do not concern it. An
-    attribute `name` is shown at the start.
+    Options of loading, such as `--workers` and `--prefetch`, and `collate` do not concern it, and `--reproducible`
+    is refused. An attribute `name` is shown at the start.
 
-    A method `__len__`, if there is one, returns the samples that all shards together have in an epoch. Then there
-    are `--warmup-epochs` and `--lr-decay`, and the ranks need not agree on each batch. Each shard has to give at
-    least `len() // shard.size` samples in full batches, of which as many are trained on.
+    A method `__len__`, if there is one, returns the samples that all shards together have in an epoch. With it
+    `--warmup-epochs` and `--lr-decay` can be used, and the ranks need not agree on each batch. Each shard has to give
+    at least `len() // shard.size` samples in full batches, of which as many are trained on.
     """
 
     def batches(self, shard: DataShard, epoch: int | None) -> Iterable[Any]:
@@ -82,15 +82,18 @@ class SourceLoader(Loader):
         """
         shards = self._shard.size
         if samples == 0:
-            raise DataError(f"{self.name} has {self.num_samples} samples for {shards} shards: none for each.")
+            raise DataError(
+                f"{self.name} has {self.num_samples} samples, fewer than its shards ({shards}): give it more, or "
+                f"start fewer ranks."
+            )
         for done in range(0, samples, self.plan.batch_size):
             due, batch = min(self.plan.batch_size, samples - done), next(batches, None)
             found = 0 if batch is None else samples_in(batch)
             if batch is None or found < due:
                 raise DataError(
                     f"{self.name} gave a batch of {found} samples after {done}, where {due} were due: by its "
-                    f"length of {self.num_samples}, each of {shards} shards has {samples}, in batches of "
-                    f"{self.plan.batch_size}, and a new iterator each time."
+                    f"length of {self.num_samples}, each of its shards ({shards}) has {samples}. Correct __len__, "
+                    f"or give full batches of {self.plan.batch_size}, and a new iterator each time."
                 )
             yield batch if found == due else first_samples(batch, due)
 

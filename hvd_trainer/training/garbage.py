@@ -8,7 +8,7 @@ from hvd_trainer.launch.world import World
 
 
 def freeze_objects(world: World) -> None:
-    """Leave the objects of now out of garbage collections, until `gc.unfreeze` is called.
+    """Exclude all objects that exist now from garbage collections, until `gc.unfreeze` is called.
 
     A full collection visits the 330,000 objects of PyTorch's modules in 0.1 to 0.17 s, and finds none to free. It
     comes at another step in each rank. One process by itself keeps none waiting, and a notebook's trains several

@@ -88,7 +88,7 @@ class Batches:
 
 
 class SizedBatches(Batches):
-    """The same with the number of samples in an epoch."""
+    """`Batches` with `__len__`, the number of samples in an epoch."""
 
     def __len__(self) -> int:
         return self.num

@@ -94,7 +94,10 @@ BAD = [
     (lambda: Batches(8, 8), "a batch of 8 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: Batches(8, 2), "a batch of 2 samples, and a rank's batch has 4: make batches of 4, or change"),
     (lambda: OnePass(8), "OnePass gave a rank no batch in epoch 2"),
-    (lambda: SizedBatches(0), "SizedBatches has 0 samples for 1 shards: none for each."),
+    (
+        lambda: SizedBatches(0),
+        "SizedBatches has 0 samples, fewer than its shards (1): give it more, or start fewer",
+    ),
     (lambda: Overstated(8), "Overstated gave a batch of 0 samples after 8, where 1 were due: by its length of 9,"),
     (lambda: Overstated(7), "Overstated gave a batch of 3 samples after 4, where 4 were due: by its length of 8,"),
     (lambda: Batches, "Cannot load batches from a type"),
