@@ -21,8 +21,8 @@ class BatchSource(Protocol):
     is refused. An attribute `name` is shown at the start.
 
     A method `__len__`, if there is one, returns the samples that all shards together have in an epoch. With it
-    `--warmup-epochs` and `--lr-decay` can be used, and the ranks need not agree on each batch. Each shard has to give
-    at least `len() // shard.size` samples in full batches, of which as many are trained on.
+    `--warmup-epochs` and `--lr-decay` can be used, and the ranks need not agree on each batch. Each shard has to
+    give at least `len() // shard.size` samples in full batches, of which as many are trained on.
     """
 
     def batches(self, shard: DataShard, epoch: int | None) -> Iterable[Any]:
