@@ -2,7 +2,8 @@
 
     python -m benchmarks.growth --rounds 3
 
-The Trainer beside the same training by hand, on both engines, interleaved. The step has hardly any arithmetic.
+The Trainer beside the same training by hand, on both engines, interleaved. The step has hardly any arithmetic: the
+ranks train a linear layer on samples in memory; the tensors are of eight numbers each, and the samples in a file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hvd_trainer.tools.runner.trial_runner import in_rounds
 SIZES = {
     "ranks": (1, 2, 4, 8),
     "tensors": (10, 100, 1_000, 10_000),
-    "samples": (10**4, 10**5, 10**6, 10**7, 10**8),
+    "samples": (10, 10**4, 10**5, 10**6, 10**7, 10**8),
 }
 USUAL = {"ranks": 2, "tensors": 20, "samples": 10**5}
 WARM_UP = 10
@@ -66,23 +67,27 @@ def cases(wanted: list[str]) -> Iterator[Case]:
     """All of them; those that are compared stand beside each other."""
     for what in wanted:
         for size in SIZES[what]:
-            for backend in ("ddp", "horovod"):
+            grown = USUAL | {what: size}
+            for backend in ("single", "ddp", "horovod")[grown["ranks"] > 1 :]:
                 for loop in LOOPS:
-                    yield Case(what, **USUAL | {what: size}, backend=backend, loop=loop)
+                    yield Case(what, **grown, backend=backend, loop=loop)
 
 
 def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
     """Starts one training; None if it failed."""
-    data = folder / f"{case.samples}.bin"
-    if not data.exists():
-        with data.open("wb") as file:  # of holes, which take no room
-            file.truncate(4 * case.samples)
+    many: tuple[str, ...] = ()
+    if case.what != "ranks":  # whose samples are in memory
+        data = folder / f"{case.samples}.bin"
+        if not data.exists():
+            with data.open("wb") as file:  # of holes, which take no room
+                file.truncate(4 * case.samples)
+        many = ("--tensors", str(case.tensors), "--data", str(data))
     steps = 30 if case.tensors > 1_000 else 200
     with tempfile.TemporaryDirectory(dir=folder) as log:
         job = [
             *("-m", "benchmarks.ours.growing"),
-            *("--loop", case.loop, "--backend", case.backend, "--tensors", str(case.tensors)),
-            *("--samples", str(case.samples), "--data", str(data), "--steps", str(steps)),
+            *("--loop", case.loop, "--backend", case.backend, "--samples", str(case.samples)),
+            *("--steps", str(steps), *many),
         ]
         start = MeasuredTrial(job=job, engine=case.backend, ranks=case.ranks, threads=1, native=True).start(
             Path(log)
@@ -120,8 +125,8 @@ def table(measured: Mapping[Case, Sequence[Figures | None]]) -> str:
         overhead = median(trainer.step_ms - hand.step_ms for hand, trainer in pairs)
         both = [Figures(*map(median, zip(*its, strict=True))) for its in zip(*pairs, strict=True)]
         lines.append(
-            f"| {case.size:,} {case.what} | {case.backend} | {both[0].step_ms:.2f} | {both[1].step_ms:.2f} | "
-            f"{overhead:+.2f} | {both[0].first_step_s:.1f}, {both[1].first_step_s:.1f} | {both[0].peak_mb:,.0f}, "
+            f"| {case.size:,} {case.what} | {case.backend} | {both[0].step_ms:.3f} | {both[1].step_ms:.3f} | "
+            f"{overhead:+.3f} | {both[0].first_step_s:.1f}, {both[1].first_step_s:.1f} | {both[0].peak_mb:,.0f}, "
             f"{both[1].peak_mb:,.0f} |"
         )
     return "\n".join(lines)

@@ -64,7 +64,7 @@ def test_growth_is_the_difference_within_a_round() -> None:
         ours._replace(loop=loop): [Figures(step, 5.0, 400.0) for step in steps] for loop, steps in speeds.items()
     }
     (*_, row) = table(measured).splitlines()
-    assert row == "| 10 tensors | ddp | 2.00 | 2.15 | +0.15 | 5.0, 5.0 | 400, 400 |"
+    assert row == "| 10 tensors | ddp | 2.000 | 2.150 | +0.150 | 5.0, 5.0 | 400, 400 |"
     assert {case.size for case in cases(["ranks"])} == {1, 2, 4, 8}
 
 
@@ -73,7 +73,7 @@ def test_growth_leaves_out_rounds_that_lack_one_of_both() -> None:
     trainer = Case("ranks", 2, 20, 100, "ddp", "trainer")
     fast, slow = Figures(1.0, 2.0, 3.0), Figures(10.0, 2.0, 3.0)
     said = table({trainer: [None, slow], trainer._replace(loop="hand"): [fast, slow]})
-    assert "| 10.00 | 10.00 | +0.00 |" in said
+    assert "| 10.000 | 10.000 | +0.000 |" in said
     assert "| failed |" in table({trainer: [None], trainer._replace(loop="hand"): [fast]})
 
 

@@ -112,7 +112,7 @@ def test_dataset_auto_falls_back_to_digits(
     assert images.train.inputs.dtype == torch.uint8
     assert images.train.inputs.shape[1:] == (1, 28, 28)
     assert images.note is not None
-    for words in ("1,438 embedded digits, 20 times each in an epoch", "cannot be downloaded", "--data-dir mnist"):
+    for words in ("1,438 embedded digits, 12 times each in an epoch", "cannot be downloaded", "--data-dir mnist"):
         assert words in images.note
     assert "\n" not in images.note
 
