@@ -100,8 +100,8 @@ def _help_registry(*, common_only: bool) -> ConstructorRegistry:
         spec = ConstructorRegistry.get_struct_spec(info)
         is_nested_call = False
         assert isinstance(spec, StructConstructorSpec)
-        own = inspect.get_annotations(info.type)
-        entries = sorted(spec.fields, key=lambda entry: entry.name not in own)
+        inherited = getattr(info.type.__base__, "__dataclass_fields__", ())
+        entries = sorted(spec.fields, key=lambda entry: entry.name in inherited)
         # On one line: help breaks it anew to its own width.
         entries = [replace(entry, helptext=functools.partial(help_text, entry)) for entry in entries]
         common = [entry for entry in entries if COMMON in getattr(entry.type, "__metadata__", ())]

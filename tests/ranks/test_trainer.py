@@ -362,7 +362,7 @@ def test_output_in_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     for words in (
         "world    2 ranks on 1 node, started by torchrun; CPU, 1 thread each",
         "64 x 2 ranks x 1 pass = 128 per step, 12 steps per epoch",
-        "lr 0.00282843 (scaled: sqrt, x 1.41421)",
+        "lr 0.00565685 (scaled: sqrt, x 1.41421)",
         "data     digits: 1,438 samples to train on, 359 to test on",
         f"done: 24 steps in {text.rpartition(' steps in ')[2]}".splitlines()[0],
         f"weights and metrics in {tmp_path}",

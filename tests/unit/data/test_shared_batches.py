@@ -97,9 +97,10 @@ def test_batches_of_a_collate_function_are_those_of_a_data_loader(collate: str) 
 def test_memory_of_deleted_batches_is_used_again() -> None:
     addresses = [(x.data_ptr(), y.data_ptr()) for x, y in load(SAMPLES["tensor and number"], length=50 * BATCH)]
 
-    # One that trains, one that comes, two that are loaded ahead, and one that is made.
+    # Of two tensors each: one that trains, one that comes, two that are loaded ahead, and one that is made. Either
+    # tensor fits in each block, and on a busy machine one of them came in more than half of the blocks.
     assert len(addresses) == 50
-    assert all(len(set(each)) <= 6 for each in zip(*addresses, strict=True))
+    assert len(set(sum(addresses, ()))) <= 2 * 5
 
 
 @pytest.mark.parametrize(
