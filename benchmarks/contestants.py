@@ -36,6 +36,9 @@ class Job:
         return self.per_rank(ranks) - self.warmup * self.batch
 
 
+HOROVOD_ON_MPI = "a Horovod by install-horovod --mpi"
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One way to do a job.
@@ -51,15 +54,25 @@ class Contestant:
     arguments: str
     against: tuple[str, ...] = ()
     needs: str | None = None
-    """the package that must be installed, for a peer"""
+    """the package that must be installed, for a peer; or `HOROVOD_ON_MPI`"""
 
     @property
     def is_here(self) -> bool:
         """Whether it can be run."""
         if self.needs is None:
             return True
+        if self.needs == HOROVOD_ON_MPI:
+            return importlib.util.find_spec("horovod") is not None and _is_built_with_mpi()
         package = self.needs.partition(".")[0]
         return importlib.util.find_spec(package) is not None and importlib.util.find_spec(self.needs) is not None
+
+
+def _is_built_with_mpi() -> bool:
+    try:
+        record = importlib.import_module("horovod.hvd_trainer_build").RECORD
+    except ImportError:
+        return False
+    return bool(record["mpi"])
 
 
 MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
@@ -170,6 +183,14 @@ CONTESTANTS = (
         "horovodrun",
         f"{_OURS} --backend horovod",
         against=("our horovod, loop by hand", "raw Horovod", "hvd_trainer ddp", "floor with exchange"),
+    ),
+    Contestant(
+        "hvd_trainer horovod, MPI",
+        MNIST,
+        "mpirun",
+        f"{_OURS} --backend horovod --transport mpi",
+        against=("hvd_trainer horovod", "floor with exchange"),
+        needs=HOROVOD_ON_MPI,
     ),
     Contestant("compute floor", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data}"),
     Contestant("floor with exchange", MNIST, "torchrun", "-m benchmarks.raw.floor --data-dir {data} --exchange"),

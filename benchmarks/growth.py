@@ -119,13 +119,14 @@ def table(measured: Mapping[Case, Sequence[Figures | None]]) -> str:
             continue
         rounds = zip(measured[case._replace(loop="hand")], ours, strict=True)
         pairs = [(hand, trainer) for hand, trainer in rounds if hand is not None and trainer is not None]
+        what = f"{case.size:,} {case.what if case.size > 1 else case.what.removesuffix('s')}"
         if not pairs:
-            lines.append(f"| {case.size:,} {case.what} | {case.backend} | failed | | | | |")
+            lines.append(f"| {what} | {case.backend} | failed | | | | |")
             continue
         overhead = median(trainer.step_ms - hand.step_ms for hand, trainer in pairs)
         both = [Figures(*map(median, zip(*its, strict=True))) for its in zip(*pairs, strict=True)]
         lines.append(
-            f"| {case.size:,} {case.what} | {case.backend} | {both[0].step_ms:.3f} | {both[1].step_ms:.3f} | "
+            f"| {what} | {case.backend} | {both[0].step_ms:.3f} | {both[1].step_ms:.3f} | "
             f"{overhead:+.3f} | {both[0].first_step_s:.1f}, {both[1].first_step_s:.1f} | {both[0].peak_mb:,.0f}, "
             f"{both[1].peak_mb:,.0f} |"
         )

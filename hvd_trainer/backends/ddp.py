@@ -37,7 +37,7 @@ class DDPBackend(Backend):
     collectives_class = DDPCollectives
     collectives: DDPCollectives
     only_for_others = dict.fromkeys(
-        ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity"), HOROVOD_ONLY
+        ("adasum", "num_groups", "autotune", "cycle_time_ms", "cache_capacity", "transport=mpi"), HOROVOD_ONLY
     )
 
     _ddp: DistributedDataParallel | None = None

@@ -52,7 +52,11 @@ class HorovodBackend(Backend):
     collectives_class = HorovodCollectives
     collectives: HorovodCollectives
     only_for_others = dict.fromkeys(
-        ("transport", "static_graph", "bucket_views", "powersgd_rank", "compression=powersgd"), DDP_ONLY
+        (
+            *("transport=gloo", "transport=nccl", "transport=xccl", "static_graph", "bucket_views"),
+            *("powersgd_rank", "compression=powersgd"),
+        ),
+        DDP_ONLY,
     )
 
     @property
@@ -63,13 +67,16 @@ class HorovodBackend(Backend):
     def version(self) -> str:
         import horovod
 
-        return (
-            f"Horovod {horovod.__version__} on {'NCCL' if self.uses_nccl else 'Gloo'}, PyTorch {torch.__version__}"
-        )
+        library = "NCCL" if self.uses_nccl else "MPI" if self._uses_mpi else "Gloo"
+        return f"Horovod {horovod.__version__} on {library}, PyTorch {torch.__version__}"
 
     @property
     def uses_nccl(self) -> bool:
         return accelerator.collectives(self.device) == "nccl" and bool(self._hvd.nccl_built())
+
+    @property
+    def _uses_mpi(self) -> bool:
+        return self.options.transport == "mpi" or self.options.adasum
 
     @property
     def exchanges_in_graph(self) -> bool:
@@ -95,24 +102,27 @@ class HorovodBackend(Backend):
                 f"all hosts: {INSTALL_HOROVOD}"
             )
         sets = [hvd.ProcessSet(ranks) for ranks in self.replica_groups] if len(self.replica_groups) > 1 else []
-        if self.options.adasum:
-            self._start_on_mpi()
-        else:
-            with set_variables(self._variables()):
-                hvd.init(process_sets=sets)
+        with set_variables(self._mpi_variables() if self._uses_mpi else self._variables()):
+            hvd.init(process_sets=sets)
         mine = (its for its in sets if self.world.rank in its.ranks)
         self.collectives.process_set = next(mine, hvd.global_process_set)
         check_world(self.world, "Horovod", hvd.rank(), hvd.size())
 
-    def _start_on_mpi(self) -> None:
-        if not self._hvd.mpi_built() or self.world.launcher != "mpirun":
+    def _mpi_variables(self) -> dict[str, str]:
+        """Return the variables that make Horovod use MPI, from which it learns this world.
+
+        Raises:
+            BackendError: it was built without MPI, or the launcher is another than mpirun.
+        """
+        built = bool(self._hvd.mpi_built())
+        if not built or self.world.launcher != "mpirun":
+            option = "--adasum" if self.options.adasum else "--transport mpi"
+            install = "" if built else f"{INSTALL_HOROVOD} --mpi; "
             raise BackendError(
-                f"--adasum needs a Horovod built with MPI (here: {'yes' if self._hvd.mpi_built() else 'no'}) and "
-                f"mpirun (here: {self.world.launcher}). Type: {INSTALL_HOROVOD} --mpi; "
-                f"mpirun -np {self.world.size} python -m hvd_trainer.mnist --adasum"
+                f"{option} needs a Horovod built with MPI (here: {'yes' if built else 'no'}) and mpirun (here: "
+                f"{self.world.launcher}). Type: {install}mpirun -np {self.world.size} python ... {option}"
             )
-        with set_variables({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}):
-            self._hvd.init()
+        return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", **self._tuning()}
 
     def _refuse_cpu_build(self) -> None:
         """Raise BackendError if this Horovod can exchange no tensor of this rank's GPU.

@@ -47,8 +47,9 @@ class EngineOptions:
     """batch norm over the global batch instead of each rank's own"""
     find_unused_parameters: bool = False
     """allow steps in which some parameters get no gradient; they then stay as they are"""
-    transport: Literal["auto", "gloo", "nccl", "xccl"] = "auto"
-    """ddp only: the library that moves the bytes; auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs"""
+    transport: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
+    """the library that moves the bytes; auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs. The others are for
+    ddp only, but mpi for horovod only: quicker than gloo on CPUs (needs mpirun and a Horovod built with MPI)"""
     static_graph: bool = False
     """ddp only: promise that every step uses the same parameters in the same order"""
     bucket_views: bool = True

@@ -56,6 +56,8 @@ OWN = "test_readme.py"
 # Command -> the file whose run covers it, and what there shows that.
 TYPED_ELSEWHERE = {
     "make mnist": (OWN, "test_make_ends_with_what_is_said"),
+    "hvd-trainer install-horovod --mpi": ("test_mpi.py", '"install-horovod", "--mpi"'),
+    "mpirun -np 4 python -m hvd_trainer.mnist --transport mpi": ("test_mpi.py", '"--transport", "mpi"'),
     'make mnist ARGS="--epochs 1 --backend ddp" DATA_DIR=../shared/data/mnist NP=2': (
         *(OWN, "test_make_ends_with_what_is_said"),
     ),

@@ -520,6 +520,7 @@ def test_contract(backend: str, launcher: str, size: int, name: str) -> None:
         ("horovod", {"transport": "gloo"}, ["--transport gloo", "--backend ddp"]),
         ("horovod", {"static_graph": True}, ["--static-graph", "--backend ddp"]),
         ("ddp", {"adasum": True}, ["--adasum", "--backend horovod"]),
+        ("ddp", {"transport": "mpi"}, ["--transport mpi", "--backend horovod"]),
         ("ddp", {"autotune": True}, ["--autotune", "--backend horovod"]),
         ("ddp", {"num_groups": 2}, ["--num-groups 2", "--backend horovod"]),
         ("ddp", {"cycle_time_ms": 2.0, "adasum": True}, ["--cycle-time-ms", "--adasum"]),

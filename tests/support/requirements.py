@@ -59,6 +59,7 @@ def _missing_hosts() -> str | None:
 
 PACKAGES = {
     "ch-run": "charliecloud",
+    "mpicxx": "libopenmpi-dev",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",

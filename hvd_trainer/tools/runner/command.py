@@ -125,11 +125,17 @@ def option_values(job: Sequence[str], option: str) -> list[str]:
     return [job[p].partition("=")[2] if "=" in job[p] else "".join(job[p + 1 : p + 2]) for p in places]
 
 
+def launcher_of(engine: str, job: Sequence[str]) -> str:
+    """Return the program that starts a Trainer job on an engine: mpirun for a Horovod that is to use MPI."""
+    on_mpi = option_values(job, "--transport")[-1:] == ["mpi"] or "--adasum" in job
+    return "mpirun" if engine == "horovod" and on_mpi else LAUNCHER_OF[engine]
+
+
 def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:
     """Return the command line that a user would type to start the job.
 
     Args:
-        launcher: horovodrun, torchrun, or python, which starts one process whatever the size.
+        launcher: horovodrun, mpirun, torchrun, or python, which starts one process whatever the size.
 
     Raises:
         OptionError: the launcher is not installed.
@@ -142,5 +148,6 @@ def command_for(launcher: str, size: int, job: Sequence[str]) -> list[str]:
     beside = Path(sys.executable).with_name(launcher)
     program = str(beside) if beside.exists() else shutil.which(launcher)
     if program is None:
-        raise OptionError(f"There is no {launcher} here. Type: {INSTALL_HOROVOD}")
+        remedy = "apt-get install openmpi-bin" if launcher == "mpirun" else INSTALL_HOROVOD
+        raise OptionError(f"There is no {launcher} here. Type: {remedy}")
     return [program, "-np", str(size), sys.executable, *job]

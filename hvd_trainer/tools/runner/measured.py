@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import ENDLESS, LAUNCHER_OF, NOT_SAVED, command_for, option_of, with_options
+from hvd_trainer.tools.runner.command import (
+    ENDLESS,
+    LAUNCHER_OF,
+    NOT_SAVED,
+    command_for,
+    launcher_of,
+    option_of,
+    with_options,
+)
 from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.processes import Start
@@ -28,7 +36,9 @@ class MeasuredTrial:
     job: Sequence[str]
     """the words that follow `python`"""
     engine: str
-    """a name in `LAUNCHER_OF`, whose launcher starts the ranks"""
+    """a name in `LAUNCHER_OF`"""
+    launcher: str | None = None
+    """what starts the ranks; None: `launcher_of` the engine"""
     ranks: int
     threads: int | None = None
     """of each rank, on the CPU; None: as this process's environment says"""
@@ -58,7 +68,8 @@ class MeasuredTrial:
             OptionError: the launcher is not installed.
         """
         if self._is_trainer_job:
-            command, variables = command_for(LAUNCHER_OF[self.engine], self.ranks, self._trainer_words(log)), {}
+            words, variables = self._trainer_words(log), {}
+            command = command_for(self.launcher or launcher_of(self.engine, words), self.ranks, words)
             if self.engine == "data-parallel":  # it takes all GPUs that it sees
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
                 variables = {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
@@ -68,7 +79,7 @@ class MeasuredTrial:
         if self.native:
             words = ["-m", "hvd_trainer.tools.probe"]
         asked = ProbeOptions(log_dir=str(log), max_steps=self.steps, leave_out=self.leave_out, **self.probe)
-        command = command_for(LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
+        command = command_for(self.launcher or LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
         return Start(command, asked.variables(), self.threads)
 
     def _trainer_words(self, log: Path) -> list[str]:
