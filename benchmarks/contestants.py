@@ -6,6 +6,8 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
+from hvd_trainer.backends.horovod_start import build_record
+
 
 @dataclass(frozen=True)
 class Job:
@@ -36,7 +38,7 @@ class Job:
         return self.per_rank(ranks) - self.warmup * self.batch
 
 
-HOROVOD_ON_MPI = "a Horovod by install-horovod --mpi"
+HOROVOD_ON_MPI = "Horovod by install-horovod --mpi"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Contestant:
     arguments: str
     against: tuple[str, ...] = ()
     needs: str | None = None
-    """the package that must be installed, for a peer; or `HOROVOD_ON_MPI`"""
+    """the package that must be installed, for a peer, or `HOROVOD_ON_MPI`"""
 
     @property
     def is_here(self) -> bool:
@@ -62,17 +64,9 @@ class Contestant:
         if self.needs is None:
             return True
         if self.needs == HOROVOD_ON_MPI:
-            return importlib.util.find_spec("horovod") is not None and _is_built_with_mpi()
+            return bool(build_record().get("mpi"))
         package = self.needs.partition(".")[0]
         return importlib.util.find_spec(package) is not None and importlib.util.find_spec(self.needs) is not None
-
-
-def _is_built_with_mpi() -> bool:
-    try:
-        record = importlib.import_module("horovod.hvd_trainer_build").RECORD
-    except ImportError:
-        return False
-    return bool(record["mpi"])
 
 
 MNIST = Job("MNIST CNN", 60_000, 128, warmup=10, baseline="raw DDP", floor="compute floor")
@@ -233,6 +227,14 @@ CONTESTANTS = (
         "horovodrun",
         "-m benchmarks.ours.resnet --backend horovod",
         against=("raw Horovod",),
+    ),
+    Contestant(
+        "hvd_trainer horovod, MPI",
+        RESNET,
+        "mpirun",
+        "-m benchmarks.ours.resnet --backend horovod --transport mpi",
+        against=("hvd_trainer horovod",),
+        needs=HOROVOD_ON_MPI,
     ),
     *PEERS,
     *LOADERS,

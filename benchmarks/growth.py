@@ -68,7 +68,7 @@ def cases(wanted: list[str]) -> Iterator[Case]:
     for what in wanted:
         for size in SIZES[what]:
             grown = USUAL | {what: size}
-            for backend in ("single", "ddp", "horovod")[grown["ranks"] > 1 :]:
+            for backend in ("ddp", "horovod") if grown["ranks"] > 1 else ("single", "ddp", "horovod"):
                 for loop in LOOPS:
                     yield Case(what, **grown, backend=backend, loop=loop)
 
@@ -76,7 +76,7 @@ def cases(wanted: list[str]) -> Iterator[Case]:
 def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
     """Starts one training; None if it failed."""
     many: tuple[str, ...] = ()
-    if case.what != "ranks":  # whose samples are in memory
+    if case.what != "ranks":  # They train a linear layer on samples in memory.
         data = folder / f"{case.samples}.bin"
         if not data.exists():
             with data.open("wb") as file:  # of holes, which take no room

@@ -10,16 +10,12 @@ from pathlib import Path
 
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
-from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.runner.command import OPEN_MPI, command_for
 from hvd_trainer.tools.runner.processes import Start, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OPEN_MPI = {
-    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-"""Variables by which Open MPI starts ranks for root, and more of them than there are cores."""
 
 
 class RunError(RuntimeError):
@@ -45,11 +41,9 @@ def python_path() -> dict[str, str]:
 def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> Start:
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
-    trial = MeasuredTrial(
-        job=words, engine="single", launcher=contestant.launcher, ranks=ranks, threads=1, native=True
-    )
-    start = trial.start(log_dir / "probed")
-    return start._replace(variables={**NO_GPUS, **OPEN_MPI, **python_path(), **start.variables})
+    command = command_for(contestant.launcher, ranks, ["-m", "hvd_trainer.tools.probe", *words])
+    probed = ProbeOptions(log_dir=str(log_dir / "probed")).variables()
+    return Start(command, {**NO_GPUS, **OPEN_MPI, **python_path(), **probed}, threads=1)
 
 
 def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -> Measurement:

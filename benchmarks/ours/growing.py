@@ -51,7 +51,7 @@ def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """What is trained."""
+    """The model, loss function and data set of a training."""
 
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -101,7 +101,7 @@ def by_hand(args: argparse.Namespace) -> None:
 
 
 def batches(loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of one epoch after another."""
+    """Yield the batches of one epoch after another, without end."""
     for epoch in count():
         if sampler is not None:
             sampler.set_epoch(epoch)

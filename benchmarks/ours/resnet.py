@@ -17,10 +17,11 @@ from hvd_trainer.training.trainer import Trainer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=["horovod", "ddp"], required=True)
+    parser.add_argument("--transport", choices=["auto", "mpi"], default="auto")
     args = parser.parse_args()
 
     options = TrainerOptions(
-        EngineOptions(backend=args.backend),
+        EngineOptions(backend=args.backend, transport=args.transport),
         TrainOptions(epochs=1, batch_size=BATCH),
         LogOptions(quiet=True),
     )

@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,18 @@ MIN_PATCH_SET_BFLOAT16 = 16
 and has bfloat16."""
 
 
-def patch_set() -> int:
-    """Return the PATCH_SET of `horovod_build` that this Horovod was built with; 0 if it is none of our builds."""
+def build_record() -> dict[str, Any]:
+    """Return what `install-horovod` built this Horovod for; {} if it is none of its builds."""
     try:
         build = importlib.import_module("horovod.hvd_trainer_build")
     except ImportError:
-        return 0
-    return int(build.RECORD["patch_set"])
+        return {}
+    return dict(build.RECORD)
+
+
+def patch_set() -> int:
+    """Return the PATCH_SET of `horovod_build` that this Horovod was built with; 0 if it is none of our builds."""
+    return int(build_record().get("patch_set", 0))
 
 
 def import_horovod(

@@ -48,8 +48,8 @@ class EngineOptions:
     find_unused_parameters: bool = False
     """allow steps in which some parameters get no gradient; they then stay as they are"""
     transport: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
-    """the library that moves the bytes; auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs. The others are for
-    ddp only, but mpi for horovod only: quicker than gloo on CPUs (needs mpirun and a Horovod built with MPI)"""
+    """the library that moves the bytes: auto is nccl on GPUs (Intel's: xccl) and gloo on CPUs; gloo, nccl and xccl
+    are ddp only; mpi is horovod only, and quicker than gloo on CPUs (needs mpirun and a Horovod built with MPI)"""
     static_graph: bool = False
     """ddp only: promise that every step uses the same parameters in the same order"""
     bucket_views: bool = True

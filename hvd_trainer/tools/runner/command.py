@@ -21,6 +21,11 @@ T = TypeVar("T")
 
 LAUNCHER_OF = {"horovod": "horovodrun", "ddp": "torchrun", "single": "python", "data-parallel": "python"}
 """The program that starts an engine in the engine's own documentation."""
+OPEN_MPI = {
+    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Variables by which Open MPI's mpirun starts ranks for root, and more of them than there are cores."""
 OURS = ("--backend", "--log-dir", "--record-steps")
 """Options that the tools give to the job themselves."""
 NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")

@@ -17,6 +17,7 @@ from hvd_trainer.tools.runner.command import (
     ENDLESS,
     LAUNCHER_OF,
     NOT_SAVED,
+    OPEN_MPI,
     command_for,
     launcher_of,
     option_of,
@@ -36,9 +37,7 @@ class MeasuredTrial:
     job: Sequence[str]
     """the words that follow `python`"""
     engine: str
-    """a name in `LAUNCHER_OF`"""
-    launcher: str | None = None
-    """what starts the ranks; None: `launcher_of` the engine"""
+    """a name in `LAUNCHER_OF`; `launcher_of` it starts the ranks"""
     ranks: int
     threads: int | None = None
     """of each rank, on the CPU; None: as this process's environment says"""
@@ -68,8 +67,10 @@ class MeasuredTrial:
             OptionError: the launcher is not installed.
         """
         if self._is_trainer_job:
-            words, variables = self._trainer_words(log), {}
-            command = command_for(self.launcher or launcher_of(self.engine, words), self.ranks, words)
+            words = self._trainer_words(log)
+            launcher = launcher_of(self.engine, words)
+            command = command_for(launcher, self.ranks, words)
+            variables = OPEN_MPI if launcher == "mpirun" else {}
             if self.engine == "data-parallel":  # it takes all GPUs that it sees
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
                 variables = {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
@@ -79,7 +80,7 @@ class MeasuredTrial:
         if self.native:
             words = ["-m", "hvd_trainer.tools.probe"]
         asked = ProbeOptions(log_dir=str(log), max_steps=self.steps, leave_out=self.leave_out, **self.probe)
-        command = command_for(self.launcher or LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
+        command = command_for(LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
         return Start(command, asked.variables(), self.threads)
 
     def _trainer_words(self, log: Path) -> list[str]:
