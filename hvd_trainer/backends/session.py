@@ -211,8 +211,9 @@ class Session:
                 f"train on CPUs with --device cpu. From NCCL 2.30 on, {SHARES_GPU}=1 in the environment lets "
                 f"ranks share one"
             )
-        unset = {name: value for name, value in TORCH_NCCL.items() if name not in self.environ}
-        self._cleanup.enter_context(set_variables(unset))
+        # torchrun sets the first to 1, too, so that 1 is nobody's choice.
+        changed = {name: value for name, value in TORCH_NCCL.items() if self.environ.get(name, "1") == "1"}
+        self._cleanup.enter_context(set_variables(changed))
 
     def begin_monitoring(self, abort_exchanges: Callable[[], None] = lambda: None) -> None:
         """Start the health monitor, and the listener for the signal by which launchers end ranks. A collective.

@@ -72,7 +72,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         is_default: bool,
     ) -> None:
-        super().__init__(store, rank, len(ranks))
+        super().__init__(rank, len(ranks))
         self._context, self._horovod, self._hvd = context, context.operations, context.hvd
         self._ranks, self._group, self._timeout = tuple(ranks), name, timeout
         self._me, self._size, self._is_default = rank, len(ranks), is_default

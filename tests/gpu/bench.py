@@ -35,7 +35,15 @@ REPRODUCIBLE = ("--reproducible", "4", "--batch-size", "32", "--max-steps", "20"
 _LOCK = threading.Lock()
 _FOUND: dict[str, str] = {}
 """What several checks want to know, and only one has to find out."""
-HELP = ("-m", "hvd_trainer.mnist", "--help")
+HELP = ("-m", "hvd_trainer.mnist", "--help-all")
+DETERMINISTIC = (
+    "-c",
+    "import runpy, sys, torch; torch.use_deterministic_algorithms(True); sys.argv = sys.argv[1:]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)",
+    "hvd_trainer.mnist",
+    *MNIST[2:],
+)
+"""MNIST by kernels that give the same bits in every run; the exchange is that of a training without options."""
 HOROVOD_HAS = ("-c", "import horovod.torch as hvd; print('nccl', bool(hvd.nccl_built()))")
 
 

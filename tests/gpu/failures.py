@@ -35,7 +35,8 @@ def check_blame(bench: Bench, engine: str, fault: str, rank: int) -> dict[str, A
     )
     # Nobody wakes a stopped process that no launcher has started.
     waits_for = [1 - rank] if fault == "is stopped" else None
-    env = {"FAULT": f"{fault}:{rank}:5"}
+    # The second as torchrun sets it: by it, PyTorch would end the process before the report.
+    env = {"FAULT": f"{fault}:{rank}:5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     ran = bench.ranks(*job, "--timeout-s", str(TIMEOUT_S), env=env, limit_s=90, waits_for=waits_for)
     output = "\n".join(its.output for its in ran)
     strike = re.search(r"^strikes at ([\d.]+)$", output, re.MULTILINE)

@@ -24,6 +24,13 @@ nccl = ".".join(map(str, gpus.nccl.version())) if gpus.is_available() else "-"
 facts = {"CUDA": torch.version.cuda, "NCCL": nccl, "built for": " ".join(gpus.get_arch_list())}
 print(json.dumps(facts | {"GPUs without peer access": " ".join(apart) or "-"}))
 """
+SENDS = ("-c", "import torch, horovod.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(3, device='cuda'))")
+TORCH_SENDS = (
+    "-c",
+    "import torch, torch.distributed as dist, hvd_trainer.c10d; "
+    "dist.init_process_group('horovod'); dist.all_reduce(torch.ones(3, device='cuda'))",
+)
+"""A GPU's tensor sent by Horovod's API, and by torch.distributed on Horovod."""
 RESTORE_S = 120.0
 
 
@@ -123,6 +130,7 @@ def check_refusal(bench: Bench) -> dict[str, Any]:
     try:
         install(bench, "none")
         ran = bench.run(*MNIST, "--backend", "horovod", "--max-steps", "3", limit_s=60)
+        scripts = [bench.run(*SENDS, limit_s=60), *bench.ranks(*TORCH_SENDS, limit_s=60)]
     finally:
         # From its wheel, for the stages that follow, also when this one's time is over.
         install(replace(bench, until=time.monotonic() + RESTORE_S), "nccl")
@@ -130,4 +138,7 @@ def check_refusal(bench: Bench) -> dict[str, Any]:
         raise FailedError("it hangs")
     if ran.code == 0 or "Traceback" in ran.output or "install-horovod" not in ran.output:
         raise FailedError(f"it is refused in one line that names install-horovod; exit code {ran.code}")
+    for script in scripts:
+        if script.code in (None, 0) or "install-horovod" not in script.output:
+            raise FailedError(f"a script's tensor is refused, and install-horovod named; exit code {script.code}")
     return {"exit code": ran.code, "seconds": round(ran.seconds, 1)}

@@ -27,6 +27,7 @@ def sizes(bench: Bench) -> tuple[list[str], int]:
     layers, width = (20, 1024) if bench.on_gpu else (2, 64)
     words = ["--layers", str(layers), "--d-model", str(width), "--d-hid", str(4 * width), "--heads", "4"]
     words += ["--sequence-length", "32", "--vocabulary", "1000", "--batch-size", "4", "--dropout", "0"]
+    words += ["--synthetic-reviews", "400"]  # a test of thousands would gather the shards hundreds of times
     return words, layers * (12 * width * width + 13 * width) + 1032 * width
 
 

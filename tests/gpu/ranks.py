@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from gpu import table
-from gpu.bench import HERE, IMDB, MNIST, REPRODUCIBLE, Bench, Check, FailedError, MissingError, digest
+from gpu.bench import (
+    DETERMINISTIC,
+    HERE,
+    IMDB,
+    MNIST,
+    REPRODUCIBLE,
+    Bench,
+    Check,
+    FailedError,
+    MissingError,
+    digest,
+)
 from gpu.table import needs_in
 
 STEPS = ("--max-steps", "20")
@@ -116,7 +127,20 @@ def nccl(bench: Bench) -> Iterable[Check]:
     for name, text in table.TEXTS.items():
         needs = ("horovod",) if "horovod" in text else ()
         yield Check(f"texts: {name}", train_two, (IMDB, text), needs)
-    yield Check("horovod: asynchronous completion", check_asynchronous, needs=("gpu", "horovod"))
+    yield Check("the same bits on both engines", check_engines, needs=("horovod",))
+
+
+def scripts(bench: Bench) -> Iterable[Check]:
+    """Scripts written for Horovod and for torch.distributed, on either engine over NCCL, by `run`."""
+    for engine in ("ddp", "horovod"):
+        use = f"--backend {engine}"
+        for script in table.SCRIPTS:
+            yield Check(f"{script}.py on {engine}", run_script, (script, use), ("mnist", *needs_in(use)))
+
+
+def run_script(bench: Bench, script: str, text: str) -> dict[str, Any]:
+    job = (f"examples/mnist/{script}.py", "--data-dir", str(bench.data_dir), *STEPS)
+    return accuracy(bench.two_ranks("-m", "hvd_trainer", "run", *text.split(), "--", *job))
 
 
 def train_two(bench: Bench, job: tuple[str, ...], text: str, own_hosts: bool = True) -> dict[str, Any]:
@@ -133,24 +157,25 @@ def check_refusal_of_stages(bench: Bench) -> dict[str, Any]:
     options = (*GLOO_DDP.split(), "--device", bench.device, "--stages", "2", "--max-steps", "3")
     ran = bench.ranks(*IMDB, *options, own_hosts=False)
     codes = ", ".join(str(its.code) for its in ran)
-    if codes != "2, 2" or "NCCL" not in ran[0].output:
-        raise FailedError(f"stages over Gloo are refused in one line that names NCCL; exit codes {codes}")
+    if codes != "2, 2" or "nccl" not in ran[0].output:
+        raise FailedError(f"stages over Gloo are refused in one line that names nccl; exit codes {codes}")
     return {"exit codes": codes}
 
 
-def check_asynchronous(bench: Bench) -> dict[str, Any]:
-    """Equal weights with it and without; the median step of both."""
+def check_engines(bench: Bench) -> dict[str, Any]:
+    """Equal weights on DDP, and on Horovod with asynchronous completion and without; the median step of each."""
     from hvd_trainer.tools.runner.step_stats import read_steps
 
     digests, figures = {}, {}
-    for on, name in (("0", "without"), ("1", "with")):
-        log_dir = bench.folder(f"async{on}")
-        job = (*MNIST, "--backend", "horovod", "--device", bench.device, "--record-steps", "--log-dir", log_dir)
-        bench.two_ranks(*job, *STEPS, env={"HOROVOD_ENABLE_ASYNC_COMPLETION": on})
+    for name, text, on in (("ddp", "ddp", "1"), ("horovod", "horovod", "1"), ("it waits", "horovod", "0")):
+        log_dir = bench.folder(name)
+        job = (*DETERMINISTIC, "--backend", text, "--device", bench.device, "--record-steps", "--log-dir", log_dir)
+        env = {"HOROVOD_ENABLE_ASYNC_COMPLETION": on, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        bench.two_ranks(*job, *STEPS, env=env)
         digests[name] = digest(log_dir)
         ranks = read_steps(Path(log_dir))
         if not ranks:
             raise MissingError("records of the steps in --log-dir")
         seconds = sorted(ranks[0]["seconds"].sum(axis=1)[5:])
         figures[f"step, ms, {name}"] = round(1000 * float(seconds[len(seconds) // 2]), 3)
-    return equal(digests, digests["without"]) | figures
+    return equal(digests, digests["ddp"]) | figures

@@ -50,6 +50,7 @@ STAGES = {
     "build": Stage(install.build, 420),
     "one-rank": Stage(ranks.one_rank, 200, 4),
     "nccl": Stage(ranks.nccl, 240, 3),
+    "scripts": Stage(ranks.scripts, 60, 2),
     "failures": Stage(failures.failures, 180, 3),
     "several": Stage(several.several, 300),
     "cpu-horovod": Stage(install.cpu_horovod, 150),

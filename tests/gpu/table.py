@@ -52,6 +52,9 @@ TEXTS = {
     "all sharded": "--backend ddp --shard full --max-steps 5",
 }
 
+SCRIPTS = ("plain_ddp", "plain_horovod")
+"""Of examples/mnist, written by hand for one engine each; `run` puts both on either."""
+
 FAULTS = {
     "is killed": (1, 0),
     "raises": (1,),

@@ -87,5 +87,7 @@ class Transport:
     def close(self) -> None:
         """Free the connections. Nothing may be under way."""
         self.mesh.close()
+        for group in self._device_groups.values():
+            group.shutdown()  # NCCL's warns where it is only freed
         self._device_groups.clear()
         self._gloo = None

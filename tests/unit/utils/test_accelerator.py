@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,22 @@ def test_nccl_shares_a_gpu_when_allowed(driver: Driver) -> None:
     with closing(session_on_gpus(0, ["gpu-a", "gpu-a"])) as session:
         session.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         session.prepare_nccl()
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "0"), ("1", "0"), ("2", "2")])
+def test_nccl_leaves_lost_ranks_to_the_monitor(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    """Also under torchrun, which sets 1 where the user has set nothing."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    with closing(session_on_gpus(0, ["gpu-a", "gpu-b"])) as session:
+        if given is not None:
+            session.environ[name] = given
+            monkeypatch.setenv(name, given)
+        session.prepare_nccl()
+        assert os.environ[name] == used
+    assert os.environ.get(name) == given
 
 
 def test_gpu_slot_contains_nccl_hostid(driver: Driver) -> None:
