@@ -39,7 +39,7 @@ def output_of(command: Sequence[str]) -> str:
     if shutil.which(command[0]) is None:
         return f"no {command[0]}"
     asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return (asked.stdout or asked.stderr).strip()
+    return re.sub(r"\x1b\[[0-9;]*m", "", asked.stdout or asked.stderr).strip()
 
 
 def can_open(library: str) -> bool:
