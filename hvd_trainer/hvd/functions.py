@@ -22,6 +22,7 @@ from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
 from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.common.wire import as_bytes
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
+from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.tensors import parameters_of
 
 
@@ -80,7 +81,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     for handle in handles:
         synchronize(handle)
     if not is_root:
-        optimizer.load_state_dict(state)
+        load_in_place(optimizer, state)
     if not state["state"]:
         # Scripts written for Horovod find gradients here, which its step has left.
         for parameter in parameters_of(optimizer):

@@ -27,6 +27,7 @@ from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
 from hvd_trainer.parallel.stage_module import StageModule
+from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Layout:
             before = optimizer.state_dict()
             state = self.gather_optimizer_state(before["state"])
             if state is not None:
-                optimizer.load_state_dict({**before, "state": state})
+                load_in_place(optimizer, {**before, "state": state})
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._shard_optimizer(optimizer)
         return prepared

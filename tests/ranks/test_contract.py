@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.utils import accelerator
 
 pytestmark = pytest.mark.warm
 
@@ -165,6 +166,22 @@ def learning_rate_is_rank_0s(backend: Backend) -> None:
     rate = 0.5 + backend.world.rank
     _, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@check()
+def settings_are_set_in_the_groups_that_others_hold(backend: Backend) -> None:
+    """A scheduler or a callback held groups whose learning rate nobody read any more."""
+    model = nn.Linear(1, 1)
+    given = torch.optim.SGD(model.parameters(), lr=0.5 + backend.world.rank, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    given.step()
+    given.zero_grad()
+    group, momentum = given.param_groups[0], given.state[model.weight]["momentum_buffer"]
+    _, optimizer = backend.prepare(model, given)
+    assert group["lr"] == 0.5
+    assert optimizer.param_groups[0] is group
+    if accelerator.is_host(backend.device):
+        assert optimizer.state[model.weight]["momentum_buffer"] is momentum
 
 
 @check()

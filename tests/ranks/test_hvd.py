@@ -447,6 +447,24 @@ def optimizer_state_travels_without_a_fake_step() -> None:
 
 
 @CHECKS.add
+def optimizer_state_is_set_where_others_see_it() -> None:
+    """A scheduler that was made before the optimizer was wrapped set a rate that the other ranks did not read."""
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.4 * (hvd.rank() + 1), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    group = inner.param_groups[0]
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    if hvd.rank() == 0:
+        inner.state[model.bias]["momentum_buffer"] = torch.ones(2)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert group["lr"] == 0.4
+    assert inner.state_dict()["state"][1]["momentum_buffer"].tolist() == [1, 1]
+    group["lr"] = 0.3
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert scheduler.optimizer.param_groups is optimizer.param_groups
+
+
+@CHECKS.add
 def compression_restores_the_type() -> None:
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
         for dtype in (torch.float32, torch.float64, torch.int64):
