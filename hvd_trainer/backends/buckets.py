@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_trainer.errors import BackendError
 from hvd_trainer.utils import accelerator
 
 
@@ -107,6 +108,9 @@ class BucketReducer(Reducer):
         reorder: lay the buckets out anew after the first exchange, in the order that backward showed. (DDP does
             not where parameters may go unused, and neither may we then.)
         passes: how many backward passes add to a gradient before it is sent.
+
+    Raises:
+        BackendError: inside backward, if it adds more often to a gradient: it may be on its way already.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class BucketReducer(Reducer):
         reorder: bool = True,
         passes: int = 1,
     ) -> None:
-        self._exchange, self._factor = exchange, 1.0 / num_ranks
+        self._module, self._exchange, self._factor = module, exchange, 1.0 / num_ranks
         self._limit_bytes, self._passes = limit_bytes, passes
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # A CPU has a gradient that is just finished in its cache. On an accelerator, starting an operation costs
@@ -152,19 +156,28 @@ class BucketReducer(Reducer):
         """Take a parameter's gradient, which backward has just finished."""
         if not self._enabled:
             return
+        if gradient.is_complete:
+            raise self._finished_twice(gradient)
         gradient.passes_left -= 1
         if gradient.passes_left > 0:
             return
         if self._backward_order is not None:
             self._backward_order.append(gradient.parameter)
         bucket = gradient.bucket
-        if not gradient.is_complete:
-            gradient.is_complete = True
-            bucket.missing -= 1
+        gradient.is_complete = True
+        bucket.missing -= 1
         if self._writes_at_once:
             self._write(parameter, gradient.view)
         if not bucket.missing:
             self._dispatch(bucket)
+
+    def _finished_twice(self, gradient: _Gradient) -> BackendError:
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return BackendError(
+            f"Backward computed the gradient of {names[gradient.parameter]} twice in one pass, and it is sent to "
+            f"the other ranks after the first time. Checkpointing of a layer that is used twice does so: give it "
+            f"use_reentrant=False; and so does a backward() inside of backward."
+        )
 
     def _write(self, parameter: Tensor, view: Tensor) -> None:
         """Write one gradient into its place in the bucket; None counts as zero."""
@@ -203,7 +216,7 @@ class BucketReducer(Reducer):
         for gradient in self._gradients.values():
             gradient.passes_left, gradient.is_complete = self._passes, False
         if self._backward_order is not None:
-            order, self._backward_order = list(dict.fromkeys(self._backward_order)), None
+            order, self._backward_order = self._backward_order, None
             if len(order) == len(self._parameters):
                 self._lay_out_anew(order)
 

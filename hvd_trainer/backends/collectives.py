@@ -1,17 +1,22 @@
 """Collectives besides the exchange of gradients: reductions, and values that ranks send each other.
 
+    header     the value without its tensors, and type and shape of each; the tensors too, if all are small
+    pieces     the contents of the tensors, one piece after the other, each into its place (utils/pieces.py)
+
 Anybody on the network may have sent what arrives: nothing but plain values and tensors is made of it.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -20,11 +25,15 @@ from hvd_trainer.errors import BackendError, first_line
 from hvd_trainer.launch.world import World
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import UNREADABLE
-from hvd_trainer.utils.serialization import pack, unpack
+from hvd_trainer.utils.pieces import exchange
+from hvd_trainer.utils.serialization import describe, empty, flatten, pack_tree, unflatten, unpack_tree
 from hvd_trainer.utils.tensors import pairwise_sum
 
 MAX_GATHER_BYTES = 2**20
 """Up to this total size `tree_sum` gathers whole tensors: one exchange is quicker than two of slices."""
+
+MAX_HEADER_TENSORS_BYTES = 2**16
+"""Up to this total size the tensors of a value are sent in its header: one exchange less."""
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
@@ -68,24 +77,35 @@ class Collectives(ABC):
         """
         if self.world.size == 1:
             return [value]
-        mine = encode_object(value)
+        mine, tensors = encode_object(value)
         with self._waiting():
             lengths = [int(length) for length in self._all_gather(torch.tensor([len(mine)]))]
             # The shorter ones are padded, because all ranks must send tensors of one shape.
             payload = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
             parts = self._all_gather(payload)
-        return [decode_object(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+            return [
+                self._follow(value, tensors, part[:length], rank)
+                for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
+            ]
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Give one rank's value to all ranks; value and errors as in `all_gather_object`."""
         if self.world.size == 1:
             return value
-        payload = encode_object(value) if self.world.rank == source else b""
+        payload, tensors = encode_object(value) if self.world.rank == source else (b"", [])
         with self._waiting():
             length = int(self._all_reduce(torch.tensor([len(payload)]), "max"))
-            tensor = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-            self._broadcast(tensor, source)
-        received: T = decode_object(tensor)
+            header = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+            self._broadcast(header, source)
+            return self._follow(value, tensors, header, source)
+
+    def _follow(self, value: T, tensors: Sequence[Tensor], header: Tensor, source: int) -> T:
+        """Send or receive the pieces that follow a rank's header; return its value, on that rank the given one."""
+        move = functools.partial(self._broadcast, source=source)
+        if self.world.rank == source and tensors:
+            exchange(tensors, move, receives=False)
+            return value
+        received: T = decode_object(header, move)
         return received
 
     def tree_sum(self, tensor: Tensor) -> Tensor:
@@ -158,31 +178,76 @@ class Collectives(ABC):
             self._kept_alive.append(views)
 
 
-def encode_object(value: Any) -> bytes:
-    """Return a value as bytes; if it cannot be sent, bytes for which `decode_object` raises on each rank.
+def gather_object(value: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return the values of a torch.distributed group's ranks on its first, None on others. A collective.
 
-    An error here would end this rank alone: the others are on their way into the collective, and would wait in it.
+    Args:
+        value: as in `Collectives.all_gather_object`, and so are the errors; only the first rank raises them.
+    """
+    first, rank = dist.get_global_rank(group, 0), dist.get_rank(group)
+    if rank > 0:
+        header, tensors = encode_object(value)
+        send = functools.partial(dist.send, dst=first, group=group)
+        send(torch.tensor([len(header)]))
+        send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        exchange(tensors, send, receives=False)
+        return None
+    values = [value]
+    for source in dist.get_process_group_ranks(group)[1:]:
+        receive = functools.partial(dist.recv, src=source, group=group)
+        length = torch.zeros(1, dtype=torch.int64)
+        receive(length)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        receive(message)
+        values.append(decode_object(message, receive))
+    return values
+
+
+def encode_object(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Return the header of a value, and the tensors that follow it in pieces.
+
+    If it cannot be sent, the header is one for which `decode_object` raises on each rank. An error here would end
+    this rank alone: the others are on their way into the collective, and would wait in it.
     """
     try:
-        return pack({"value": value})
+        tree, tensors = flatten(value)
+        if sum(tensor.nbytes for tensor in tensors.values()) <= MAX_HEADER_TENSORS_BYTES:
+            return pack_tree({"value": tree, "follow": {}}, tensors), []
+        follow = {name: describe(tensor) for name, tensor in tensors.items()}
+        return pack_tree({"value": tree, "follow": follow}, {}), list(tensors.values())
     except (TypeError, ValueError) as error:
-        return pack({"error": ascii(first_line(error))})
+        return pack_tree({"error": ascii(first_line(error))}, {}), []
 
 
-def decode_object(received: Tensor) -> Any:
-    """Return the value that `encode_object` has made these bytes (uint8) of; its tensors are on the host.
+def decode_object(header: Tensor, move: Callable[[Tensor], object]) -> Any:
+    """Return the value of which `encode_object` has made a header (uint8); its tensors are on the host.
+
+    Args:
+        move: fills a piece of the tensors that follow.
 
     Raises:
         BackendError: it consists of more than plain values, or cannot be read.
     """
+    with _refuse_unreadable():
+        content, tensors = unpack_tree(header.cpu().numpy().tobytes())
+        if "error" in content:
+            raise _refused(content["error"])
+        following = {name: empty(description) for name, description in content["follow"].items()}
+    exchange([*following.values()], move, receives=True)
+    with _refuse_unreadable():
+        return unflatten(content["value"], tensors | following)
+
+
+@contextmanager
+def _refuse_unreadable() -> Iterator[None]:
     try:
-        content = unpack(received.cpu().numpy().tobytes())
-        if "error" not in content:
-            return content["value"]
-        reason = content["error"]
+        yield
     except (*UNREADABLE, SafetensorError) as error:
-        reason = f"it cannot be read ({type(error).__name__})"
-    raise BackendError(
+        raise _refused(f"it cannot be read ({type(error).__name__})") from error
+
+
+def _refused(reason: str) -> BackendError:
+    return BackendError(
         f"A rank has sent a value that ranks do not exchange: {reason}. They exchange numbers, texts, tensors, "
         f"and lists and dicts of them. If the optimizer's settings or a metric hold others, make numbers of them."
     )

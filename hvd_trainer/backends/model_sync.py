@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils.optimizer_state import load_in_place
 
 
 def synchronize(
@@ -42,4 +43,4 @@ def synchronize(
             f"Rank {collectives.world.rank} built another model than rank 0: {difference}. Build it from the same "
             f"options on all ranks."
         )
-    optimizer.load_state_dict(first["optimizer"])
+    load_in_place(optimizer, first["optimizer"])

@@ -25,6 +25,7 @@ from hvd_trainer.errors import CheckpointError, first_line
 from hvd_trainer.observe.metrics import Meter, check_state, combine_states
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.utils.files import UNREADABLE
+from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
 
 MAX_LINES = 20
@@ -150,12 +151,14 @@ class TrainState:
         restored, anew = ["model"], []
         # All names and shapes have been compared.
         self.model.load_state_dict(self.parts.local_model_state(self.model, state["model"]), strict=False)
+        part: Any
         for name, part in self.others.items():
             if self._fits(state, name):
                 its = state[name]
                 if name == "optimizer":
-                    its = {**its, "state": self.parts.local_optimizer_state(part, its["state"])}
-                part.load_state_dict(its)
+                    load_in_place(part, {**its, "state": self.parts.local_optimizer_state(part, its["state"])})
+                else:
+                    part.load_state_dict(its)
                 restored.append(name)
             else:
                 anew.append(name)

@@ -1,12 +1,14 @@
 """Giving one rank's parameters, optimizer state or objects to all, and collecting objects of all ranks.
 
 Objects travel by cloudpickle, as in Horovod: a receiver runs what the sender's bytes say. So the network between
-the ranks must be one on which only they can answer, as for Horovod itself. The state of an optimizer is such an
-object, without its tensors.
+the ranks must be one on which only they can answer, as for Horovod itself. Large tensors follow in pieces, without
+being pickled.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,15 +16,20 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.storage import TypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_trainer.hvd.collective import Collective
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
 from hvd_trainer.hvd.common.request import Kind
-from hvd_trainer.hvd.common.wire import as_bytes
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
+from hvd_trainer.utils.optimizer_state import load_in_place
+from hvd_trainer.utils.pieces import exchange
 from hvd_trainer.utils.tensors import parameters_of
+
+MIN_BUFFER_BYTES = 2**16
+"""From this size on contents of tensors are sent beside the pickle."""
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank: int) -> None:
@@ -71,16 +78,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     shapes = broadcast_object(shapes, root_rank, name="optimizer_state")
     if not is_root:
         state = tree_map_only(Tensor, lambda its: torch.empty_like(its, device="cpu"), shapes)
-    tensors = [its.detach().cpu().contiguous() for its in tree_leaves(state) if isinstance(its, Tensor)]
-    handles = [
-        broadcast_async_(as_bytes(tensor), root_rank, f"optimizer_state.{index}")
-        for index, tensor in enumerate(tensors)
-        if tensor.numel()
-    ]
-    for handle in handles:
-        synchronize(handle)
+    tensors = [its.detach().contiguous() for its in tree_leaves(state) if isinstance(its, Tensor)]
+    exchange(tensors, lambda piece: broadcast_(piece, root_rank, "optimizer_state.p"), receives=not is_root)
     if not is_root:
-        optimizer.load_state_dict(state)
+        load_in_place(optimizer, state)
     if not state["state"]:
         # Scripts written for Horovod find gradients here, which its step has left.
         for parameter in parameters_of(optimizer):
@@ -100,13 +101,19 @@ def broadcast_object(
         process_set: the ranks that take part.
     """
     is_root = basics.rank() == root_rank
-    payload = cloudpickle.dumps(obj) if is_root else b""
+    payload, buffers = _dump(obj) if is_root else (b"", [])
     # Not named after the object's type, as in Horovod: other ranks may well pass None.
     size_name, name = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
     size = broadcast_(torch.tensor([len(payload)]), root_rank, size_name, process_set)
     received = _as_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
     broadcast_(received, root_rank, name, process_set)
-    return obj if is_root else cloudpickle.loads(received.numpy().tobytes())
+    if is_root:
+        sizes, pickled = [], b""
+    else:
+        sizes, pickled = cloudpickle.loads(received.numpy())
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    exchange(buffers, lambda piece: broadcast_(piece, root_rank, name, process_set), receives=not is_root)
+    return obj if is_root else cloudpickle.loads(pickled, buffers=[buffer.numpy() for buffer in buffers])
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -120,7 +127,38 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     name = None if name is None else f"{name}.t"
     operation = Collective(Kind.ALLGATHER, [payload], name, global_process_set).submit(will_wait=True)
     rows, (lengths,) = operation.result(), operation.request.result
-    return [cloudpickle.loads(part.numpy().tobytes()) for part in rows.split(lengths)]
+    return [cloudpickle.loads(part.numpy()) for part in rows.split(lengths)]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # which has no types
+    """Gives the contents of the host's tensors to `buffer_callback`, as NumPy's arrays do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle an object."""
+        if isinstance(obj, TypedStorage) and obj.device.type == "cpu":
+            contents: Any = torch.empty(0, dtype=torch.uint8).set_(obj._untyped_storage).numpy()
+            return _storage_of, (pickle.PickleBuffer(contents), obj.dtype)
+        return super().reducer_override(obj)
+
+
+def _storage_of(contents: Any, dtype: torch.dtype) -> TypedStorage:
+    untyped = torch.frombuffer(contents, dtype=torch.uint8).untyped_storage() if len(contents) else None
+    return TypedStorage(wrap_storage=untyped or torch.UntypedStorage(0), dtype=dtype, _internal=True)
+
+
+def _dump(obj: Any) -> tuple[bytes, list[Tensor]]:
+    """Return an object's pickle, and the contents of its large tensors and arrays, which are not in it."""
+    file, buffers = io.BytesIO(), []
+
+    def is_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.readonly or raw.nbytes < MIN_BUFFER_BYTES:
+            return True
+        buffers.append(torch.frombuffer(raw, dtype=torch.uint8))
+        return False
+
+    _Pickler(file, protocol=5, buffer_callback=is_inside).dump(obj)
+    return cloudpickle.dumps(([len(buffer) for buffer in buffers], file.getvalue())), buffers
 
 
 def _as_tensor(payload: bytes) -> Tensor:

@@ -29,6 +29,7 @@ from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import TrainStep
 from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.tensors import parameters_of
 
 
@@ -70,7 +71,7 @@ class FSDPShards:
                 self._equalize(list(root.buffers()))
             for module in [*(block for block in blocks if list(block.parameters())), *roots]:
                 self._shard_block(module, optimizer)
-        optimizer.load_state_dict(optimizer.state_dict())  # which moves the other state to its parameter's device
+        load_in_place(optimizer, optimizer.state_dict())  # which moves the other state to its parameter's device
 
     def _shard_block(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Shard one block, leaving no reference to its whole parameters."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
+from hvd_trainer.backends.collectives import gather_object
 from hvd_trainer.backends.model_sync import synchronize
 from hvd_trainer.config.options import ParallelOptions, TrainOptions
 from hvd_trainer.data import Batch, DataShard, Loader
@@ -27,6 +27,7 @@ from hvd_trainer.optim.step import StepParts, TrainStep
 from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
 from hvd_trainer.parallel.stage_module import StageModule
+from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.tensors import parameters_of
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Layout:
             before = optimizer.state_dict()
             state = self.gather_optimizer_state(before["state"])
             if state is not None:
-                optimizer.load_state_dict({**before, "state": state})
+                load_in_place(optimizer, {**before, "state": state})
         prepared = self._backend.prepare(to_train, optimizer, exchange=self._exchange)
         self._shard_optimizer(optimizer)
         return prepared
@@ -176,12 +177,8 @@ class Layout:
 
     def _gather_on_first(self, owned: Mapping[K, V], group: dist.ProcessGroup) -> dict[K, V] | None:
         """Return what the ranks of a group have together, on rank 0 of all; else None."""
-        # Through the host, because a GPU's tensor would arrive on the GPU of the same number.
-        mine = tree_map_only(Tensor, Tensor.cpu, dict(owned))
-        first = self._backend.world.is_first
-        everyone: list[Any] | None = [None] * dist.get_world_size(group) if first else None
         with self._backend.activity.waiting():
-            dist.gather_object(mine, everyone, dst=0, group=group)
+            everyone = gather_object(dict(owned), group)
         return None if everyone is None else {key: value for its in everyone for key, value in its.items()}
 
     @property

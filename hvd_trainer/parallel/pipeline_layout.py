@@ -27,6 +27,7 @@ from hvd_trainer.parallel.pipeline import Runner, SingleStage, StagePipeline, St
 from hvd_trainer.parallel.schedule import bubble, check_chunks
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.optimizer_state import load_in_place
 
 _BLOCK_TIMES_S: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 """Measured time of each block of a model, in seconds."""
@@ -89,7 +90,7 @@ class PipelineLayout(Layout):
                 drop_tensors(model, part, optimizer)
         self._mine = {number: self._blocks(model, number) for number in mine}
         drop_other_state(optimizer, self.owns)
-        optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters' devices
+        load_in_place(optimizer, optimizer.state_dict())  # moves it to the parameters' devices
         stage = nn.ModuleList(self._mine.values())
         if self._fsdp is None:
             backend.prepare_stage(stage, passes=options.num_chunks, exchange=self._exchange)

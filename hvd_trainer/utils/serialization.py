@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,11 @@ def pack(value: Any) -> bytes:
     Raises:
         TypeError, ValueError: as `flatten` and `to_json`.
     """
-    tree, tensors = flatten(value)
+    return pack_tree(*flatten(value))
+
+
+def pack_tree(tree: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return what `flatten` has made of a value as bytes, as `pack` does."""
     text = to_json(tree)
     on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
     return b"".join([len(text).to_bytes(8, "big"), text, serialize(tensor_specs(on_host)) if on_host else b""])
@@ -121,9 +125,29 @@ def unpack(data: bytes) -> Any:
     Raises:
         SafetensorError, and as `unflatten`: `pack` has not made them.
     """
+    return unflatten(*unpack_tree(data))
+
+
+def unpack_tree(data: bytes) -> tuple[Any, dict[str, Tensor]]:
+    """Return the tree and the tensors of which `pack_tree` has made bytes; errors as of `unpack`."""
     end = 8 + int.from_bytes(data[:8], "big")
     tensors = data[end:]
-    return unflatten(json.loads(data[8:end]), load(tensors) if tensors else {})
+    return json.loads(data[8:end]), load(tensors) if tensors else {}
+
+
+def describe(tensor: Tensor) -> list[Any]:
+    """Return type and shape of a tensor from `flatten`, as JSON can hold them."""
+    return [_name(tensor.dtype), *tensor.shape]
+
+
+def empty(description: Sequence[Any]) -> Tensor:
+    """Return a tensor on the host of a type and shape from `describe`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it is none.
+    """
+    dtype, *shape = description
+    return torch.empty(shape, dtype=_dtype(dtype))
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

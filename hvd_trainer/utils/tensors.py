@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,14 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters that the optimizer updates, in its order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of a contiguous tensor as uint8."""
+    flat = tensor.view(-1)
+    if len(flat) == 1:
+        flat = flat.as_strided((1,), (1,))  # that of an expanded tensor may be 0
+    return flat.view(torch.uint8)
 
 
 def pairwise_sum(parts: Sequence[Tensor]) -> Tensor:

@@ -8,17 +8,20 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from combinations import case
 from launchers import run_ranks
+from peak_memory import PeakMemory
 from torch import Tensor, nn
 
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.errors import BackendError, OptionError
+from hvd_trainer.utils import accelerator
 
 pytestmark = pytest.mark.warm
 
@@ -107,6 +110,22 @@ def collectives_agree(backend: Backend) -> None:
 
 
 @check()
+def large_values_take_little_more_memory_than_their_tensors(backend: Backend) -> None:
+    """A state took five times its size on the rank that sent it, and four times on the others."""
+    rank, ranks = backend.world.rank, ranks_of(backend)
+    num = 24 * 2**20
+    for source in {0, max(ranks)}:
+        value = {"state": torch.full((num,), rank), "rank": rank} if rank == source else None
+        with PeakMemory() as peak:
+            received: Any = backend.collectives.broadcast_object(value, source)
+        assert received["rank"] == received["state"][0] == received["state"][-1] == source
+        assert peak.grown_bytes < 1.3 * num * 8
+        del value, received
+    gathered = backend.collectives.all_gather_object([torch.full((100_000 * (1 + rank),), rank)])
+    assert [(len(its), int(its[-1])) for (its,) in gathered] == [(100_000 * (1 + r), r) for r in ranks]
+
+
+@check()
 def many_broadcasts_are_under_way_at_once(backend: Backend) -> None:
     """Broadcasts may overlap also if their shapes are equal, from one rank or from several."""
     rank, group = backend.world.rank, backend.replica_group
@@ -165,6 +184,22 @@ def learning_rate_is_rank_0s(backend: Backend) -> None:
     rate = 0.5 + backend.world.rank
     _, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@check()
+def settings_are_set_in_the_groups_that_others_hold(backend: Backend) -> None:
+    """A scheduler or a callback held groups whose learning rate nobody read any more."""
+    model = nn.Linear(1, 1)
+    given = torch.optim.SGD(model.parameters(), lr=0.5 + backend.world.rank, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    given.step()
+    given.zero_grad()
+    group, momentum = given.param_groups[0], given.state[model.weight]["momentum_buffer"]
+    _, optimizer = backend.prepare(model, given)
+    assert group["lr"] == 0.5
+    assert optimizer.param_groups[0] is group
+    if accelerator.is_host(backend.device):
+        assert optimizer.state[model.weight]["momentum_buffer"] is momentum
 
 
 @check()

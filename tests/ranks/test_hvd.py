@@ -10,12 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from combinations import case, each_launcher
 from hvd_checks import Checks, run_checks
 from hvd_elastic_checks import CHECKS as ELASTIC_CHECKS
 from launchers import QUICKEST, launch, run_ranks
+from peak_memory import PeakMemory
 from torch import nn
 
 from hvd_trainer import hvd
@@ -408,6 +410,53 @@ def objects_travel_whole() -> None:
     assert hvd.broadcast_object((me, 2), name="pair") == (0, 2)
 
 
+class Words(str):
+    """A class of the script's own."""
+
+
+@CHECKS.add
+def large_tensors_of_objects_are_not_copied_into_a_pickle() -> None:
+    """A state took several times its size on each rank."""
+    me, num = hvd.rank(), 24 * 2**20
+    root = hvd.size() - 1
+    weight = torch.arange(100_000.0)
+    mine = {
+        "large": torch.full((num,), me),
+        "array": np.arange(100_000),
+        "tied": [weight, weight],
+        "view": weight[5:].view(-1, 5),
+        "parameter": nn.Parameter(torch.ones(300, 300, dtype=torch.bfloat16)),
+        "none": torch.zeros(0),
+        "words": Words("own"),
+    }
+    with PeakMemory() as peak:
+        found = hvd.broadcast_object(mine if me == root else None, root, name="large")
+    assert peak.grown_bytes < 1.3 * num * 8
+    assert found["large"][0] == found["large"][-1] == root
+    assert found["tied"][0] is found["tied"][1]
+    assert torch.equal(found["view"], mine["view"])
+    assert torch.equal(found["parameter"], mine["parameter"])
+    assert type(found["parameter"]) is nn.Parameter
+    assert type(found["words"]) is Words
+    assert (found["array"] == mine["array"]).all()
+    found["array"][0] = 1
+    found["tied"][0].zero_()
+    assert len(found["none"]) == 0
+    assert len(hvd.allgather_object(mine["view"])) == hvd.size()
+
+
+@CHECKS.add
+def large_optimizer_states_take_little_more_memory_than_their_tensors() -> None:
+    model = nn.Linear(2**12, 2**12, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if hvd.rank() == 0:
+        optimizer.state[model.weight]["momentum_buffer"] = torch.ones_like(model.weight)
+    with PeakMemory() as peak:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert peak.grown_bytes < 1.3 * model.weight.nbytes + 2**24
+    assert optimizer.state[model.weight]["momentum_buffer"].sum() == model.weight.numel()
+
+
 @CHECKS.add
 def parameters_become_the_roots() -> None:
     torch.manual_seed(hvd.rank())
@@ -444,6 +493,24 @@ def optimizer_state_travels_without_a_fake_step() -> None:
     for state in states:
         assert state["state"].keys() == {0, 1}
         assert torch.equal(state["state"][0]["exp_avg"], states[0]["state"][0]["exp_avg"])
+
+
+@CHECKS.add
+def optimizer_state_is_set_where_others_see_it() -> None:
+    """A scheduler that was made before the optimizer was wrapped set a rate that the other ranks did not read."""
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.4 * (hvd.rank() + 1), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    group = inner.param_groups[0]
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    if hvd.rank() == 0:
+        inner.state[model.bias]["momentum_buffer"] = torch.ones(2)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert group["lr"] == 0.4
+    assert inner.state_dict()["state"][1]["momentum_buffer"].tolist() == [1, 1]
+    group["lr"] = 0.3
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert scheduler.optimizer.param_groups is optimizer.param_groups
 
 
 @CHECKS.add

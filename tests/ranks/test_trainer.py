@@ -375,6 +375,31 @@ def test_output_in_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     conv_net().load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
+class RateOfGroup(Callback):
+    """A callback that sets the rate of a parameter group that it was given before the training."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+
+    def on_step_end(self, run: RunView, result: Any) -> None:
+        self.group["lr"] = 0.0
+        self.after_first = self.after_first or run.model[0].bias.tolist()
+
+    after_first: list[float] | None = None
+
+
+def test_callback_sets_the_rate_of_a_group_that_it_holds_also_after_a_resume(tmp_path: Path) -> None:
+    options = {"global_batch_size": 8, "log_dir": str(tmp_path), "save_every_epochs": 1}
+    model = small_model()
+    fit(options_of("single", epochs=1, **options), model, signs(NUM))
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = RateOfGroup(optimizer.param_groups[0])
+    options = {**options, "epochs": 2, "resume": "auto"}
+    fit(options_of("single", **options), model, signs(NUM), optimizer=optimizer, callbacks=[rate])
+    assert model[0].bias.tolist() == rate.after_first
+
+
 class Frozen(Callback):
     """A callback that notes how many objects garbage collections leave out."""
 

@@ -61,7 +61,9 @@ def elastic_state_returns_to_the_last_commit() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state.scheduler.step()
+    group = optimizer.param_groups[0]
     state.restore()
+    assert optimizer.param_groups[0] is group, "which a scheduler may hold"
     assert (state.step, state.seen) == (hvd.rank(), [hvd.rank()])
     assert torch.equal(model.weight, before)
     assert not optimizer.state
@@ -74,11 +76,13 @@ def elastic_state_is_that_of_rank_0_after_sync() -> None:
     model, optimizer, state = elastic_state()
     state.commit()
     state.step += 5  # and not saved
+    group = optimizer.param_groups[0]
     state.sync()
     assert (state.step, state.seen) == (5, [0])
     assert len({str(its) for its in hvd.allgather_object(model.state_dict())}) == 1
     assert optimizer.param_groups[0]["lr"] == 1.0
     assert state.scheduler.optimizer is optimizer, "which was sent along, and replaced by a copy"
+    assert optimizer.param_groups[0] is group, "which a scheduler may hold"
     state.restore()
     assert state.step == 5, "what is received is saved"
 

@@ -6,7 +6,6 @@ starts others, which are children of the same process on each node.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,19 +58,18 @@ class CommitFiles:
             file.write(self._count.to_bytes(NUMBER_BYTES, "big"))
             torch.save(committed(), file)
 
-    def read(self, state: int) -> tuple[int, bytes]:
+    def read(self, state: int) -> tuple[int, Any]:
         """Return number and content of the last commit; 0 if there is none, or another rank of this node reads."""
-        content = b""
         if self._is_writer:
-            with suppress(FileNotFoundError):
-                content = self._file(state).read_bytes()
-        return int.from_bytes(content[:NUMBER_BYTES], "big"), content[NUMBER_BYTES:]
+            with suppress(FileNotFoundError), self._file(state).open("rb") as file:
+                number = int.from_bytes(file.read(NUMBER_BYTES), "big")
+                # A rank of this job has written it, into a folder of this user's alone.
+                return number, torch.load(file, map_location="cpu", weights_only=False)
+        return 0, None
 
-    def load(self, number: int, content: bytes) -> Any:
-        """Return what a commit consists of, and count on from its number."""
+    def count_from(self, number: int) -> None:
+        """Count on from the number of a commit."""
         self._count = number
-        # A rank of this job has written it, into a folder of this user's alone.
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
 
     def remove(self) -> None:
         """Delete the files: all ranks have come to their end."""

@@ -14,8 +14,8 @@ from hvd_trainer.hvd.common import adasum
 from hvd_trainer.hvd.common.matching import Response
 from hvd_trainer.hvd.common.request import DTYPES, Kind, Op, Request, Signature
 from hvd_trainer.hvd.common.transport import Transport
-from hvd_trainer.hvd.common.wire import as_bytes
 from hvd_trainer.utils import accelerator
+from hvd_trainer.utils.tensors import as_bytes
 
 GROUP_OPS = {
     Op.AVERAGE: dist.ReduceOp.SUM,

@@ -13,8 +13,6 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
-import torch
-from torch import Tensor
 
 from hvd_trainer.hvd.common.matching import Matcher
 from hvd_trainer.hvd.common.request import Request, Signature
@@ -26,14 +24,6 @@ MAX_REQUESTS = 1 << 10
 JOINED, SHUTDOWN = 1, 2
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[Signature, int]]).decode
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a contiguous tensor as uint8."""
-    flat = tensor.view(-1)
-    if len(flat) == 1:
-        flat = flat.as_strided((1,), (1,))  # that of an expanded tensor may be 0
-    return flat.view(torch.uint8)
 
 
 def write(requests: Sequence[Request], matcher: Matcher, flags: int) -> bytes:

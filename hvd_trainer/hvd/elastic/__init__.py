@@ -50,6 +50,7 @@ def _recover(state: State) -> None:
     numbers = allgather_object(number)
     newest = max(numbers)
     if newest > 0:
-        state._load_committed(commits.load(newest, broadcast_object(content, numbers.index(newest))))
+        commits.count_from(newest)
+        state._load_committed(broadcast_object(content, numbers.index(newest)))
         state.restore()
         state.on_reset()

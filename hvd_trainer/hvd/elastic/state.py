@@ -15,6 +15,7 @@ from hvd_trainer.hvd.common.basics import rank
 from hvd_trainer.hvd.common.elastic import ObjectState
 from hvd_trainer.hvd.elastic.sampler import ElasticSampler
 from hvd_trainer.hvd.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvd_trainer.utils.optimizer_state import load_in_place
 
 
 class StateHandler:
@@ -62,6 +63,10 @@ class OptimizerStateHandler(StateHandler):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
+
+    def restore(self) -> None:
+        """Return to the state of the last `save`, in the objects that others hold."""
+        load_in_place(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Take over rank 0's state and settings. A collective."""

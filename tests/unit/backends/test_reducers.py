@@ -10,11 +10,13 @@ import pytest
 import torch
 from accelerator_stand_in import StandIn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hvd_trainer.backends import horovod_waiter
 from hvd_trainer.backends.base import LOST_RANK_ERRORS
 from hvd_trainer.backends.buckets import Bucket, BucketExchange, BucketReducer
 from hvd_trainer.backends.horovod_waiter import Waiter
+from hvd_trainer.errors import BackendError
 from hvd_trainer.faults.activity import Activity, ExchangeAbortedError
 
 # Gradients in buckets.
@@ -94,6 +96,52 @@ def test_buckets_on_accelerators_use_two_operations(
     assert written == found_sizes == sizes
     assert len(found) == len(expected)
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+
+
+class BackwardInside(torch.autograd.Function):
+    """Calls a module; its backward calls the module's own."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        ctx.inputs, ctx.module = inputs.detach().requires_grad_(), module
+        with torch.enable_grad():
+            ctx.outputs = module(ctx.inputs)
+        return ctx.outputs.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.outputs.backward(grad)
+        return ctx.inputs.grad, None
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda layer, x: checkpoint(layer, x, use_reentrant=True), id="checkpoint"),
+        pytest.param(lambda layer, x: BackwardInside.apply(x, layer), id="function"),
+    ],
+)
+def test_gradient_that_backward_adds_to_after_it_is_sent_is_refused(
+    call: Any, on_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent and divided once more, and the weights were wrong; DDP refuses it, too."""
+    if on_accelerator:
+        StandIn(monkeypatch)
+    model = nn.ModuleDict({"shared": nn.Linear(3, 3), "last": nn.Linear(3, 1)})
+    reducer = BucketReducer(model, Exchange(), num_ranks=2, limit_bytes=1)
+    for times in (1, 2):
+        value = torch.ones(2, 3, requires_grad=True)
+        for _ in range(times):
+            value = call(model["shared"], value)
+        loss = model["last"](value).sum()
+        if times == 1:
+            loss.backward()
+            reducer.finish()
+            continue
+        with pytest.raises(BackendError, match=r"shared\..* twice in one pass.*use_reentrant=False"):
+            loss.backward()
+    reducer.close()
 
 
 # Waiting for Horovod.

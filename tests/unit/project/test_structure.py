@@ -102,6 +102,27 @@ def test_horovod_is_imported_by_allowed_modules_only() -> None:
     assert not [path for path in importing if not allowed.fullmatch(path)]
 
 
+UNPICKLES = re.compile(
+    r"(cloud)?pickle\.(loads?|Unpickler)|torch\.load|(dist|torch\.distributed)\.\w+_object(_list)?"
+)
+
+
+def test_pickles_are_read_by_allowed_modules_only() -> None:
+    """The Trainer promises that none comes from the network: torch.distributed's functions of objects read them.
+
+    The others read what this user's processes have written, or are Horovod's API, whose objects are pickles.
+    """
+    reading = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and UNPICKLES.fullmatch(ast.unparse(node))
+    }
+    assert "hvd.functions" in reading
+    allowed = re.compile(r"hvd\.(functions|common\.commits)|training\.spawn|tools\.run\.\w+|data\.shared_batches")
+    assert not [name for name in reading if not allowed.fullmatch(name)]
+
+
 NOT_AT_THE_START = {"horovod", "torchvision", "tensorboard", "pooch", "requests", "tokenizers"}
 
 

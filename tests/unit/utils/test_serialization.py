@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 
 from hvd_trainer.backends.collectives import decode_object, encode_object
 from hvd_trainer.errors import BackendError
+from hvd_trainer.utils import pieces
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.serialization import flatten, pack, to_json, unflatten, unpack
 
@@ -323,11 +324,42 @@ def test_unpack_survives_any_bytes(seed: int, cut: float) -> None:
         (pack([1, 2]), "it cannot be read"),
         (pack({"else": 1}), "it cannot be read"),
         (b"\x80\x04cos\nsystem\n.", "it cannot be read"),
-        (encode_object({"optimizer": [Foreign()]}), "value/optimizer/0 is of type test_serialization.Foreign"),
+        (pack({"value": {"$tensor": "a"}, "follow": {"a": ["save", 3]}}), "it cannot be read"),
+        (pack({"value": {"$tensor": "a"}, "follow": {"a": ["float32", -3]}}), "it cannot be read"),
+        (pack({"value": 1, "follow": {"a": ["float32", 3]}}), "it cannot be read"),
+        (encode_object({"optimizer": [Foreign()]})[0], "optimizer/0 is of type test_serialization.Foreign"),
     ],
 )
 def test_decode_object_refuses_malformed_messages(sent: bytes, words: str) -> None:
     """Each rank raises, also where the sender could not send: otherwise the others would wait."""
     with pytest.raises(BackendError, match=words):
-        decode_object(torch.tensor(list(sent), dtype=torch.uint8))
-    assert decode_object(torch.tensor(list(encode_object({3: (1,)})), dtype=torch.uint8)) == {3: (1,)}
+        decode_object(torch.tensor(list(sent), dtype=torch.uint8), torch.Tensor.zero_)
+    header, following = encode_object({3: (1,)})
+    assert decode_object(torch.tensor(list(header), dtype=torch.uint8), torch.Tensor.zero_) == {3: (1,)}
+    assert following == []
+
+
+def test_large_tensors_follow_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2 GiB in one message aborted Horovod, which counts its bytes in an int."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2**14)
+    value = {
+        "large": torch.randn(3, 5000).t(),
+        "small": [torch.arange(number, dtype=torch.int16) for number in range(300)],
+        "kinds": (
+            torch.randn(70, dtype=torch.complex128),
+            torch.zeros(2, 0),
+            torch.tensor(True).expand(1),
+            b"bytes",
+        ),
+    }
+    header, tensors = encode_object(value)
+    sent: list[Tensor] = []
+    pieces.exchange(tensors, lambda piece: sent.append(piece.clone()), receives=False)
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert len(header) < 2**14
+    assert max(map(len, sent)) <= 2**14
+    assert total / 2**14 <= len(sent) <= 2 * total / 2**14
+    received = iter(sent)
+    found = decode_object(torch.tensor(list(header), dtype=torch.uint8), lambda piece: piece.copy_(next(received)))
+    assert_equal(found, value)
+    assert next(received, None) is None

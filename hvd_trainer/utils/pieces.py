@@ -1,0 +1,46 @@
+"""Tensors between ranks in pieces: small ones together, large ones cut.
+
+Beside the tensors a rank needs memory for one piece, and no message has more bytes than Horovod counts in an int.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_trainer.utils.tensors import as_bytes
+
+PIECE_BYTES = 2**25
+
+
+def exchange(tensors: Sequence[Tensor], move: Callable[[Tensor], object], *, receives: bool) -> None:
+    """Send the contents of tensors, or fill tensors of the same types and shapes, in the same order.
+
+    Args:
+        tensors: contiguous, on any device.
+        move: sends a piece (uint8, flat, on the host), or fills it.
+        receives: whether it fills them.
+    """
+    for parts in _pieces(tensors):
+        piece = parts[0].cpu() if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
+        move(piece)
+        if receives and piece is not parts[0]:
+            for part, received in zip(parts, piece.split([len(part) for part in parts]), strict=True):
+                part.copy_(received)
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the bytes of tensors in lists of views, each of `PIECE_BYTES` at most."""
+    parts: list[Tensor] = []
+    room = PIECE_BYTES
+    for tensor in tensors:
+        for part in as_bytes(tensor.detach()).split(PIECE_BYTES) if tensor.numel() else ():
+            if len(part) > room:
+                yield parts
+                parts, room = [], PIECE_BYTES
+            parts.append(part)
+            room -= len(part)
+    if parts:
+        yield parts
