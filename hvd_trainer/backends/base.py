@@ -59,6 +59,8 @@ class StepResult:
     """Norm of the averaged gradient before clipping; None unless it was asked for, or to clip."""
     losses: tuple[Tensor, ...] = ()
     """This rank's mean loss in each pass of the step, on the device; with stages only the last one has losses."""
+    weights: tuple[Tensor, ...] = ()
+    """What the weight function gave for each pass, on the device; empty without one."""
 
 
 class Span(NamedTuple):

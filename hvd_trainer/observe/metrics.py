@@ -2,7 +2,7 @@
 
 A metric is a function of outputs and targets that gives one value per sample (N,) or their mean, or an object of
 the torchmetrics kind (see `metric_objects.py`). Each sample counts once, whatever the number of ranks and however
-unequal their shares.
+unequal their shares. Where batches have weights, those are what means count by.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.argmax(dim=1) == targets
 
 
+class _Row(NamedTuple):
+    """What was added of one batch, the loss first."""
+
+    samples: int
+    weight: Tensor | None
+    sums: list[Tensor]
+    """those of the metrics, and the mean of the loss"""
+    are_means: list[bool]
+    """whether each is a mean, which counts by the weight, and no sum over samples"""
+
+
 class Meter:
     """Accumulate the loss and the metrics of one pass over data.
 
@@ -56,25 +67,31 @@ class Meter:
         self._objects = {n: m for n, m in metrics.items() if isinstance(m, MetricObject)}
         self._backend = backend
         self._sums = [0.0] * (1 + len(self._functions))
-        self._before = [0.0] * (2 + len(self._functions))
-        self._unread: list[tuple[int, list[Tensor]]] = []
+        self._counts = [0.0] * len(self._sums)
+        self._before = [0.0] * (2 * len(self._sums) + 1)
+        self._unread: list[_Row] = []
         self.samples = 0
         for metric in self._objects.values():
             reset(metric, backend.device)
 
-    def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
-        """Add one batch: `loss` is its mean loss (a scalar on the device)."""
-        row = [loss.detach()]
+    def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int, weight: Tensor | None = None) -> None:
+        """Add one batch.
+
+        Args:
+            loss: its mean loss (a scalar on the device).
+            weight: by which the loss and metrics that are means count (a scalar on the device); None: its samples.
+        """
+        row = _Row(samples, weight, [loss.detach()], [True])
         if self._functions or self._objects:
             with torch.no_grad():
-                values = [
-                    _sum(name, metric(outputs, targets), samples) for name, metric in self._functions.items()
-                ]
-                # A metric may have computed on the host.
-                row += [value.to(loss.device, non_blocking=True) for value in values]
+                for name, metric in self._functions.items():
+                    value = metric(outputs, targets)
+                    row.are_means.append(value.dim() == 0)
+                    # A metric may have computed on the host.
+                    row.sums.append(_sum(name, value, samples, weight).to(loss.device, non_blocking=True))
                 for gatherer in self._objects.values():
                     gatherer.update(outputs, targets)
-        self._unread.append((samples, row))
+        self._unread.append(row)
         self.samples += samples
         if len(self._unread) >= MAX_UNREAD:
             self._read()
@@ -83,14 +100,26 @@ class Meter:
         """Read all pending batches from the device with one wait, and add them up in their order."""
         if not self._unread:
             return
-        samples, rows = zip(*self._unread, strict=True)
-        self._unread = []
-        losses, *others = zip(*rows, strict=True)
-        columns = [torch._foreach_mul(list(losses), samples), *others]
+        rows, self._unread = self._unread, []
+        samples = [row.samples for row in rows]
+        weights = [row.weight for row in rows if row.weight is not None]
+        losses, *others = zip(*(row.sums for row in rows), strict=True)
+        columns = [torch._foreach_mul(list(losses), weights or samples), *others, *([weights] if weights else [])]
         found = self._backend.read(torch.stack([torch.stack(list(column)).double() for column in columns]))
+        counts = self._check_weights(found.pop()) if weights else samples
         for place, column in enumerate(found):
-            for value in column:  # `sum` would round in another way
+            for row, value, count in zip(rows, column, counts, strict=True):  # `sum` would round in another way
                 self._sums[place] += value
+                self._counts[place] += count if row.are_means[place] else row.samples
+
+    def _check_weights(self, weights: list[float]) -> list[float]:
+        for weight in weights:
+            if not 0 <= weight < math.inf:
+                raise OptionError(
+                    f"weight= gave {weight:g} for a batch of rank {self._backend.world.rank}, and a weight is a "
+                    f"finite number from 0 on. Correct the function; to leave a batch out, let it return 0"
+                )
+        return weights
 
     @property
     def keeps_outputs(self) -> bool:
@@ -100,7 +129,7 @@ class Meter:
     def local_loss(self) -> float:
         """Return this rank's mean loss so far: waits for the device, so ask seldom."""
         self._read()
-        return self._sums[0] / max(1, self.samples)
+        return self._sums[0] / (self._counts[0] or 1)
 
     def recent(self) -> dict[str, float]:
         """Return the means over what was added since the last call; loss and functions only. A collective."""
@@ -119,6 +148,7 @@ class Meter:
         return {
             "names": list(self._functions),
             "sums": torch.tensor(self._sums, dtype=torch.float64),
+            "counts": torch.tensor(self._counts, dtype=torch.float64),
             "before": torch.tensor(self._before, dtype=torch.float64),
             "samples": self.samples,
             "objects": {name: export_state(metric) for name, metric in self._objects.items()},
@@ -146,7 +176,9 @@ class Meter:
         for place, name in enumerate(names):
             if name in there:
                 self._sums[place] = float(state["sums"][there[name]])
+                self._counts[place] = float(state["counts"][there[name]])
                 self._before[place] = float(state["before"][there[name]])
+                self._before[len(names) + place] = float(state["before"][len(there) + there[name]])
         self._before[-1] = float(state["before"][-1])
         self.samples = state["samples"]
         anew = [name for name in names if name not in there]
@@ -157,13 +189,13 @@ class Meter:
 
     def _totals(self) -> list[float]:
         self._read()
-        return self._backend.collectives.all_reduce_numbers([*self._sums, self.samples])
+        return self._backend.collectives.all_reduce_numbers([*self._sums, *self._counts, self.samples])
 
     def _means(self, totals: Sequence[float]) -> dict[str, float]:
-        *sums, samples = totals
         names = ("loss", *self._functions)
-        means = {n: s / samples if samples else math.nan for n, s in zip(names, sums, strict=True)}
-        return {**means, "samples": int(samples)}
+        sums, counts = totals[: len(names)], totals[len(names) : -1]
+        means = {n: s / c if c else math.nan for n, s, c in zip(names, sums, counts, strict=True)}
+        return {**means, "samples": int(totals[-1])}
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -173,8 +205,8 @@ def check_state(state: Mapping[str, Any]) -> None:
         TypeError, ValueError, LookupError, AttributeError: it is none.
     """
     count = len(list(state["names"]))
-    lengths = [tuple(state[name].shape) for name in ("sums", "before")]
-    if lengths != [(1 + count,), (2 + count,)] or operator.index(state["samples"]) < 0:
+    lengths = [tuple(state[name].shape) for name in ("sums", "counts", "before")]
+    if lengths != [(1 + count,), (1 + count,), (3 + 2 * count,)] or operator.index(state["samples"]) < 0:
         raise ValueError("the metrics are not as many as their sums")
     state["objects"].items()
 
@@ -184,17 +216,18 @@ def combine_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = states[0]
     return {
         "names": first["names"],
-        "sums": torch.stack([state["sums"] for state in states]).sum(0),
+        **{name: torch.stack([state[name] for state in states]).sum(0) for name in ("sums", "counts")},
         "before": first["before"],  # of all ranks, the same on each
         "samples": sum(state["samples"] for state in states),
         "objects": {name: merge_state([state["objects"][name] for state in states]) for name in first["objects"]},
     }
 
 
-def _sum(name: str, value: Tensor, samples: int) -> Tensor:
+def _sum(name: str, value: Tensor, samples: int, weight: Tensor | None) -> Tensor:
     """Return the sum over a batch of a metric that gave one value per sample, or their mean."""
     if value.dim() == 0:
-        return value * samples
+        # The mean over a batch without weight may be 0/0.
+        return value * samples if weight is None else (value * weight).where(weight != 0, 0.0)
     if value.numel() != samples:
         raise OptionError(
             f"The metric {name!r} gave {tuple(value.shape)} values for {samples} samples: give one per sample, or "

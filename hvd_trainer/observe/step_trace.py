@@ -80,6 +80,7 @@ class StepTrace(Observer):
             "samples": [sample for batch in batches for sample in batch],
             "counts": [len(batch) for batch in batches],
             "losses": [float(loss) for loss in result.losses],
+            "weights": [float(weight) for weight in result.weights],
             "lr": self._rates or [run.rate.last],
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
             "skipped": bool(result.skipped),

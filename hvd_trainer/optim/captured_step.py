@@ -24,6 +24,7 @@ from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import ForwardResult, StepParts, TrainStep
+from hvd_trainer.optim.weights import Share
 from hvd_trainer.utils import accelerator
 
 WARM_UP_STEPS = 11
@@ -61,6 +62,7 @@ class CapturedStep(TrainStep):
         self._done = 0
         self._form: Any = None
         self._batch: Batch = (None, None)
+        self._share = Share(1)
         self._forward_result: ForwardResult | None = None
         self._result = StepResult()
         self._gradients: list[tuple[Tensor, Tensor]] = []
@@ -71,10 +73,11 @@ class CapturedStep(TrainStep):
         if not self._fits(batch) or self._done < WARM_UP_STEPS:
             self._done += 1
             return super().__call__(batches, meter, prefetch)
+        (share,) = self.shares(batches)
         self.backend.activity.enter("forward")
         if self._settings != self._other_settings():
             self._launch = None  # the graph has the former settings
-        self._copy_in(batch)
+        self._copy_in(batch, share)
         if self._launch is None:
             self._settings = self._other_settings()
             with self.backend.pause_observers():
@@ -86,7 +89,7 @@ class CapturedStep(TrainStep):
         loss, outputs = self._forward_result.loss.clone(), self._forward_result.outputs
         if meter.keeps_outputs:
             outputs = tree_map_only(Tensor, Tensor.clone, outputs)  # the next launch overwrites them
-        meter.add(loss, outputs, batch[1], samples_in(batch))
+        meter.add(loss, outputs, batch[1], samples_in(batch), share.weight)
         self._losses.append(loss)
         self.backend.activity.enter("data")
         prefetch()
@@ -112,12 +115,13 @@ class CapturedStep(TrainStep):
             for group in self.optimizer.param_groups
         ]
 
-    def _copy_in(self, batch: Batch) -> None:
-        """Copy batch and learning rates to where the graph reads them."""
+    def _copy_in(self, batch: Batch, share: Share) -> None:
+        """Copy batch, share and learning rates to where the graph reads them."""
         if self._launch is None:
-            self._batch = tree_map_only(Tensor, Tensor.clone, batch)
+            self._batch, self._share = tree_map_only(Tensor, Tensor.clone, (batch, share))
         else:
-            for target, source in zip(tree_flatten(self._batch)[0], tree_flatten(batch)[0], strict=True):
+            targets, sources = tree_flatten((self._batch, self._share))[0], tree_flatten((batch, share))[0]
+            for target, source in zip(targets, sources, strict=True):
                 if isinstance(target, Tensor):
                     target.copy_(source, non_blocking=True)
         for number, (rate, group) in enumerate(zip(self._rates, self.optimizer.param_groups, strict=True)):
@@ -129,7 +133,7 @@ class CapturedStep(TrainStep):
 
     def _capture_step(self) -> None:
         with self.backend.gradient_sync(self.model, enabled=True):
-            self._forward_result = self._detach(self.forward_backward(self._batch, 1))
+            self._forward_result = self._detach(self.forward_backward(self._batch, self._share))
         with self._rates_on_device():
             self._result = self.backend.step(
                 self.optimizer, max_norm=self.max_norm, norm=self.needs_norm, total_norm=self.total_norm
@@ -138,7 +142,7 @@ class CapturedStep(TrainStep):
 
     def _capture_passes(self) -> None:
         with self.backend.gradient_sync(self.model, enabled=False):
-            self._forward_result = self._detach(self.forward_backward(self._batch, 1))
+            self._forward_result = self._detach(self.forward_backward(self._batch, self._share))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 
@@ -169,7 +173,8 @@ class CapturedStep(TrainStep):
         """Return the result of a launch that has also updated the parameters."""
         self.backend.mark_exchange()
         norm = self._result.grad_norm
-        result = replace(self._result, grad_norm=None if norm is None else norm.clone(), losses=(loss,))
+        norm = None if norm is None else norm.clone()
+        result = replace(self._result, grad_norm=norm, losses=(loss,), weights=self._weights)
         self._losses = []
         self.guard.note(self.progress.step + 1, result.losses, result.grad_norm)
         return result

@@ -36,6 +36,7 @@ from hvd_trainer.backends.unused_parameters import check_unused
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import Share
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.rng import derive_seed, seed_all
 from hvd_trainer.utils.tensors import pairwise_sum, parameters_of
@@ -65,21 +66,33 @@ class ReproducibleStep(TrainStep):
         world = self.backend.world
         mine = self._virtual_ranks // world.size
         passes = len(batches) // mine
-        total = sum(map(samples_in, batches)) * world.size
+        shares = self.shares(batches)
         start = [buffer.clone() for buffer in self._buffers]
         sums = TreeSum()
         for number in range(mine):
             seed_all(derive_seed(self._seed, self.progress.step, world.rank * mine + number), self.backend.device)
             for buffer, value in zip(self._buffers, start, strict=True):
                 buffer.copy_(value)
-            for batch in batches[number * passes : (number + 1) * passes]:
-                count = samples_in(batch)
-                self.backward(batch, count / total, meter)
+            for place in range(number * passes, (number + 1) * passes):
+                self.backward(batches[place], shares[place], meter)
             sums.add(self._flatten())
         self.backend.activity.enter("data")
         prefetch()
         self._unflatten([self.backend.collectives.tree_sum(part) for part in sums.total()])
         return self.update(meter, start)
+
+    def shares(self, batches: list[Batch]) -> list[Share]:
+        """Return what each batch is of the step of all ranks: their gradients are added, not averaged."""
+        if self.weight is not None:
+            return super().shares(batches)
+        total = sum(map(samples_in, batches)) * self.backend.world.size
+        return [Share(samples_in(batch) / total) for batch in batches]
+
+    def mean_weight(self, weights: Tensor) -> Tensor:
+        """Return the weight of the step of all ranks, added up over virtual ranks as their gradients are."""
+        parts = weights.chunk(self._virtual_ranks // self.backend.world.size)
+        mine = pairwise_sum([part.sum() for part in parts])
+        return self.backend.collectives.tree_sum(mine.reshape(1))
 
     def _flatten(self) -> list[Tensor]:
         """Return a virtual rank's gradients and statistics as one flat tensor per dtype; clears the gradients."""

@@ -2,7 +2,7 @@
 
 The way of a step's batches, and the three calls in which the engines differ (`backends/base.py`):
 
-    TrainStep.__call__          the batches of one step, each a micro-batch of it
+    TrainStep.__call__          the batches of one step, each a micro-batch of it, weighed (`weights.py`)
       backend.gradient_sync     engine: keep this micro-batch's gradients local, or average them after the last one
       forward_backward          model, loss, and backward, during which the engine already exchanges gradients that
                                 are complete: `backend.prepare` has put its hooks into the model
@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
-from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.optim.non_finite import NonFiniteGuard
+from hvd_trainer.optim.weights import LossFunction, Share, WeightFunction, fractions, mean_loss, weight_of
 
-LossFunction = Callable[[Any, Any], Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,16 +39,6 @@ def mixed_precision(device: torch.device, precision: str) -> AbstractContextMana
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
-def check_scalar(loss: Tensor) -> None:
-    """Check that a loss function has given one number.
-
-    Raises:
-        OptionError: it has given more, or none.
-    """
-    if loss.numel() != 1:
-        raise OptionError(f"The loss function must give one number, the mean, and gave {tuple(loss.shape)}.")
-
-
 class ForwardResult(NamedTuple):
     """The result of a forward pass, as `Meter.add` takes it."""
 
@@ -57,6 +46,7 @@ class ForwardResult(NamedTuple):
     outputs: Any
     targets: Any
     samples: int
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +71,10 @@ class StepParts:
     """fp32, bf16 or fp16; fp16 scales the loss"""
     needs_norm: bool = False
     """return the gradient's norm with each step, also where nothing is clipped"""
+    weight: WeightFunction | None = None
+    """returns a batch's weight in the step and in means; None: its samples"""
+    exchange: bool = True
+    """whether replicas average their gradients"""
 
 
 class TrainStep:
@@ -102,40 +96,69 @@ class TrainStep:
         self.max_norm = parts.max_norm
         self.precision = parts.precision
         self.needs_norm = parts.needs_norm
+        self.weight = parts.weight
+        self._exchange = parts.exchange
         fp16 = parts.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.backend.device.type) if fp16 else None
         self.skips = self.guard.policy == "skip"
         self._buffers = [b for b in self.model.buffers() if b.numel()]
         self._losses: list[Tensor] = []
+        self._weights: tuple[Tensor, ...] = ()
         self._uncounted: list[ForwardResult] = []
 
     def __call__(self, batches: list[Batch], meter: Meter, prefetch: Callable[[], None]) -> StepResult:
         """Train on the batches of one step: one update with their averaged gradient.
 
         Args:
-            batches: micro-batches. Each is weighted by its samples, so that the shorter last step of an epoch is
-                divided by its real size.
+            batches: micro-batches. Each is weighted, by its samples unless there is a weight function, so that the
+                shorter last step of an epoch is divided by its real size.
             meter: counts losses and metrics.
             prefetch: called while gradients are exchanged.
         """
         before = [buffer.clone() for buffer in self._buffers] if self.skips else []
-        samples, last = sum(map(samples_in, batches)), len(batches) - 1
-        for position, batch in enumerate(batches):
+        shares, last = self.shares(batches), len(batches) - 1
+        for position, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             with self.backend.gradient_sync(self.model, enabled=position == last):
-                self.backward(batch, samples_in(batch) / samples, meter)
+                self.backward(batch, share, meter)
         self.backend.activity.enter("data")
         prefetch()
         return self.update(meter, before)
 
-    def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
+    def shares(self, batches: list[Batch]) -> list[Share]:
+        """Return what each batch is of the step. With a weight function a collective."""
+        if self.weight is None:
+            samples = sum(map(samples_in, batches))
+            return [Share(samples_in(batch) / samples) for batch in batches]
+        self._weights = tuple(weight_of(self.weight, batch, self.backend.device) for batch in batches)
+        self.backend.activity.enter("reduce")
+        weights = torch.stack(self._weights)
+        factors = fractions(weights, self.mean_weight(weights))
+        return [Share(factor, weight) for factor, weight in zip(factors, self._weights, strict=True)]
+
+    def weigh(self, batch: Batch) -> Tensor | None:
+        """Return a batch's weight, if there is a weight function."""
+        return None if self.weight is None else weight_of(self.weight, batch, self.backend.device)
+
+    def mean_weight(self, weights: Tensor) -> Tensor:
+        """Return the weight of a step, over the number of replicas whose gradients are averaged. A collective.
+
+        Args:
+            weights: those of this rank's passes.
+        """
+        whole, replicas = weights.sum(), len(self.backend.replica_group)
+        if replicas > 1 and self._exchange:
+            whole = self.backend.collectives.sum_over_replicas(whole) / replicas
+        return whole
+
+    def backward(self, batch: Batch, share: Share, meter: Meter) -> None:
         """Run forward and backward on one batch, and count its loss and metrics.
 
         Args:
             batch: a micro-batch.
-            weight: its fraction of the step's samples.
+            share: of the step.
             meter: counts it.
         """
-        result = self.forward_backward(batch, weight)
+        result = self.forward_backward(batch, share)
         self._losses.append(result.loss)
         self.count(result, meter)
 
@@ -146,8 +169,8 @@ class TrainStep:
         else:
             meter.add(*result)
 
-    def forward_backward(self, batch: Batch, weight: float) -> ForwardResult:
-        """Run forward and backward on one batch; its gradients, times `weight`, are added to `.grad`.
+    def forward_backward(self, batch: Batch, share: Share) -> ForwardResult:
+        """Run forward and backward on one batch; its share of the gradients is added to `.grad`.
 
         Raises:
             OptionError: the loss is not a single number.
@@ -157,13 +180,12 @@ class TrainStep:
         inputs, targets = batch
         with mixed_precision(self.backend.device, self.precision):
             outputs = self.model(inputs)
-            loss = self.loss(outputs, targets)
-        check_scalar(loss)
-        weighted = loss if weight == 1 else loss * weight
+            loss = mean_loss(self.loss, outputs, targets, share.weight)
+        weighted = share.of(loss)
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
-        return ForwardResult(loss.detach(), outputs, targets, samples_in(batch))
+        return ForwardResult(loss.detach(), outputs, targets, samples_in(batch), share.weight)
 
     def update(self, meter: Meter, before: list[Tensor]) -> StepResult:
         """Update the parameters, or skip the step: then its metrics do not count, and its buffers are restored.
@@ -190,7 +212,7 @@ class TrainStep:
             for uncounted in self._uncounted:
                 meter.add(*uncounted)
         losses, self._losses, self._uncounted = tuple(self._losses), [], []
-        return StepResult(result.skipped, result.grad_norm, losses)
+        return StepResult(result.skipped, result.grad_norm, losses, self._weights)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient from those of this process's parameters."""
@@ -205,10 +227,11 @@ class TrainStep:
         """
         assert batch is not None
         inputs, targets = batch
+        weight = self.weigh(batch)
         with mixed_precision(self.backend.device, self.precision):
             outputs = self.bare(inputs)
-            loss = self.loss(outputs, targets)
-        meter.add(loss, outputs, targets, samples_in(batch))
+            loss = mean_loss(self.loss, outputs, targets, weight)
+        meter.add(loss, outputs, targets, samples_in(batch), weight)
 
     def close(self) -> None:
         """Release what holds the engine's connections: nothing here."""

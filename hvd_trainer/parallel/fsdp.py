@@ -27,6 +27,7 @@ from hvd_trainer.data import Batch, Loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import TrainStep
+from hvd_trainer.optim.weights import Share
 from hvd_trainer.parallel.pipeline import StageStep
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.optimizer_state import load_in_place
@@ -139,9 +140,9 @@ class FSDPStep(TrainStep):
 
     _last_batch: Batch | None = None
 
-    def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
+    def backward(self, batch: Batch, share: Share, meter: Meter) -> None:
         self._last_batch = batch
-        super().backward(batch, weight, meter)
+        super().backward(batch, share, meter)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
         norm = super().total_norm(grads)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvd_trainer.data import Batch, samples_in
-from hvd_trainer.optim.step import ForwardResult, LossFunction, check_scalar
+from hvd_trainer.optim.step import ForwardResult
+from hvd_trainer.optim.weights import LossFunction, Share, fractions, mean_loss
 
 
 class MicroBatch(NamedTuple):
@@ -20,9 +21,13 @@ class MicroBatch(NamedTuple):
     targets: Any
     samples: int
     """how many of the inputs are not padding; they come first"""
+    weight: Tensor | None
+    """by the weight function; None without one, and for padding alone"""
 
 
-def split_batch(batch: Batch, chunks: int, size: int) -> list[MicroBatch]:
+def split_batch(
+    batch: Batch, chunks: int, size: int, weigh: Callable[[Batch], Tensor | None] = lambda _: None
+) -> list[MicroBatch]:
     """Split a batch into micro-batches of `size` samples; the last ones may be padded, or empty.
 
         10 samples, 4 chunks of 3     0 1 2 | 3 4 5 | 6 7 8 | 9 9 9     counts 3 3 3 1
@@ -34,10 +39,10 @@ def split_batch(batch: Batch, chunks: int, size: int) -> list[MicroBatch]:
     places = torch.arange(chunks * size).clamp(max=samples - 1)
     cut_up = []
     for start in range(0, chunks * size, size):
-        end = min(start + size, samples)
-        chosen = places[start : start + size]
-        filled = slice_samples(inputs, start, end) if end - start == size else _select(inputs, chosen)
-        cut_up.append(MicroBatch(filled, slice_samples(targets, start, max(start, end)), max(0, end - start)))
+        end = max(start, min(start + size, samples))
+        real = slice_samples(inputs, start, end), slice_samples(targets, start, end)
+        filled = real[0] if end - start == size else _select(inputs, places[start : start + size])
+        cut_up.append(MicroBatch(filled, real[1], end - start, weigh(real) if end > start else None))
     return cut_up
 
 
@@ -54,18 +59,20 @@ class MicroBatchLoss:
     """Compute the loss of each micro-batch of one batch, in the order of the schedule.
 
     Args:
-        weight: of the batch in its step.
-        finish: returns the tensor to start backward from, given a micro-batch's share of the loss.
+        share: of the batch in its step.
+        finish: returns the tensor to start backward from, given a micro-batch's part of the loss.
 
     Attributes:
         passes: the forward results, by the micro-batch's number.
     """
 
     def __init__(
-        self, loss: LossFunction, chunks: Sequence[MicroBatch], weight: float, finish: Callable[[Tensor], Tensor]
+        self, loss: LossFunction, chunks: Sequence[MicroBatch], share: Share, finish: Callable[[Tensor], Tensor]
     ) -> None:
-        self._loss, self._chunks, self._weight, self._finish = loss, chunks, weight, finish
+        self._loss, self._chunks, self._share, self._finish = loss, chunks, share, finish
         self._samples = sum(chunk.samples for chunk in chunks)
+        weights = [chunk.weight for chunk in chunks if chunk.weight is not None]
+        self._weight = torch.stack(weights).sum() if weights else None
         self.passes: dict[int, ForwardResult] = {}
 
     def __call__(self, outputs: Any, number: Tensor | int) -> Tensor:
@@ -76,16 +83,21 @@ class MicroBatchLoss:
             first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
             return self._finish(first.sum() * 0)
         outputs = slice_samples(outputs, 0, chunk.samples)
-        loss = self._loss(outputs, chunk.targets)
-        check_scalar(loss)
+        loss = mean_loss(self._loss, outputs, chunk.targets, chunk.weight)
         detached = tree_map_only(Tensor, Tensor.detach, outputs)
-        self.passes[int(number)] = ForwardResult(loss.detach(), detached, chunk.targets, chunk.samples)
-        share = chunk.samples / self._samples * self._weight
-        return self._finish(loss if share == 1 else loss * share)
+        result = ForwardResult(loss.detach(), detached, chunk.targets, chunk.samples, chunk.weight)
+        self.passes[int(number)] = result
+        return self._finish(Share(self._fraction(result) * self._share.factor).of(loss))
+
+    def _fraction(self, result: ForwardResult) -> float | Tensor:
+        """Return what a micro-batch is of the batch."""
+        if result.weight is None or self._weight is None:
+            return result.samples / self._samples
+        return fractions(result.weight, self._weight)
 
     def mean(self) -> Tensor | None:
         """Return the mean loss of the batch; None on stages without outputs."""
         if not self.passes:
             return None
-        parts = [passed.loss * (passed.samples / self._samples) for _, passed in sorted(self.passes.items())]
+        parts = [Share(self._fraction(passed)).of(passed.loss) for _, passed in sorted(self.passes.items())]
         return torch.stack(parts).sum()

@@ -1,6 +1,6 @@
 """One optimizer step in micro-batches, in one stage or through several.
 
-    batch       0 1 2 3 4 5 6 7                 chunks are weighted by their samples, so that the sum of losses is
+    batch       0 1 2 3 4 5 6 7                 chunks are weighted, as batches are, so that the sum of losses is
     chunks      0 1 | 2 3 | 4 5 | 6 7           the mean of the batch, whatever the number of chunks
     stage 0     F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 1     .  F0 B0 F1 B1 F2 B2 F3 B3 .    activations go down, their gradients come up (torch.distributed)
@@ -26,6 +26,7 @@ from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import Share
 from hvd_trainer.parallel.device_pipeline import DevicePipeline
 from hvd_trainer.parallel.microbatch import MicroBatch, MicroBatchLoss, split_batch
 from hvd_trainer.parallel.schedule import CLASSES, ONE_PART, Schedule
@@ -179,10 +180,10 @@ class StageStep(TrainStep):
         self._batch = 0
         return super().__call__(batches, meter, prefetch)
 
-    def backward(self, batch: Batch, weight: float, meter: Meter) -> None:
+    def backward(self, batch: Batch, share: Share, meter: Meter) -> None:
         """Run forward and backward of one batch in micro-batches, through all stages."""
         self.backend.activity.enter("forward")
-        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), weight, self._begin)
+        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), share, self._begin)
         rng = functools.partial(MicroBatchRNG, self._seed, self.progress.step, self._replica, self._batch)
         self._batch += 1
         self._runner.train(chunks, loss, rng)
@@ -194,16 +195,16 @@ class StageStep(TrainStep):
 
     def evaluate(self, batch: Batch | None, meter: Meter) -> None:
         assert batch is not None
-        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), 1.0, lambda share: share)
+        loss = MicroBatchLoss(self.loss, chunks := self._cut(batch), Share(1), lambda part: part)
         self._runner.evaluate(chunks, loss)
         for _, passed in sorted(loss.passes.items()):
             meter.add(*passed)
 
     def _cut(self, batch: Batch) -> list[MicroBatch]:
-        return split_batch(batch, self._chunks, self._chunk_size)
+        return split_batch(batch, self._chunks, self._chunk_size, self.weigh)
 
-    def _begin(self, share: Tensor) -> Tensor:
-        scaled = share if self.scaler is None else self.scaler.scale(share)
+    def _begin(self, part: Tensor) -> Tensor:
+        scaled = part if self.scaler is None else self.scaler.scale(part)
         return scaled * self.guard.seed(scaled)
 
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
+from hvd_trainer.errors import OptionError
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.memory import PeakMemory
@@ -34,7 +35,8 @@ from hvd_trainer.optim.captured_step import CapturedStep
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
 from hvd_trainer.optim.reproducible import ReproducibleStep
-from hvd_trainer.optim.step import LossFunction, StepParts, TrainStep
+from hvd_trainer.optim.step import StepParts, TrainStep
+from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.pipeline_layout import make_layout
 from hvd_trainer.training.kernels import check_kernels
 from hvd_trainer.training.run import TrainingRun
@@ -52,6 +54,7 @@ class FitInputs:
     test_data: Any
     scheduler: Scheduler | None
     metrics: Mapping[str, Metric]
+    weight: WeightFunction | None
     callbacks: Sequence[Callback]
     collate: Callable[[list[Any]], Any] | None
     batch_transform: Callable[[Any], Any] | None
@@ -73,6 +76,8 @@ def build_run(
     stop_condition = StopCondition.parse(options.train.until)
     splits = ("train",) if inputs.test_data is None else ("train", "test")
     stop_condition.check([f"{split}_{name}" for split in splits for name in ("loss", *inputs.metrics)])
+    if inputs.weight is not None and options.engine.adasum:
+        raise OptionError("--adasum combines whole updates, and weight= weighs gradients: leave one out")
     with ExitStack() as resources:  # closes what is open if a later part cannot be built
         builder = _RunBuilder(inputs, options, backend, resources)
         return builder.build(stop_condition, requeue, snapshot)
@@ -192,6 +197,8 @@ class _RunBuilder:
             max_norm=train.max_norm,
             precision=train.precision,
             needs_norm=needs_norm,
+            weight=inputs.weight,
+            exchange="exchange" not in self._options.measure.leave_out,
         )
         step = self._make_step(parts, stream, is_uniform=train_loader.in_memory)
         self._resources.callback(step.close)

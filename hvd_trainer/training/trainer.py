@@ -31,7 +31,7 @@ from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.summary import facts, startup_summary
 from hvd_trainer.optim.learning_rate import Scheduler
 from hvd_trainer.optim.reproducible import set_cublas_workspace
-from hvd_trainer.optim.step import LossFunction
+from hvd_trainer.optim.weights import LossFunction, WeightFunction
 from hvd_trainer.parallel.grid import check_stages, make_grid
 from hvd_trainer.training.build import FitInputs, build_run
 from hvd_trainer.training.garbage import freeze_objects
@@ -120,6 +120,7 @@ class Trainer:
         *,
         scheduler: Scheduler | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        weight: WeightFunction | None = None,
         callbacks: Sequence[Callback] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
@@ -136,6 +137,9 @@ class Trainer:
                 and decay of the learning rate multiply its rate while a step is taken.
             metrics: by name; functions of outputs and targets that return a value per sample or their mean over
                 the batch, or torchmetrics objects.
+            weight: returns how much a batch counts, given (inputs, targets): where the loss is a mean over
+                something else than samples, their number, such as that of tokens. Passes and ranks are weighted by
+                it, and so are losses and metrics that are means, in training and in tests.
             callbacks: called at the ends of steps and epochs, with the running training.
             collate: makes a batch from a list of samples, as in `DataLoader`.
             batch_transform: converts the inputs of each batch on the training device, such as bytes to normalised
@@ -153,6 +157,7 @@ class Trainer:
             test_data=test_data,
             scheduler=scheduler,
             metrics=dict(metrics or {}),
+            weight=weight,
             callbacks=callbacks,
             collate=collate,
             batch_transform=batch_transform,

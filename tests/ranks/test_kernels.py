@@ -71,7 +71,7 @@ def optimizer_of(kind: str, its: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(its.parameters(), lr=0.03125, weight_decay=0.5, fused=True)
 
 
-def train(backend: str, *, optimizer: str = "adamw", **options: Any) -> dict[str, Any]:
+def train(backend: str, *, optimizer: str = "adamw", weight: Any = None, **options: Any) -> dict[str, Any]:
     """Train two epochs of 17 steps, the last one smaller; the rates are exact in fp32, too."""
     wanted = {"epochs": 2, "global_batch_size": 8, "max_norm": 1.0, **options}
     launches: list[Callable[[], None]] = []
@@ -99,6 +99,7 @@ def train(backend: str, *, optimizer: str = "adamw", **options: Any) -> dict[str
             data,
             scheduler=lambda its: torch.optim.lr_scheduler.StepLR(its, 1, 0.5),
             metrics={"accuracy": accuracy, "sum": Kept()},
+            weight=weight,
         )
         rank = trainer.world.rank
     where = its[0]
@@ -116,13 +117,19 @@ def train(backend: str, *, optimizer: str = "adamw", **options: Any) -> dict[str
     }
 
 
+def sum_of_classes(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return batch[1].sum()
+
+
 def both(backend: str) -> tuple[int, list[dict[str, Any]]]:
-    """Train captured and not, each with contiguous and with channels-last weights."""
+    """Train captured and not, each plain, with channels-last parameters, and with batches that have weights."""
     found = [
         train(backend),
         train(backend, capture_step=True),
         train(backend, channels_last=True),
         train(backend, channels_last=True, capture_step=True),
+        train(backend, weight=sum_of_classes),
+        train(backend, weight=sum_of_classes, capture_step=True),
     ]
     return found[0]["rank"], found
 
@@ -148,11 +155,13 @@ def test_engines_train_the_same_bits_captured_and_channels_last() -> None:
     """Horovod's exchange follows its graph, and DDP's is part of it."""
     runs = {name: run_ranks(both, num_processes=2, args=(name,)) for name in ("ddp", "horovod")}
     ranks = [rank for engine in runs.values() for rank in engine]
-    assert [its["captured"] for its in ranks[0]] == [0, 1, 0, 1]
-    for plain, captured in ((0, 1), (2, 3)):
+    assert [its["captured"] for its in ranks[0]] == [0, 1, 0, 1, 0, 1]
+    assert ranks[0][4]["weights"] != ranks[0][0]["weights"]
+    for plain, captured in ((0, 1), (2, 3), (4, 5)):
         found = {rank[number]["weights"] for rank in ranks for number in (plain, captured)}
         assert len(found) == 1
         assert {rank[captured]["places"] for rank in ranks} == {1}
+        assert all(rank[captured]["figures"] == rank[plain]["figures"] for rank in ranks)
     for rank in ranks:
         assert rank[0]["strides"] == (18, 9, 3, 1)
         assert rank[2]["strides"] == rank[3]["strides"] == (18, 1, 6, 2)

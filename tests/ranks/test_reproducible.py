@@ -30,6 +30,7 @@ SETUPS: dict[str, dict[str, Any]] = {
         "train": {"accumulate": 2, "max_norm": 0.5, "global_batch_size": 32},
     },
     "fp16": resume_checks.SETUPS["fp16"],
+    "weights": {**resume_checks.SETUPS["weights"], "train": {"accumulate": 2, "global_batch_size": 32}},
 }
 
 

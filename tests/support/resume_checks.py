@@ -109,6 +109,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "stream of batches with a length": {"data": SizedBatches},
     "scheduler, clipping, accumulation": {"scheduler": halve, "train": {"accumulate": 2, "max_norm": 0.5}},
     "fp16": {"train": {"precision": "fp16"}},
+    "weights": {"weight": lambda batch: batch[1].sum() / 3, "train": {"accumulate": 2}},
 }
 
 
@@ -140,6 +141,7 @@ def run(
                 make(num),
                 TensorData(*tensors(num)),
                 scheduler=setup.get("scheduler"),
+                weight=setup.get("weight"),
                 metrics={"accuracy": accuracy},
                 callbacks=[StopAfter(stop_after)],
             )

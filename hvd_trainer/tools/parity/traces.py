@@ -121,9 +121,9 @@ class Trace:
         return Counter(sample for samples in taken.values() for sample in samples)
 
 
-def _weighted(line: Mapping[str, Any]) -> list[tuple[float, int]]:
-    """Return the losses of one rank's passes, each with the number of samples that it is the mean of."""
-    losses, counts = line["losses"], line["counts"]
+def _weighted(line: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Return the losses of one rank's passes, each with its weight, else the samples that it is the mean of."""
+    losses, counts = line["losses"], line.get("weights") or line["counts"]
     # A pipeline has a loss per micro-batch, all of one size, and not per batch.
     return list(zip(losses, counts if len(counts) == len(losses) else [1] * len(losses), strict=True))
 

@@ -226,6 +226,14 @@ def test_one_process_may_differ_by_rounding() -> None:
     assert "sums are taken in another order (another number of ranks)" in find_causes(exact)[0].text
 
 
+def test_losses_are_averaged_by_the_weights_of_their_batches() -> None:
+    def weighed(rank: int, line: dict[str, Any], values: Any) -> None:
+        line.update(losses=[1.0, 2.0][rank : rank + 1], weights=[3.0, 1.0][rank : rank + 1])
+
+    two, one = make_trace("ddp", {"step 1": weighed}), {"step 1": set_line(losses=[1.25], weights=[4.0])}
+    assert Pair.compare(two, make_trace("single", one, ranks=1)).same
+
+
 def test_growing_rounding_is_allowed_and_jumps_are_not() -> None:
     def single(scale: float) -> Trace:
         change = combine(multiply(1 + scale, *ALL), set_line(losses=[(1 + scale) / 3]))
