@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
-from hvd_trainer.errors import UserError
+from hvd_trainer.errors import OptionError, UserError
+from hvd_trainer.utils.process import ending_with_reader
 from hvd_trainer.utils.text import COMMAND
 
 
@@ -67,17 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 2 a user's mistake, 130 after Ctrl-C, others the command's own.
     """
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    with ending_with_reader():
+        return _main(list(sys.argv[1:] if argv is None else argv) or ["--help"])
+
+
+def _main(words: list[str]) -> int:
+    name, *rest = words
     if name in ("-h", "--help"):
         print(usage())
         return 0
-    if (new := RENAMED.get(name)) is not None:
-        print(f"error: {name} is now called {new}. Type: {COMMAND} {new} --help", file=sys.stderr)
-        return 2
-    if name not in MODULES:
-        print(f"error: there is no command {name!r}.\n{usage()}", file=sys.stderr)
-        return 2
     try:
+        if (new := RENAMED.get(name)) is not None:
+            raise OptionError(f"{name} is now called {new}. Type: {COMMAND} {new} --help")
+        if name not in MODULES:
+            guess = "".join(f": did you mean {its}?" for its in get_close_matches(name, MODULES, 1)) or "."
+            raise OptionError(f"there is no command {name!r}{guess} Type: {COMMAND} --help")
         return int(importlib.import_module(MODULES[name]).main(rest))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -83,6 +83,7 @@ def save(
     name = f"step-{step:09d}"
     temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
     tree, tensors = flatten_state(state)
+    number = 0
     try:
         number = 1 + max((manifest.number for manifest, _ in find_checkpoints(folder)[0]), default=-1)
         temporary.mkdir(parents=True)
@@ -95,9 +96,8 @@ def save(
         _sync_folder(folder)
     except (OSError, ValueError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"No checkpoint could be written to {folder / name}: {error}. Older ones are intact."
-        ) from error
+        text = f"No checkpoint could be written to {folder / name}: {first_line(error)}."
+        raise CheckpointError(f"{text} Older ones are intact." if number else text) from error
     return final
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import yaml
 
 from hvd_trainer.config.checks import COMMON, flag, switch
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 
 if TYPE_CHECKING:
@@ -59,17 +60,17 @@ def parse(kind: type[T], args: Sequence[str] | None = None, *, outputs: bool = T
 
 
 def _parse_typed(kind: type[T], args: list[str]) -> T:
-    import tyro
+    from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
     asks_for_help, asks_for_all = not {"-h", "--help"}.isdisjoint(args), "--help-all" in args
     more = f"{_program()} --help-all lists all options. " if asks_for_help and not asks_for_all else ""
-    return tyro.cli(
+    return read_words(
         kind,
-        prog=_program(),
+        ["--help"] if asks_for_all else args,
+        program=_program(),
         description=f"{_summary(kind)}{more}--config FILE takes options from YAML (epochs: 3); the command line "
         f"wins. Every run with --log-dir writes such a file, config.yaml.",
-        args=["--help"] if asks_for_all else args,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        config=(OmitArgPrefixes, OmitSubcommandPrefixes),
         registry=_help_registry(common_only=bool(more)),
     )
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import closing
-from typing import Any
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.launch.world import World, detect, set_world
@@ -40,6 +39,8 @@ class HorovodElasticDriver:
 
     Attributes:
         hosts_changed: set when hosts have come or gone since the last `next_world`; on rank 0 only.
+        listeners: called with the same news, by a thread of Horovod's: a time stamp, and 1 for hosts that have
+            gone, 2 for such that have come, 3 for both.
         past_worlds: how many worlds this process has been in before this one.
 
     Raises:
@@ -57,6 +58,7 @@ class HorovodElasticDriver:
             )
         self._host, self._port = environ[ADDRESS], environ[PORT]
         self.hosts_changed = threading.Event()
+        self.listeners: set[Callable[[int, int], object]] = set()
         self.past_worlds = 0
         self._is_listening = False
 
@@ -83,9 +85,11 @@ class HorovodElasticDriver:
             ) from error
         self._is_listening = True
 
-    def on_hosts_updated(self, timestamp: int, update: Any) -> None:
+    def on_hosts_updated(self, timestamp: int, update: int) -> None:
         """Note that hosts have changed; Horovod calls it in a thread of its own."""
         self.hosts_changed.set()
+        for listener in list(self.listeners):
+            listener(timestamp, update)
 
     def next_world(self) -> World:
         """Request this process's place in the next world; return when all processes have asked, or ended.

@@ -86,7 +86,8 @@ class Failure:
         who = f"rank {self.rank} of {len(self.peers)} on {peer.host} (process {peer.pid})"
         where = describe_position(self.heartbeat)
         if self.is_last_known:
-            where = f"last heard of {where}" if self.heartbeat.phase == "start" else f"last heard of in {where}"
+            outside = self.heartbeat.phase in ("start", "trained")
+            where = f"last heard of {where}" if outside else f"last heard of in {where}"
         lines = [f"failure: {who}, {where}: {self.what}"]
         lines += [self.detail.rstrip()] if self.detail else []
         lines += self.others
@@ -96,8 +97,13 @@ class Failure:
 
 def describe_position(heartbeat: Heartbeat) -> str:
     """Return a rank's position as reports have it, such as `step 41, forward`."""
-    is_started = heartbeat.phase != "start"
-    return f"step {heartbeat.step + 1:,}, {heartbeat.phase}" if is_started else "before the first step"
+    match heartbeat.phase:
+        case "start":
+            return "before the first step"
+        case "trained":
+            return f"after step {heartbeat.step:,}, outside of fit"
+        case phase:
+            return f"step {heartbeat.step + 1:,}, {phase}"
 
 
 def save_stacks(folder: Path, stacks: Mapping[int, str], report: str | None) -> None:

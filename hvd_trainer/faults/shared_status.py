@@ -8,7 +8,10 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback", "end")
+PHASES = (
+    *("start", "data", "forward", "backward", "reduce", "step", "save", "evaluate", "epoch", "callback"),
+    *("trained", "end"),
+)
 NAME = "hvd_trainer-activity"
 _LAYOUT = struct.Struct("qB")
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.horovod_build.build_plan import VERSION, BuildPlan, default_jobs, python_tag
 from hvd_trainer.horovod_build.build_steps import pip, run_logged
 from hvd_trainer.horovod_build.errors import InstallError
@@ -56,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         InstallError: something that a user can mend.
     """
-    options = tyro.cli(Options, prog=INSTALL_HOROVOD, args=argv)
+    options = read_words(Options, argv, program=INSTALL_HOROVOD)
     # As an exception, so that the compilers end with the installer.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     install(options)

@@ -7,7 +7,6 @@ do so in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from hvd_trainer.hvd.collective import Collective, check_has_rows, handles, publ
 from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.basics import *  # noqa: F403
 from hvd_trainer.hvd.common.exceptions import HorovodInternalError
+from hvd_trainer.hvd.common.horovod_basics import HorovodBasics
 from hvd_trainer.hvd.common.process_sets import (
     ProcessSet,
     add_process_set,
@@ -75,11 +75,10 @@ __all__ = [
 ]
 
 Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
+_basics = HorovodBasics(__file__)
 
 
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
-    SimpleNamespace(Average=Op.AVERAGE, Sum=Op.SUM)
-)
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 
 
 def _reduction(

@@ -301,6 +301,7 @@ class _DistributedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, passes: _BackwardPasses) -> None:
         # `step` is an attribute if a learning-rate scheduler has wrapped it: that of the optimizer without ranks.
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        self._without_ranks = optimizer
         self._passes = passes
         self._parameter_names = passes.names
         self._is_synchronized = False
@@ -314,6 +315,11 @@ class _DistributedOptimizer(Optimizer):
         """Change how often `backward` runs before `step`."""
         self._passes.per_step = passes
         self._passes.reset()
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """Step as the optimizer without ranks does, of which a scheduler that was made for it wants to know."""
+        self._without_ranks._opt_called = True  # type: ignore[attr-defined]  # PyTorch's mark of a step
+        return super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, and forget gradients that no step has used."""
@@ -377,13 +383,13 @@ class _ReducingOptimizer(_DistributedOptimizer):
         """
         if not self._synchronizes:
             self._is_synchronized = False
-            return super().step(closure)
+            return self._update(closure)
         if self._is_synchronized:
             warnings.warn(REDUCED_TWICE, stacklevel=2)
         if closure is None or self._passes.have_begun:
             self.synchronize()
         self._is_synchronized = False
-        return super().step(None if closure is None else self._reduced(closure))
+        return self._update(None if closure is None else self._reduced(closure))
 
     step.hooked = True  # type: ignore[attr-defined]  # PyTorch calls the hooks of steps in the optimizer's own step
 
@@ -425,7 +431,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         self._passes.watch(self)
         parameters = [parameter for parameter, _ in _numbered(self) if parameter.requires_grad]
         starts = [parameter.detach().clone() for parameter in parameters]
-        loss = super().step(closure)
+        loss = self._update(closure)
         self._passes.reset()
         sent = []
         for parameter, start in zip(parameters, starts, strict=True):

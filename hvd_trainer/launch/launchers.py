@@ -41,6 +41,8 @@ class Launcher:
         return [name for name in self.markers or self.variables() if name in environ]
 
 
+NUMBER = "[0-9]{1,10}"
+"""int() would also take "1_0", "+1" and other alphabets' digits, which no launcher writes."""
 HOROVOD_NAMES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -96,8 +98,7 @@ def read_number(environ: Mapping[str, str], name: str) -> int:
     Raises:
         LaunchError: it contains something else.
     """
-    # int() would also take "1_0", "+1" and other alphabets' digits, which no launcher writes.
-    if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
+    if not re.fullmatch(NUMBER, environ[name]):
         raise LaunchError(
             f"{name} should be a whole number, but is {shorten(environ[name])}. Leave it to the launcher, or "
             f"type: export {name}=NUMBER"

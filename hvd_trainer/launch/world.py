@@ -6,11 +6,12 @@ are in `launchers.LAUNCHERS`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch.launchers import LAUNCHERS, Launcher, find_launcher, read_number
+from hvd_trainer.launch.launchers import LAUNCHERS, NUMBER, Launcher, find_launcher, read_number
 from hvd_trainer.launch.slurm import expand_counts
 
 UNKNOWN = -1
@@ -152,9 +153,15 @@ def lone_process_warning(world: World, environ: Mapping[str, str]) -> str | None
 
 
 def may_be_first(environ: Mapping[str, str]) -> bool:
-    """Return False if the launcher's variables say that this is not rank 0, even if some of them are missing."""
+    """Return False if the launcher's variables say that this is not rank 0, even if some of them are missing.
+
+    A rank that is no number, or that the size leaves no place for, may be: no rank 0 would say so in its place.
+    """
     launcher = find_launcher(environ)
-    return launcher is None or environ.get(launcher.rank, "0") == "0"
+    if launcher is None or not re.fullmatch(NUMBER, rank := environ.get(launcher.rank, "0")):
+        return True
+    size = environ.get(launcher.size, "")
+    return int(rank) == 0 or (re.fullmatch(NUMBER, size) is not None and int(rank) >= int(size))
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:

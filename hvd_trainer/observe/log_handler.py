@@ -29,6 +29,8 @@ class RankHandler(logging.Handler):
                 return
             stream.write(f"{self.format(record)}\n")
             stream.flush()
+        except BrokenPipeError:
+            pass  # what has read the output has ended, as `head` does, and the training goes on
         except Exception:
             self.handleError(record)
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 from hvd_trainer.checkpoint import storage
 from hvd_trainer.checkpoint.export import export_tensors
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import CheckpointError
 from hvd_trainer.utils.text import COMMAND
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a checkpoint's weights as a safetensors file, for use without this package."""
+
+    checkpoint: Annotated[Positional[str], arg(metavar="CHECKPOINT")]
+    """a checkpoint, or a log folder, of which the newest is taken"""
+    file: Annotated[Positional[Path], arg(metavar="[FILE]")] = Path("model.safetensors")
+    """to be written"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         CheckpointError: there is no whole checkpoint, or the file cannot be written.
     """
-    parser = argparse.ArgumentParser(prog=f"{COMMAND} export", description=__doc__)
-    parser.add_argument("checkpoint", help="a checkpoint, or a log folder, of which the newest is taken")
-    parser.add_argument("file", nargs="?", type=Path, default=Path("model.safetensors"))
-    options = parser.parse_args(argv)
+    options = read_words(Options, argv, program=f"{COMMAND} export")
     found = storage.restore(None, options.checkpoint)
     assert found.state is not None
     try:

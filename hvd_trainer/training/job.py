@@ -18,6 +18,7 @@ from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter, wait_fo
 from hvd_trainer.launch.slurm import slurm_step_id
 from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
+from hvd_trainer.utils.process import ending_with_reader
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     launchers exit with another code.
     """
 
+    @ending_with_reader()
     def parse_and_run() -> None:
         warning = lone_process_warning(detect(os.environ), os.environ)
         if warning:

@@ -70,6 +70,7 @@ class TrainingLoop:
                 self._finish_epoch(record, is_complete=is_complete)
                 self._records.append(record)
             self._finish(started)
+        activity.enter("trained")
 
     def _train_epoch(self) -> tuple[dict[str, Any], bool]:
         """Train on the rest of an epoch; return its record, and whether all of its batches were trained on."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -11,6 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code of a program whose output nobody reads any more."""
 
 
 def start_time(pid: int) -> str:
@@ -42,6 +48,34 @@ def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+@contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """End without a word if what reads this process's output has ended before the block, as `head` does.
+
+    Raises:
+        SystemExit: so it is.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        unread = [stream for stream in (1, 2) if _is_unread(stream)]
+        if not unread:
+            raise  # it was another pipe
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in unread:
+            os.dup2(nowhere, stream)  # Python flushes once more when it ends
+        raise SystemExit(BROKEN_PIPE) from None
+
+
+def _is_unread(stream: int) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextmanager

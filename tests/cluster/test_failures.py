@@ -89,6 +89,13 @@ def test_failure_report_names_failing_rank_once(
         assert not kept
 
 
+def test_failure_after_the_training_is_told_as_such() -> None:
+    """It was told as that of the next step, in its save."""
+    result = run("torchrun", "ddp", "raises after fit:1:0", "--max-steps", "20")
+    assert result.returncode != 0
+    assert re.search(r"failure: rank 1 of 2 on .*, after step 20, outside of fit: raised an exc", result.stderr)
+
+
 def copies(launcher: str) -> int:
     """Return how often a report is printed: torchrun repeats that of the first rank."""
     return 2 if launcher == "torchrun" else 1

@@ -83,6 +83,7 @@ def test_rank_on_a_new_host_gets_the_state_and_its_part_of_the_epoch(
     begins = sorted(events(folder, "begin"), key=len)
     assert [len(its) for its in begins] == [1, 2, 2]
     assert begins[0][0] == begins[1][1] == begins[2][1] != ["3", "0", "0"]
+    assert sorted(events(folder, "told")) == [[], [], [["2"]]], "horovodrun tells rank 0 of hosts that have come"
     assert sorted(events(folder, "reset")) == [[], [["3"]], [["3"]]]
 
 

@@ -104,3 +104,26 @@ def test_horovodrun_knows_its_controllers_without_pytorch() -> None:
         [sys.executable, "-c", f"{ask}; print(gloo_built(), mpi_built())"], text=True
     )
     assert printed in ("True False\n", "True True\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-np 0 true", "-np 0: the number of processes must be 1 or more"),
+        ("-np 3 -H localhost:2 --gloo true", "Requested more processes (3) than there are available slots (2)"),
+        ("-np 2 --hostfile missing true", "No such file or directory: 'missing'"),
+        ("-np 2 --fusion-threshold-mb -1 true", "fusion_threshold_mb=-1"),
+        # Each rank printed its environment, in which secrets may be.
+        ("-np 2", "name the command to run"),
+    ],
+)
+def test_horovodrun_says_in_one_line_what_is_wrong(words: str, said: str, patched: Path) -> None:
+    """It ended with exit code 0, or in a traceback."""
+    command = [sys.executable, "-m", "horovod.runner.launch", *words.split()]
+    environ = os.environ | {"PYTHONPATH": str(patched)}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("horovodrun: ")
+    assert said in line

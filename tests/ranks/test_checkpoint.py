@@ -314,8 +314,9 @@ def test_failed_write_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage, "serialize_file", full)
-    with pytest.raises(CheckpointError, match=r"No checkpoint could be written to .*No space left"):
+    with pytest.raises(CheckpointError, match=r"No checkpoint could be written to .*No space left") as raised:
         fit(tmp_path)
+    assert "intact" not in str(raised.value), "there are no older ones"
     assert not any(thread.name.startswith("checkpoint-writer") for thread in threading.enumerate())
 
 

@@ -390,6 +390,7 @@ def rank_and_size_are_the_launchers() -> None:
     assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_homogeneous()
+    assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks()[0] == list(ranks())
     assert str(hvd.global_process_set) == (f"ProcessSet(process_set_id=0, ranks={list(ranks())}, mpi_comm=None)")
     assert hvd.gloo_built()
     assert hvd.gloo_enabled()
@@ -539,16 +540,18 @@ def batch_norm_is_over_all_ranks() -> None:
 
 
 @CHECKS.add
-def timelines_are_json_and_name_operations() -> None:
+def timelines_are_json_while_the_job_runs_and_name_operations() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
         for mark_cycles in (True, False):
             hvd.start_timeline(str(path), mark_cycles=mark_cycles)
             for name in ("small", "large"):
                 hvd.allreduce(torch.ones(2 if name == "small" else 2000), name=name)
+            while_it_runs = path.read_text() if hvd.rank() == 0 else ""
             hvd.stop_timeline()
             if hvd.rank() == 0:
-                events = json.loads(path.read_text())
+                events = json.loads(while_it_runs)
+                assert json.loads(path.read_text())[: len(events)] == events
                 names = {event["name"] for event in events}
                 assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
                 assert ("CYCLE_START" in names) == mark_cycles

@@ -54,22 +54,24 @@ def differences_from_horovod() -> tuple[int, list[str]]:
                 differences.append(f"{real.__name__}.{attribute} is missing")
             elif inspect.isclass(value) and issubclass(value, Exception):
                 assert issubclass(getattr(ours, attribute), value.__base__)
-            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), WRAPPED):
+            elif callable(value) and parameters(value) not in (parameters(getattr(ours, attribute)), ANY):
                 theirs, its = parameters(value), parameters(getattr(ours, attribute))
                 differences.append(f"{real.__name__}.{attribute} takes {its} in place of {theirs}")
     return 0, differences
 
 
 def parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
-    """Return names and defaults; classes by their names."""
+    """Return names and defaults; classes by their names; those of a function in Horovod's cache."""
+    if inspect.isfunction(function):
+        function = inspect.getclosurevars(function).nonlocals.get("f", function)
     return [
         (p.name, getattr(p.default, "__qualname__", str(p.default)))
         for p in inspect.signature(function).parameters.values()
     ]
 
 
-WRAPPED = [("args", "_empty"), ("kwargs", "_empty")]
-"""Parameters of what Horovod wraps into a cache."""
+ANY = [("args", "_empty"), ("kwargs", "_empty")]
+"""What Horovod's `init` and `shutdown` take, and pass on to its basic object."""
 OF_EXTENSION = (
     "get_ext_suffix",
     "get_extension_full_path",
@@ -85,6 +87,28 @@ OF_EXTENSION = (
 def test_names_and_parameters_are_horovods() -> None:
     (differences,) = run_ranks(differences_from_horovod, num_processes=1)
     assert not differences, "\n".join(differences)
+
+
+def differences_from_basics() -> tuple[int, list[str]]:
+    """Return each method of Horovod's basic object that ours has not, or that takes other parameters."""
+    from horovod.torch.mpi_ops import _basics
+
+    from hvd_trainer.hvd import mpi_ops
+
+    names = [name for name in dir(_basics) if not name.startswith("_") and callable(getattr(_basics, name))]
+    assert {"init", "rank", "nccl_built"} <= {*names}
+    return 0, [
+        name
+        for name in (*names, "_get_process_set_ids_and_ranks")
+        if parameters(getattr(_basics, name)) != parameters(getattr(mpi_ops._basics, name))
+    ]
+
+
+@requires("horovod")
+def test_basic_object_has_horovods_methods() -> None:
+    """Libraries and Horovod's own tests call it in place of the functions."""
+    (differences,) = run_ranks(differences_from_basics, num_processes=1)
+    assert not differences
 
 
 @requires("horovod")

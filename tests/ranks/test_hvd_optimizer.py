@@ -162,6 +162,21 @@ def check_wrapped_again() -> None:
         hvd.DistributedOptimizer(optimizer)
 
 
+def check_scheduler_of_the_optimizer_without_ranks() -> None:
+    """PyTorch warned of `lr_scheduler.step()` before `optimizer.step()`."""
+    for op in (hvd.Average, hvd.Adasum):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            backward(model)
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 def check_process_set() -> None:
     """A rank that is not in the set steps on its own gradients."""
     first = hvd.add_process_set([0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import sys
@@ -55,6 +56,20 @@ def test_lines_go_to_the_programs_handlers(tmp_path: Path) -> None:
 def test_lines_can_be_silenced_but_not_errors(tmp_path: Path) -> None:
     assert "epoch 1/1" not in run(tmp_path, "silent").stdout
     assert "error: --epochs must be 1 or more" in run(tmp_path, "silent", "--epochs", "0").stderr
+
+
+def test_lines_that_nobody_reads_leave_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python job.py | head` printed one for each line of the log."""
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    RankHandler().emit(logging.makeLogRecord({"levelno": logging.INFO, "msg": "epoch 1/1"}))
+    assert capsys.readouterr().err == ""
 
 
 def test_rank_0_logs_information_and_all_ranks_warnings(

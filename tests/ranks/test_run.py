@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from combinations import case
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
 
+from hvd_trainer.tools.run import engines
 from hvd_trainer.utils.import_hooks import ImportHooks
 
 TORCH_SCRIPT = """
@@ -199,7 +200,11 @@ def train(start, *, step):
         raise ValueError("planted")
     return start + step * hvd.rank(), hvd.size(), hvd.__name__
 
-print(horovod.run(train, args=({start},), kwargs={{"step": 5}}, {words}))
+try:
+    print(horovod.run(train, args=({start},), kwargs={{"step": 5}}, {words}))
+except RuntimeError as error:
+    print("as RuntimeError:", error)
+    sys.exit(3)
 """
 
 
@@ -211,7 +216,11 @@ print(horovod.run(train, args=({start},), kwargs={{"step": 5}}, {words}))
             *("np=2, hosts='localhost:2', start_timeout=60, verbose=1", 7, 0),
             "[(7, 2, 'hvd_trainer.hvd'), (12, 2, 'hvd_trainer.hvd')]",
         ),
-        ("num_proc=2", -1, 2, "error: horovod.run: a rank has ended with exit code 1"),
+        (
+            *("num_proc=2", -1, 3),
+            "as RuntimeError: horovod.run: Horovod detected that one or more processes exited with non-zero "
+            "status: a rank has ended with exit code 1",
+        ),
         ("np=2, hosts='node1:2', use_mpi=True", 7, 2, "no use for hosts='node1:2', use_mpi=True."),
     ],
 )
@@ -338,3 +347,13 @@ def test_hook_is_called_once_the_module_is_executed() -> None:
     ImportHooks(aliases={}, absent={}, after=hook).install()
     importlib.import_module("colorsys")
     assert seen == [True]
+
+
+@pytest.mark.usefixtures("clean_imports")
+@pytest.mark.parametrize("installed", [pytest.param(True, marks=requires("horovod")), False])
+def test_horovod_runner_has_the_same_run(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was that of an installed Horovod, which failed, and missing without one."""
+    if not installed:
+        monkeypatch.setattr(engines, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
+    engines.import_hooks("ddp", None).install()
+    assert importlib.import_module("horovod.runner").run is importlib.import_module("horovod").run

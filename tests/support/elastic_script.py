@@ -2,7 +2,8 @@
 
 python elastic_script.py FOLDER PAUSE_S [BATCH]    after this batch of epoch 1 a rank is killed, once
 
-FOLDER/PROCESS    one line per event: begin SIZE EPOCH BATCH; reset SIZE; epoch SAMPLE...; weights DIGEST RATE
+FOLDER/PROCESS    one line per event: begin SIZE EPOCH BATCH; told KIND; reset SIZE; epoch SAMPLE...;
+                  weights DIGEST RATE
 """
 
 import hashlib
@@ -68,13 +69,19 @@ def train(state):
         print(f"has trained epoch {state.epoch}", flush=True)
 
 
+class State(hvd.elastic.TorchState):
+    def on_hosts_updated(self, timestamp, update_res):
+        record("told", int(update_res))
+        super().on_hosts_updated(timestamp, update_res)
+
+
 def on_reset():
     record("reset", hvd.size())
     for group in optimizer.param_groups:
         group["lr"] = RATE * hvd.size()
 
 
-state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, seen=[], epochs=[])
+state = State(model, optimizer, sampler=sampler, epoch=0, batch=0, seen=[], epochs=[])
 state.register_reset_callbacks([on_reset])
 train(state)
 for seen in state.epochs:

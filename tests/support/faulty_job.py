@@ -43,6 +43,7 @@ def take_too_much_memory() -> None:
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": raise_an_error,
     "raises in the loss": raise_an_error,
+    "raises after fit": lambda: None,
     "exits": lambda: sys.exit(0),
     "exits at once": lambda: os._exit(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -87,6 +88,8 @@ def main(options: TrainerOptions) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         grief = Grief()
         trainer.fit(model, optimizer, grief.loss, data, callbacks=[grief])
+        if grief.what == "raises after fit" and grief.who == str(trainer.world.rank):
+            raise_an_error()
 
 
 if __name__ == "__main__":

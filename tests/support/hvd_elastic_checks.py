@@ -8,6 +8,7 @@ from hvd_checks import Checks
 from torch import nn
 
 from hvd_trainer import hvd
+from hvd_trainer.hvd.common.elastic import notification_manager
 
 CHECKS = Checks()
 
@@ -125,7 +126,9 @@ def elastic_training_begins_again_when_hosts_change() -> None:
         while state.step < last:
             state.step += 1
             if state.step == 3 and not resets and hvd.rank() == 0:
-                state.on_hosts_updated(0, 1)
+                assert state._host_messages.empty()
+                notification_manager.handle_hosts_updated(0, 1)
+                assert not state._host_messages.empty(), "Horovod's tests wait for it"
             state.check_host_updates()
         return int(state.step)
 

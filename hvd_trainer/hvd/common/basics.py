@@ -383,6 +383,13 @@ def hosts_have_changed() -> bool:
     return driver is not None and driver.hosts_changed.is_set()
 
 
+def listen_to_hosts(listener: Callable[[int, int], object]) -> None:
+    """Have a function called whenever horovodrun, in its elastic mode, tells this rank of other hosts."""
+    driver = None if _state.runtime is None else _state.runtime.session.driver
+    if driver is not None:
+        driver.listeners.add(listener)
+
+
 def shutdown() -> None:
     """End this job together with all other ranks; nothing if there is none."""
     ending, _state.runtime = _state.runtime, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +14,34 @@ from hvd_trainer.hvd.common.exceptions import HorovodInternalError, HostsUpdated
 
 T = TypeVar("T")
 _STATES = itertools.count()
+
+
+class NotificationManager:
+    """Tells states which hosts have come or gone, where horovodrun tells this process."""
+
+    def __init__(self) -> None:
+        self._listeners: set[State] = set()
+
+    def init(self) -> None:
+        """Listen to horovodrun; nothing before `hvd.init`, or if the number of ranks is fixed."""
+        basics.listen_to_hosts(self.handle_hosts_updated)
+
+    def register_listener(self, listener: State) -> None:
+        """Have a state's `on_hosts_updated` called."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: State) -> None:
+        """Stop that."""
+        self._listeners.remove(listener)
+
+    def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Tell all states; called by a thread of Horovod's."""
+        for listener in list(self._listeners):
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = NotificationManager()
+"""Of this process."""
 
 
 class State:
@@ -28,7 +57,7 @@ class State:
         self._rank = get_rank
         self._number = next(_STATES)  # attributes without underscore are the script's
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._hosts_updated = False
+        self._host_messages: queue.Queue[tuple[int, int]] = queue.Queue()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Have functions called after ranks have come or gone, such as to scale the learning rate anew."""
@@ -36,14 +65,14 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to other ranks, and call the callbacks."""
-        self._hosts_updated = False
+        self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
         """Note that hosts have changed; rank 0's note counts, at the next `commit` or `check_host_updates`."""
-        self._hosts_updated = True
+        self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
         """Save the state, to which all return if a rank is lost, and look for changes of the hosts. A collective.
@@ -63,7 +92,7 @@ class State:
         Raises:
             HostsUpdatedInterrupt: hosts have come, or are about to go; on all ranks at once.
         """
-        if self._bcast_object(self._hosts_updated or basics.hosts_have_changed()):
+        if self._bcast_object(not self._host_messages.empty() or basics.hosts_have_changed()):
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def save(self) -> None:
@@ -144,6 +173,14 @@ def run_fn(func: Callable[..., T], reset: Callable[[], object]) -> Callable[...,
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> T:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        try:
+            return train_anew(state, *args, **kwargs)
+        finally:
+            notification_manager.remove_listener(state)
+
+    def train_anew(state: State, *args: Any, **kwargs: Any) -> T:
         has_reset, refused = False, None
         while True:
             try:

@@ -4,12 +4,14 @@
     ALLREDUCE             its execution
     CYCLE_START           a round of the controller, if asked for
 
-Every operation's name has a row of its own. Rank 0 writes the file.
+Every operation's name has a row of its own. Rank 0 writes the file, which is complete JSON after each write: while
+the job runs, and after a crash.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.hvd.common.request import Request
+
+END = b"\n]\n"
+"""of the file; the next event overwrites it"""
 
 
 class Timeline:
@@ -31,12 +36,12 @@ class Timeline:
     """
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
-        self._file = Path(path).expanduser().open("w")
+        self._file = Path(path).expanduser().open("wb", buffering=0)
+        self._size = 0  # without END
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
         self._start = time.monotonic()
         self._mark_cycles = mark_cycles
-        self._file.write("[\n")
         self._write(
             name="process_name",
             ph="M",
@@ -47,7 +52,9 @@ class Timeline:
     def _write(self, **event: Any) -> None:
         with self._lock:
             if not self._file.closed:
-                self._file.write(json.dumps(event) + ",\n")
+                text = (b",\n" if self._size else b"[\n") + json.dumps(event).encode()
+                os.pwrite(self._file.fileno(), text + END, self._size)
+                self._size += len(text)
 
     def _row(self, name: str) -> int:
         if name not in self._rows:
@@ -90,9 +97,4 @@ class Timeline:
         """Complete the file."""
         self._write(name="end", ph="i", s="g", pid=0, tid=0, ts=round((time.monotonic() - self._start) * 1e6, 1))
         with self._lock:
-            if not self._file.closed:
-                # The last event ends with a comma, which JSON does not allow.
-                self._file.seek(self._file.tell() - 2)
-                self._file.truncate()
-                self._file.write("\n]\n")
-                self._file.close()
+            self._file.close()

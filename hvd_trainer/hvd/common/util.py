@@ -19,12 +19,6 @@ T = TypeVar("T")
 EXTENSIONS = ["torch"]
 """The frameworks that this package serves."""
 
-mpi_built = basics.mpi_built
-gloo_built = basics.gloo_built
-nccl_built = basics.nccl_built
-ddl_built = basics.ddl_built
-ccl_built = basics.ccl_built
-
 _cache = functools.cache
 """`functools.cache`, which the launcher of an installed Horovod imports from here."""
 
@@ -32,6 +26,24 @@ _cache = functools.cache
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether operations exist for a framework: `torch` alone."""
     return ext_base_name in EXTENSIONS
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Return whether MPI is used: never."""
+    return basics.mpi_built()
+
+
+ddl_built = ccl_built = mpi_built
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Return whether this PyTorch has Gloo."""
+    return basics.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return NCCL's version as a number; 0 if this PyTorch has none."""
+    return basics.nccl_built()
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:

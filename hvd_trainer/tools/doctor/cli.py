@@ -18,8 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 
-import tyro
-
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import first_line
 from hvd_trainer.tools.doctor import gpus, hosts, launchers, machine, network, software
 from hvd_trainer.tools.doctor.context import Context, Host, Options, Programs, look_up, read_hosts, run_probe
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range or not of its form.
     """
-    options = tyro.cli(Options, prog=f"{COMMAND} doctor", args=argv)
+    options = read_words(Options, argv, program=f"{COMMAND} doctor")
     options.check()
     visited = read_hosts(options.hosts)
     began = time.monotonic()

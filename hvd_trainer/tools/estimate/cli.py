@@ -19,6 +19,7 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import collect_errors, flag, range_errors, refuse
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.estimate.fit import LATENCY_US
 from hvd_trainer.tools.estimate.held_out import run_trials
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         OptionError: an option is out of its range, or a file has another form.
     """
-    options = tyro.cli(Options, prog=f"{COMMAND} estimate", args=argv)
+    options = read_words(Options, argv, program=f"{COMMAND} estimate")
     options.check()
     check_installed()
     measured = read_points(options.fit or SHIPPED_FILE)

@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,13 @@ if TYPE_CHECKING:  # torch is imported when the script imports it
 
 ALIASES = {
     "horovod.torch": "hvd_trainer.hvd",
+    "horovod.common.basics": "hvd_trainer.hvd.common.horovod_basics",
     "horovod.common": "hvd_trainer.hvd.common",
 }
 TO_HOROVOD = {"hvd_trainer.hvd.common": "horovod.common", "hvd_trainer.hvd": "horovod.torch"}
 """A script that was written for `hvd_trainer.hvd` would run on torch.distributed, and be taken for Horovod's."""
-ROOT = {"horovod": "hvd_trainer.tools.run.horovod_package"}
+PACKAGE = "hvd_trainer.tools.run.horovod_package"
+"""Stands for the package `horovod` itself, and for its `horovod.runner` where no Horovod is installed."""
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
     f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
@@ -64,7 +67,17 @@ def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | 
         after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
         return ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
-    return ImportHooks(aliases=ALIASES, single=ROOT, absent=ABSENT, after=after)
+    single = {"horovod": PACKAGE}
+    if PathFinder.find_spec("horovod") is None:
+        single["horovod.runner"] = PACKAGE
+    else:
+        after["horovod.runner"] = _start_by_own_run
+    return ImportHooks(aliases=ALIASES, single=single, absent=ABSENT, after=after)
+
+
+def _start_by_own_run(runner: ModuleType) -> None:
+    """Make `horovod.runner.run` what `horovod.run` is: the launcher below it is that of the installed Horovod."""
+    setattr(runner, "run", importlib.import_module(PACKAGE).run)  # noqa: B010  as above
 
 
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:

@@ -31,6 +31,16 @@ OF_OTHER_HOSTS = (
 """Arguments of `run` for launchers that start ranks elsewhere, or change their number."""
 
 
+class RankFailedError(LaunchError, RuntimeError):
+    """A rank has failed; Horovod's `run` raises a RuntimeError with these words, which scripts catch."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(
+            f"horovod.run: Horovod detected that one or more processes exited with non-zero status: a rank has "
+            f"ended with exit code {code}, and its output says why"
+        )
+
+
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -74,7 +84,8 @@ def run(
         The result of each rank, in rank order.
 
     Raises:
-        LaunchError: a rank has failed, or another argument is given, which would have no effect.
+        LaunchError: another argument is given, which would have no effect.
+        RankFailedError: a rank has failed.
     """
     arguments = locals()
     given = [] if _is_here(hosts) else [f"hosts={hosts!r}"]
@@ -96,7 +107,7 @@ def run(
         command = [executable or sys.executable, "-m", "hvd_trainer", "run", *limit]
         code = run_ranks([*command, "--", "-m", "hvd_trainer.tools.run.call", name], size)
         if code != 0:
-            raise LaunchError(f"horovod.run: a rank has ended with exit code {code}, and its output says why")
+            raise RankFailedError(code)
         return [cloudpickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 

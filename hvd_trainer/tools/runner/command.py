@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import tyro
-
 from hvd_trainer.config.checks import range_errors, refuse
+from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
@@ -56,7 +55,7 @@ def read_command(
         raise OptionError(f"Put -- before the job: {COMMAND} {name} ... -- {script}")
     # horovodrun calls it -np.
     own = ["--np" if word == "-np" else word for word in words[:place]]
-    options = tyro.cli(kind, prog=f"{COMMAND} {name}", args=own)
+    options = read_words(kind, own, program=f"{COMMAND} {name}")
     refuse(range_errors(options))
     return options, read_job(words[place + 1 :], reserved)
 

@@ -170,6 +170,8 @@ def test_wrong_command_line_exits_with_2(args: list[str], words: str, capsys: py
     captured = capsys.readouterr()
     assert captured.out == ""
     assert words in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
     with pytest.raises(SystemExit):
         parse(MnistOptions, args, outputs=False)
     assert capsys.readouterr() == ("", ""), "other ranks stay silent"

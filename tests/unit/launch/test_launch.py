@@ -70,6 +70,22 @@ def test_detect_recorded_environment(case: str) -> None:
     assert [may_be_first(environ) for environ in environs] == [detect(environ).is_first for environ in environs]
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "may_be"),
+    [
+        ("0", "2", True),
+        ("1", "2", False),
+        ("1", "", False),
+        ("1", "two", False),
+        ("2", "2", True),
+        ("a", "2", True),
+    ],
+)
+def test_no_other_rank_speaks_for_one_that_cannot_be(rank: str, size: str, may_be: bool) -> None:
+    """It waited 10 s for rank 0 to say what was wrong."""
+    assert may_be_first({"RANK": rank, "WORLD_SIZE": size}) == may_be
+
+
 # MPICH's mpiexec.hydra -n 3, as seen with MPICH 4.0.2.
 HYDRA = {"HYDI_CONTROL_FD": "7", "PMI_FD": "8", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
 BY_HAND = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}

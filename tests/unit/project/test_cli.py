@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -13,6 +15,7 @@ import pytest
 from launchers import REPOSITORY
 
 from hvd_trainer import cli
+from hvd_trainer.utils.process import BROKEN_PIPE
 
 SCRIPT = Path(sys.executable).with_name("hvd-trainer")
 
@@ -45,11 +48,38 @@ def test_old_names_answer_with_the_new_one(old: str, new: str, capsys: pytest.Ca
     )
 
 
-def test_unknown_command_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["comapre"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: there is no command 'comapre'.\nusage: hvd-trainer <command>"
+@pytest.mark.parametrize(("name", "guess"), [("comapre", ": did you mean compare?"), ("xyzzy", ".")])
+def test_unknown_command_is_refused(name: str, guess: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 2
+    assert capsys.readouterr().err == (
+        f"error: there is no command '{name}'{guess} Type: python -m hvd_trainer --help\n"
     )
+
+
+@pytest.mark.parametrize("words", [["--foo"], ["--hosts"], []])
+def test_mistyped_option_looks_like_any_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a box."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["estimate", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch("error: [^│─]+Type: python -m hvd_trainer estimate --help", line)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["hvd_trainer", "hvd_trainer estimate --help", "hvd_trainer.mnist --help-all"])
+def test_help_ends_without_a_word_where_nobody_reads(words: str, unbuffered: str) -> None:
+    """`--help | head` printed a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", *words.split()]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    try:
+        ended = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=60, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (BROKEN_PIPE, b"")
 
 
 def test_console_script_starts_main() -> None:

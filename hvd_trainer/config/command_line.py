@@ -1,0 +1,48 @@
+"""Read words of a command line into a dataclass, and say what is wrong with them as all errors are said."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def read_words(kind: type[T], words: Sequence[str], *, program: str, **how: Any) -> T:
+    """Return a dataclass with the values that the words give to its fields.
+
+    Args:
+        program: what the user typed before the words.
+        how: further arguments of `tyro.cli`.
+
+    Raises:
+        SystemExit: the words are wrong, which one line on stderr says (code 2), or ask for help (code 0).
+    """
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            options: T = tyro.cli(kind, prog=program, args=words, **how)
+            return options
+    except SystemExit as leaving:
+        if leaving.code:
+            told = ". ".join(part.rstrip(".") for part in _parts(printed.getvalue()))
+            print(f"error: {told}. Type: {program} --help", file=sys.stderr)
+        raise
+
+
+def _parts(box: str) -> Iterator[str]:
+    """Yield the texts between the rules of a box that tyro has printed, without its title and its line on help."""
+    part: list[str] = []
+    for row in box.splitlines()[1:]:
+        text = row.strip(" │")
+        if {*text} == {"-"} or {*text} == {"─"}:
+            if part:
+                yield " ".join(part)
+            part = []
+        elif text:
+            part.append(text)
