@@ -207,7 +207,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
     ends: dict[int, int | None] = {1: 0, 2: 1, 4: None, 8: 0}
     started: list[int] = []
 
-    def start_nothing(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
+    def start_nothing(start: Start, folder: Path, output: Path, **_: object) -> int | None:
         output.touch()
         started.append(int(start.command[start.command.index("--nproc-per-node") + 1]))
         return ends[started[-1]]
@@ -246,7 +246,7 @@ def test_compare_without_training_shows_nothing(
 ) -> None:
     (tmp_path / "job.py").write_text("print('hello')\n")
 
-    def start_nothing(start: Start, folder: Path, output: Path, *, limit_s: float) -> int:
+    def start_nothing(start: Start, folder: Path, output: Path, **_: object) -> int:
         output.touch()
         return 0
 
