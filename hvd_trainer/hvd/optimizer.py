@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -302,6 +302,8 @@ class _DistributedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, passes: _BackwardPasses) -> None:
         # `step` is an attribute if a learning-rate scheduler has wrapped it: that of the optimizer without ranks.
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        if basics.runtime().settings.exactly_horovod:
+            self.state = defaultdict(dict)  # Horovod makes a new optimizer of the parameter groups
         self._passes = passes
         self._parameter_names = passes.names
         self._is_synchronized = False

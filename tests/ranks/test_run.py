@@ -143,11 +143,12 @@ class Model(nn.Module):
 hvd.init()
 me, printed = hvd.rank(), []
 for make, wrapped, resumes in (
-    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1 + me, weight_decay=0.1), False, False),
-    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1, weight_decay=0.1), True, me == 0),
-    (lambda its: optim.SGD(its.linear.parameters(), lr=0.1 + me, momentum=0.9, dampening=0.5), True, False),
-    (lambda its: optim.SGD(its.parameters(), lr=0.1 + me), False, False),
-    (lambda its: optim.SparseAdam(its.table.parameters(), lr=0.1), False, False),
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1 + me, weight_decay=0.1), "no", False),
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1, weight_decay=0.1), "before", me == 0),
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1, weight_decay=0.1), "after", me == 0),
+    (lambda its: optim.SGD(its.linear.parameters(), lr=0.1 + me, momentum=0.9, dampening=0.5), "after", False),
+    (lambda its: optim.SGD(its.parameters(), lr=0.1 + me), "no", False),
+    (lambda its: optim.SparseAdam(its.table.parameters(), lr=0.1), "no", False),
 ):
     torch.manual_seed(3)
     model = Model()
@@ -156,15 +157,17 @@ for make, wrapped, resumes in (
         model.linear(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    if wrapped:
-        saved = optimizer.state_dict()
+    saved = optimizer.state_dict()
+    if wrapped == "before":
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         optimizer.load_state_dict(saved)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if wrapped == "after":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     gradients = [its.grad is not None and its.grad.is_sparse for its in model.parameters()]
     model.linear(model.table(torch.arange(5))).square().sum().backward()
-    if not wrapped:
+    if wrapped == "no":
         optimizer.step()
     else:
         with optimizer.skip_synchronize():

@@ -48,7 +48,8 @@ class Settings:
     stall_check_s: float = 60.0
     stall_shutdown_s: float = 0.0
     exactly_horovod: bool = False
-    """take the step on gradients of zero by which Horovod creates the state of a fresh optimizer"""
+    """take the step on gradients of zero by which Horovod creates the state of a fresh optimizer, and drop an
+    optimizer's state where it is wrapped"""
 
 
 def engine_options(environ: Mapping[str, str]) -> EngineOptions:

@@ -48,8 +48,8 @@ class Options:
     bucket_mb: Annotated[float | None, Gt(0)] = None
     """size of the buckets of DistributedDataParallel, whatever the script says; None: as it says"""
     exactly_horovod: bool = False
-    """on ddp, take the step with gradients of zero that Horovod's broadcast_optimizer_state takes with a new
-    optimizer, for the same numbers on both engines: it changes Adam's first real step, and weights under decay"""
+    """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
+    optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""
     timeline_filename: str | None = None
     """as in horovodrun (HOROVOD_TIMELINE): write what is exchanged, and when, to this file"""
     fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
