@@ -16,6 +16,7 @@ from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import Trial
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, make_variants, read_axes
+from hvd_trainer.tools.parity.traced_runs import TracedTrial
 from hvd_trainer.tools.runner import formats, trial_runner
 from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.runner.processes import Start
@@ -147,6 +148,17 @@ def test_make_variants_reads_options_of_a_job(tmp_path: Path) -> None:
     script.write_text(f"from hvd_trainer import TrainerOptions, run_job\n{GUARD}run_job(TrainerOptions, print)\n")
     (variant,) = make_variants([str(script)], varied(epochs="2"))
     assert variant.identity["options"] == {"epochs": 2}
+
+
+def test_scripts_take_horovods_step_on_both_engines(tmp_path: Path) -> None:
+    """Else a script for Horovod would compute other numbers on each; parity found its own tool's difference."""
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.torch as hvd\n")
+    trials = [*trials_of(job=[str(script)], engines="horovod,ddp", baselines=[f"ddp {script}"])]
+    trials += [TracedTrial.of([str(script)], engine, 2, 1, 5) for engine in ("horovod", "ddp")]
+    asked = ["--exactly-horovod" in trial.start(tmp_path).command for trial in trials]
+    assert asked == [True, True, False, True, True]
+    assert "--exactly-horovod" not in only().start(tmp_path).command
 
 
 def test_values_of_a_script_are_varied_at_their_place(tmp_path: Path) -> None:

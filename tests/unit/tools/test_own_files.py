@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvd_trainer.observe.stack_record import describe_frame
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import running
 from hvd_trainer.tools.runner.own_files import MAX_FILES, in_own_folder
@@ -107,6 +108,14 @@ def test_a_trial_finds_the_files_of_its_user(user: Path) -> None:
     said = run_script(user, code)
     assert f"of the user of the user {MAX_FILES + 1}\n" in said
     assert "['checkpoints', 'library.py', 'log.csv', 'many', 'model.pt', 'script.py'] True" in said
+
+
+def test_lines_are_those_of_the_users_files(user: Path) -> None:
+    """In a trial, scripts and the package itself are found by links."""
+    link = user / "link.py"
+    link.symlink_to(user / "library.py")
+    frame = describe_frame(compile("f()", str(link), "exec"), 0)
+    assert (frame.file, frame.owner) == (str(user / "library.py"), "user")
 
 
 def trial_of(code: str, number: int) -> JobTrial:
