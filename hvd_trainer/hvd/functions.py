@@ -24,6 +24,7 @@ from hvd_trainer.hvd.common import basics
 from hvd_trainer.hvd.common.process_sets import ProcessSet, global_process_set
 from hvd_trainer.hvd.common.request import Kind
 from hvd_trainer.hvd.mpi_ops import broadcast_, broadcast_async_, synchronize
+from hvd_trainer.hvd.optimizer import step_on_zeros
 from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.pieces import exchange
 from hvd_trainer.utils.tensors import parameters_of
@@ -65,12 +66,17 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: nn.Mo
     """Give one rank's optimizer state and settings to all; a fresh optimizer stays fresh, with gradients of zero.
 
     Horovod takes a step on zero gradients to create the state of a fresh optimizer, after which Adam's first
-    update is 0.744 of what it should be, and weight decay has moved the weights (issues 2805 and 3743).
+    update is 0.744 of what it should be, and weight decay has moved the weights (issues 2805 and 3743). With
+    `run --exactly-horovod` the same step is taken here.
 
     Args:
         root_rank: the rank that sends.
-        model: not needed.
+        model: for that step, which needs to know of sparse embeddings.
     """
+    if basics.runtime().settings.exactly_horovod and not optimizer.state:
+        step_on_zeros(optimizer, model)
+        if not optimizer.state:
+            return  # as Horovod, which then sends no settings either
     is_root = basics.rank() == root_rank
     state: Any = optimizer.state_dict() if is_root else None
     # Without their elements: these follow, without being pickled.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_trainer.hvd.common import basics
@@ -22,6 +22,7 @@ from hvd_trainer.hvd.common.util import split_list
 from hvd_trainer.hvd.compression import Compression, Compressor
 from hvd_trainer.hvd.gradient_buckets import GradientBuckets, Reduction, propose
 from hvd_trainer.hvd.mpi_ops import allreduce_async_, sparse_allreduce_async, synchronize
+from hvd_trainer.utils.tensors import parameters_of
 
 NOT_TUPLES = "named_parameters must be a sequence of tuples (name, parameter), such as model.named_parameters()."
 TOO_MANY_PASSES = (
@@ -302,6 +303,8 @@ class _DistributedOptimizer(Optimizer):
         # `step` is an attribute if a learning-rate scheduler has wrapped it: that of the optimizer without ranks.
         vars(self).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         self._without_ranks = optimizer
+        if basics.runtime().settings.exactly_horovod:
+            self.state = defaultdict(dict)  # Horovod makes a new optimizer of the parameter groups
         self._passes = passes
         self._parameter_names = passes.names
         self._is_synchronized = False
@@ -445,6 +448,26 @@ class _AdasumOptimizer(_DistributedOptimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # as above
+
+
+def step_on_zeros(optimizer: Optimizer, model: nn.Module | None) -> None:
+    """Take the step on gradients of zero by which Horovod creates an optimizer's state, on this rank alone.
+
+    Args:
+        model: whose embeddings may have sparse gradients.
+    """
+    tables = [its for its in model.modules() if isinstance(its, nn.Embedding) and its.sparse] if model else []
+    sparse = {table.weight for table in tables} if isinstance(optimizer, torch.optim.SGD) else set()
+    for parameter in parameters_of(optimizer):
+        if parameter.requires_grad:
+            zeros = torch.zeros_like(parameter)
+            is_sparse = parameter in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = zeros.to_sparse() if is_sparse else zeros
+    # Of a wrapped optimizer the step without ranks.
+    own: Any = (
+        super(_DistributedOptimizer, optimizer) if isinstance(optimizer, _DistributedOptimizer) else optimizer
+    )
+    own.step()
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import sys
 import sysconfig
 from contextlib import suppress
@@ -18,7 +19,7 @@ MAIN = "main"
 WORKER = "worker"
 """The phase of a loader's process."""
 LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>")
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+STANDARD_LIBRARY = os.path.realpath(sysconfig.get_paths()["stdlib"]) + "/"
 OURS = str(Path(__file__).resolve().parents[1]) + "/"
 
 Place = tuple[CodeType, int]
@@ -105,7 +106,9 @@ def describe_frame(code: CodeType, instruction: int) -> Frame:
         line = next((n for a, b, n in code.co_lines() if a <= instruction < b and n is not None), line)
         text = linecache.getline(code.co_filename, line)
     function = getattr(code, "co_qualname", code.co_name)
-    return Frame(code.co_filename, line, function, called_expression(text), _owner(code.co_filename))
+    # In a trial of a tool, scripts are found by links to the user's files.
+    file = os.path.realpath(code.co_filename) if os.path.isabs(code.co_filename) else code.co_filename
+    return Frame(file, line, function, called_expression(text), _owner(file))
 
 
 def called_expression(text: str) -> str:

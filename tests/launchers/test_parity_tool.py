@@ -92,6 +92,38 @@ def test_planted_mistake_is_found(
     assert verdict(pair).startswith(among)
 
 
+TWO_PATHS = """
+import horovod.torch as hvd
+import torch
+
+torch.manual_seed(1)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters())
+if hvd.__name__ == "horovod.torch":
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+else:
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@requires("horovod")
+def test_script_that_takes_another_path_on_each_engine_is_told_so(tmp_path: Path) -> None:
+    """Libraries ask for the backend's name; the advice was to call hvd.broadcast_optimizer_state on both sides."""
+    script = tmp_path / "train.py"
+    script.write_text(TWO_PATHS)
+    pair = compare_engines(tmp_path, str(script))
+    (cause,) = find_causes(pair)
+    assert "by hvd.DistributedOptimizer on horovod, by DistributedDataParallel on ddp" in cause.text
+    assert {finding.quantity for finding in pair.findings} == {"set-up", "optimizer"}
+
+
 @requires("horovod")
 @pytest.mark.parametrize("options", [(*BASE, "--accumulate", "2", "--max-norm", "0.1"), ("--stages", "2")])
 def test_trainer_job_computes_the_same_bits_on_both_engines(folder: Path, options: tuple[str, ...]) -> None:

@@ -104,6 +104,9 @@ TYPED_ELSEWHERE = {
         (command for command in documents.commands() if command.endswith("run --backend ddp -- train.py")),
         ("test_hvd_elastic.py", '"--max-restarts"'),
     ),
+    "python -m hvd_trainer run -np 2 --exactly-horovod --backend ddp -- train.py": (
+        *("test_run.py", '"--exactly-horovod"'),
+    ),
     "horovodrun -np 2 python -m hvd_trainer.imdb --data-dir aclImdb": (
         *("test_imdb.py", "test_small_model_learns_the_real_reviews"),
     ),

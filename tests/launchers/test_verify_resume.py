@@ -8,9 +8,6 @@ import pytest
 from combinations import case
 from launchers import SCRIPTS, launch
 
-from hvd_trainer import OptionError
-from hvd_trainer.tools.verify_resume.cli import main
-
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "final weights: the same, to the last bit"
 
@@ -32,7 +29,7 @@ def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> Non
 @pytest.mark.parametrize(
     ("backend", "kills", "snapshot", "code", "texts"),
     [
-        case("ddp", 2, "{folder}/snapshot.pt", 0, ["rank ", "the launcher", SAME]),
+        case("ddp", 2, "snapshot.pt", 0, ["rank ", "the launcher", SAME]),
         case("horovod", 2, "{folder}/snapshot.pt", 0, ["the launcher", SAME], when="long"),
         case("ddp", 1, "", 2, ["The script does not resume: started again after 1 kill"], when="long"),
     ],
@@ -40,16 +37,10 @@ def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> Non
 def test_verify_resume_kills_a_script_and_its_launcher(
     backend: str, kills: int, snapshot: str, code: int, texts: list[str]
 ) -> None:
-    job = [SCRIPT, "--epochs", "8", "--snapshot", snapshot, *([] if snapshot else ["--label", "{folder}"])]
+    job = [SCRIPT, "--epochs", "8", "--snapshot", snapshot]
     options = ["--kills", str(kills), "--backend", backend]
     result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *job], check=False)
     said = result.stdout + result.stderr
     assert not [text for text in texts if text not in said], said
     assert "left behind" not in said
     assert result.returncode == code
-
-
-def test_script_without_a_folder_of_its_own_is_told_how() -> None:
-    """Its second run would go on with what the first one has saved."""
-    with pytest.raises(OptionError, match=r"Write \{folder\} where the script is told its checkpoint"):
-        main(["--kills", "1", "--", SCRIPT, "--snapshot", "snapshot.pt"])

@@ -68,6 +68,7 @@ for step in range(3):
         os.kill(os.getpid(), signal.SIGKILL)
 sys.stdout.write(f"weights {model.weight.sum().item()!r} by {hvd.__name__}\\n")
 """
+ENGINES = ("ddp", "horovod")
 EXAMPLES = REPOSITORY / "examples" / "mnist"
 MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
 
@@ -126,6 +127,67 @@ def test_horovod_script_trains_the_same_weights_on_either_engine(horovod_script:
     assert [name for _, name in printed["ddp"]] == ["hvd_trainer.hvd"] * 2
     assert [name for _, name in printed["horovod"]] == ["horovod.torch"] * 2
     assert len({weights for lines in printed.values() for weights, _ in lines}) == 1
+
+
+FIRST_STEPS = """
+import sys
+import torch
+from torch import nn, optim
+import horovod.torch as hvd
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+        self.linear.bias.requires_grad = False
+
+hvd.init()
+me, printed = hvd.rank(), []
+for make, wrapped, resumes in (
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1 + me, weight_decay=0.1), "no", False),
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1, weight_decay=0.1), "before", me == 0),
+    (lambda its: optim.AdamW(its.linear.parameters(), lr=0.1, weight_decay=0.1), "after", me == 0),
+    (lambda its: optim.SGD(its.linear.parameters(), lr=0.1 + me, momentum=0.9, dampening=0.5), "after", False),
+    (lambda its: optim.SGD(its.parameters(), lr=0.1 + me), "no", False),
+    (lambda its: optim.SparseAdam(its.table.parameters(), lr=0.1), "no", False),
+):
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = make(model)
+    if resumes:
+        model.linear(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    saved = optimizer.state_dict()
+    if wrapped == "before":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        optimizer.load_state_dict(saved)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if wrapped == "after":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    gradients = [its.grad is not None and its.grad.is_sparse for its in model.parameters()]
+    model.linear(model.table(torch.arange(5))).square().sum().backward()
+    if wrapped == "no":
+        optimizer.step()
+    else:
+        with optimizer.skip_synchronize():
+            optimizer.synchronize()
+            optimizer.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    printed.append((gradients, rates, [its.sum().item() for its in model.parameters()], len(optimizer.state)))
+sys.stdout.write(f"rank {me}: {printed}\\n")
+"""
+
+
+@requires("horovod")
+def test_horovods_step_before_the_training_is_taken_if_asked_for(tmp_path: Path) -> None:
+    """By itself the native side leaves it out, and Adam's first update is another one."""
+    (tmp_path / "train.py").write_text(FIRST_STEPS)
+    words = ("-np", 2, "--exactly-horovod", "--backend")
+    printed = [sorted(run(*words, engine, "--", tmp_path / "train.py").stdout.splitlines()) for engine in ENGINES]
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 2
 
 
 @requires("horovod")

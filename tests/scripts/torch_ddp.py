@@ -46,7 +46,6 @@ def main():
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--snapshot", default=None)
-    parser.add_argument("--label", default=None)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(42)

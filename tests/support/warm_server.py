@@ -38,6 +38,9 @@ from typing import Any, NoReturn
 from child_environment import STARTUP
 from process_tree import MARK
 
+from hvd_trainer.tools.probe.options import SITE
+from hvd_trainer.tools.probe.trial_files import guard_files
+
 NEEDED = (
     *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro", "pytest"),
     *("hvd_trainer.training.job", "hvd_trainer.jobs.models", "hvd_trainer.training.spawn"),
@@ -192,7 +195,8 @@ def at_start(environ: Mapping[str, str]) -> dict[str, object]:
     found.pop("PYTHONUNBUFFERED", None)
     # Where the packages are that are already imported.
     folders = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    return found | {"PYTHONPATH": [folder for folder in folders if folder not in (REPOSITORY, HERE, STARTUP)]}
+    known = (REPOSITORY, HERE, STARTUP, str(SITE))
+    return found | {"PYTHONPATH": [folder for folder in folders if folder not in known]}
 
 
 def become(wanted: dict[str, Any], files: list[int]) -> None:
@@ -207,6 +211,7 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(wanted["env"])
     tempfile.tempdir = None
+    guard_files(os.environ)
     os.sched_setaffinity(0, wanted["affinity"])
     os.umask(wanted["umask"])
     for name, limits in wanted["limits"].items():

@@ -73,6 +73,7 @@ class Runtime:
     Attributes:
         commits: of elastic training, if the launcher starts ranks again; else None.
         set_ranks: the ranks of each process set, by its id.
+        settings: those of rank 0.
 
     Raises:
         LaunchError: the launcher's variables contradict each other, or the ranks could not meet.
@@ -94,13 +95,13 @@ class Runtime:
             session.begin_monitoring(self._abort_exchanges)
             agent = session.peers[session.world.rank].agent
             self.commits = CommitFiles(agent, session.world.is_first_on_node) if agent else None
-            self._settings = _agree(session.store, session.world, read_settings(environ), process_sets)
+            self.settings = _agree(session.store, session.world, read_settings(environ), process_sets)
             self._controllers: dict[int, Controller] = {}
             self.set_ranks: dict[int, list[int]] = {}
             self._set_numbers = itertools.count()
             for ranks in (range(session.world.size), *process_sets):
                 self._add_set([*ranks])
-            logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self._settings)
+            logger.info("%s, started by %s, with %s", session.world, session.world.launcher, self.settings)
             path = environ.get("HOROVOD_TIMELINE", "")
             if path and path != DYNAMIC_TIMELINE:
                 self.start_timeline(path, environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in NO)
@@ -160,7 +161,7 @@ class Runtime:
         self.set_ranks[set_id] = ranks
         if self.world.rank in ranks:
             store = dist.PrefixStore(f"set {set_id}", self.session.store)
-            self._controllers[set_id] = Controller(store, ranks, self._settings, self.session)
+            self._controllers[set_id] = Controller(store, ranks, self.settings, self.session)
         return set_id
 
     def change_set(self, kind: str, ranks: Sequence[int]) -> int | None:

@@ -19,6 +19,8 @@ LOG_LEVELS = {
 """Python's levels by the values of HOROVOD_LOG_LEVEL."""
 NO = ("", "0")
 """Values of Horovod's switches that leave them off."""
+EXACTLY_HOROVOD = "HVD_TRAINER_EXACTLY_HOROVOD"
+"""The switch of `run --exactly-horovod`."""
 WITHOUT_MEANING = (
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
     "HOROVOD_AUTOTUNE",
@@ -38,13 +40,16 @@ WITHOUT_MEANING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings from Horovod's environment variables, the same on all ranks."""
+    """Settings from environment variables, Horovod's but for the last, the same on all ranks."""
 
     fusion_bytes: int = 128 * 2**20
     cycle_s: float = 0.001
     cache_capacity: int = 1024
     stall_check_s: float = 60.0
     stall_shutdown_s: float = 0.0
+    exactly_horovod: bool = False
+    """take the step on gradients of zero by which Horovod creates the state of a fresh optimizer, and drop an
+    optimizer's state where it is wrapped"""
 
 
 def engine_options(environ: Mapping[str, str]) -> EngineOptions:
@@ -115,6 +120,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity)),
         stall_check_s=check_s if is_checked else 0.0,
         stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_s),
+        exactly_horovod=environ.get(EXACTLY_HOROVOD, "0") not in NO,
     )
 
 

@@ -21,7 +21,8 @@ from hvd_trainer.parallel.grid import check_stages
 from hvd_trainer.parallel.schedule import check_chunks
 from hvd_trainer.tools.compare.variants import Variant, with_values
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_engines, script_checksum
-from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
+from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
@@ -178,6 +179,7 @@ def make_trials(
                 threads=threads,
                 steps=steps,
                 warmup_steps=conditions["warmup_steps"],
+                options=() if is_trainer_job(variant.words) else SAME_NUMBERS,
                 native=not entry.is_job,
                 label=", ".join(filter(None, (f"{entry.name} x {ranks}", variant.label))),
                 identity={**own, **job, **conditions},

@@ -36,6 +36,8 @@ MAX_EVALUATION_ROUNDING = 1e-5
 sum in another order, even where they train the same bits."""
 RUN_OPTIONS = {"backend", "log_dir"}
 """Options that differ between any two runs."""
+EXCHANGE = "what averages the gradients"
+"""A setting of a script, where it is known of both runs."""
 SIZE_OPTIONS = {"batch_size", "global_batch_size", "accumulate"}
 """Options that differ between runs on different numbers of ranks."""
 
@@ -252,7 +254,8 @@ def _run_settings(one: Trace, other: Trace) -> dict[str, tuple[Any, Any]]:
         options = {flag(name): value for name, value in trace.options.items() if name not in unlike}
         return {**facts, **shapes, **options}
 
-    return _paired(settings(one), settings(other))
+    exchanged_by = one.facts.get("exchanged_by"), other.facts.get("exchanged_by")
+    return _paired(settings(one), settings(other)) | ({EXCHANGE: exchanged_by} if all(exchanged_by) else {})
 
 
 def _optimizer_settings(trace: Trace) -> dict[str, str]:

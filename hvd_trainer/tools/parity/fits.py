@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from hvd_trainer.config.checks import flag
-from hvd_trainer.tools.parity.comparison import Pair
+from hvd_trainer.tools.parity.comparison import EXCHANGE, Pair
 from hvd_trainer.tools.parity.tensors import NONE, Finding
 from hvd_trainer.tools.parity.traces import Moment, Trace
 
@@ -64,9 +64,13 @@ def always(case: Case, found: Finding) -> bool:
 # Before the first step.
 
 
+def two_paths(case: Case, found: Finding) -> Fit:
+    return found.name == EXCHANGE and {"first": case.one.name, "second": case.other.name}
+
+
 def step_before_training(case: Case, found: Finding) -> Fit:
     state, weights = case.get("optimizer"), case.get("parameters")
-    if not case.at_start or any(its.run for its in case.findings):
+    if not case.at_start or any(its.run or two_paths(case, its) for its in case.findings):
         return False
     if state is not None and NONE in state.values:
         return {"who": case.other.name if state.values[0] == NONE else case.one.name}

@@ -12,7 +12,7 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
 from hvd_trainer.tools.runner.command import NOT_SAVED, option_values, read_engines
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
@@ -70,8 +70,8 @@ class TracedTrial(MeasuredTrial):
         Args:
             like: for `single`: a run on many ranks, whose global batch it takes.
         """
-        options: list[str] = []
-        if is_trainer_job(job):  # which ends with its data, as by itself
+        options, is_script = [*SAME_NUMBERS], not is_trainer_job(job)
+        if not is_script:  # which ends with its data, as by itself
             options = [*NOT_SAVED, "--max-steps", str(steps), "--trace-steps", str(steps)]
             options += [] if like is None or engine != "single" else global_batch_options(like)
         ranks = 1 if engine == "single" else ranks
@@ -80,7 +80,7 @@ class TracedTrial(MeasuredTrial):
             engine=engine,
             ranks=ranks,
             threads=threads,
-            steps=None if options else steps,
+            steps=steps if is_script else None,
             options=options,
             probe={"trace_steps": steps},
             label=f"{engine} on {plural(ranks, 'rank')}",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 VARIABLE = "HVD_TRAINER_PROBE"
+SITE = Path(__file__).with_name("site")
+"""The folder of the `sitecustomize` that Python processes begin with where it is in PYTHONPATH."""
 
 
 @dataclass(frozen=True, kw_only=True)

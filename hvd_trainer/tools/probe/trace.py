@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from hvd_trainer.observe.run_folder import FACTS
@@ -99,9 +100,18 @@ class ScriptTrace(ScriptListener):
                 "threads": torch.get_num_threads(),
                 "optimizer": type(optimizer).__name__,
                 "parameters": sum(tensor.numel() for tensor in parts.parameters.values()),
+                "exchanged_by": self._exchanged_by(optimizer),
             }
             (self._log / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         return writer
+
+    def _exchanged_by(self, optimizer: Optimizer) -> str | None:
+        """Return what averages the gradients; None if it is neither of the usual ones."""
+        if hasattr(optimizer, "skip_synchronize"):
+            return "hvd.DistributedOptimizer"
+        modules = (module for _, model in self._models for module in model.modules())
+        wrapped = any(isinstance(module, DistributedDataParallel) for module in modules)
+        return DistributedDataParallel.__name__ if wrapped else None
 
     def _parts(self, optimizer: Optimizer) -> ModelParts:
         """Return all models' parts; parameters that are in none are called by their number in the optimizer."""

@@ -47,6 +47,9 @@ class Options:
     """CPU threads of each rank (OMP_NUM_THREADS); None: as that and the launcher say"""
     bucket_mb: Annotated[float | None, Gt(0)] = None
     """size of the buckets of DistributedDataParallel, whatever the script says; None: as it says"""
+    exactly_horovod: bool = False
+    """on ddp, too, take the step on gradients of zero that Horovod's broadcast_optimizer_state takes with a new
+    optimizer, and let DistributedOptimizer forget the optimizer's state: for Horovod's own numbers"""
     timeline_filename: str | None = None
     """as in horovodrun (HOROVOD_TIMELINE): write what is exchanged, and when, to this file"""
     fusion_threshold_mb: Annotated[float | None, Ge(0)] = None
@@ -63,10 +66,11 @@ class Options:
     """as in horovodrun (HOROVOD_LOG_LEVEL)"""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that stand for these options, as horovodrun sets them."""
+        """Return the environment variables that stand for these options, most of them as horovodrun sets them."""
         fusion = None if self.fusion_threshold_mb is None else int(self.fusion_threshold_mb * MEGABYTE)
         values = {
             "OMP_NUM_THREADS": self.threads,
+            "HVD_TRAINER_EXACTLY_HOROVOD": 1 if self.exactly_horovod else None,
             "HOROVOD_TIMELINE": self.timeline_filename,
             "HOROVOD_FUSION_THRESHOLD": fusion,
             "HOROVOD_CYCLE_TIME": self.cycle_time_ms,

@@ -7,7 +7,6 @@ import logging
 import os
 import runpy
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -16,12 +15,12 @@ from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import CHOICE
 from hvd_trainer.launch.world import detect, rank_variables
 from hvd_trainer.tools.probe.execute import execute
-from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.tools.probe.options import SITE, ProbeOptions
 from hvd_trainer.tools.run import engines
 from hvd_trainer.training.job import run_and_end
 
 ENGINE = "HVD_TRAINER_ENGINE"
-"""Variable by which Python processes that the script starts find the engine, in site/sitecustomize.py."""
+"""Variable by which Python processes that the script starts find the engine, in probe/site/sitecustomize.py."""
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +77,7 @@ def _set_variables(engine: str) -> None:
         # By these alone, the process would look started by another launcher.
         os.environ[CHOICE] = world.launcher
         os.environ.update(missing)
-    folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
+    folders = [str(SITE), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     os.environ[ENGINE] = engine
 

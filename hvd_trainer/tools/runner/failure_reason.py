@@ -7,6 +7,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from hvd_trainer.tools.probe.trial_files import FOLDER, LOADED
+
 REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
     r"^\S+: error: (.*)",  # argparse's
@@ -20,7 +22,7 @@ TRACEBACK = "Traceback (most recent call last):"
 def why_it_failed(place: Path, code: int) -> str:
     """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
-        return "it ended without having trained: it took no optimizer step"
+        return "it ended without having trained: it took no optimizer step" + describe_resume(place)
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.
@@ -30,6 +32,18 @@ def why_it_failed(place: Path, code: int) -> str:
         if (match := re.search(pattern, said, re.MULTILINE)) is not None:
             return _reason(match[1])
     return f"exit code {code}"
+
+
+def describe_resume(place: Path) -> str:
+    """Return what to do about a run that has loaded a checkpoint; nothing if it has loaded none."""
+    loaded = place / LOADED
+    if not loaded.exists():
+        return ""
+    names = ", ".join(dict.fromkeys(Path(line).name for line in loaded.read_text().splitlines()))
+    return (
+        f". Your script resumed from a checkpoint ({names}): write {FOLDER} where it is told its place, so that "
+        f"each run has an empty folder for it; or let it train longer, or move the checkpoint away"
+    )
 
 
 def _reason(text: str) -> str:

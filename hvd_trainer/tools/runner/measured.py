@@ -29,6 +29,9 @@ from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
 
+SAME_NUMBERS = ("--exactly-horovod",)
+"""Options of `run` with which a script for Horovod computes the same on both engines."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTrial:

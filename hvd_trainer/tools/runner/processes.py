@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from hvd_trainer.launch.launchers import LAUNCHERS
 MARK = "HVD_TRAINER_RUN"
 """The environment variable by which the processes of a run are found; its value is the command's folder. Launchers
 put ranks into sessions of their own, which a signal to a process group does not reach."""
-END_S = 20.0
+END_S, POLL_S = 20.0, 1.0
 
 
 class Start(NamedTuple):
@@ -33,21 +32,29 @@ class Start(NamedTuple):
     """further environment variables"""
     threads: int | None = None
     """of each rank, on the CPU; None: as this process's environment says"""
+    cwd: Path | None = None
+    """working folder; None: this process's"""
 
 
-def run_to_end(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
+def run_to_end(
+    start: Start, folder: Path, output: Path, *, limit_s: float, meanwhile: Callable[[], object] = lambda: None
+) -> int | None:
     """Return the exit code of a program; None if it ran past the limit. All its processes are ended.
 
     Args:
         start: how to start it.
         folder, output: as in `launched`.
         limit_s: after which it is killed, in seconds.
+        meanwhile: called every second, and at the end.
     """
+    deadline = time.monotonic() + limit_s
     with launched(start, folder, output) as process:
-        try:
-            return process.wait(None if limit_s == math.inf else limit_s)
-        except subprocess.TimeoutExpired:
-            return None
+        code = None
+        while code is None and (left := deadline - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(POLL_S, left))
+            meanwhile()
+    return code
 
 
 @contextmanager
@@ -76,6 +83,7 @@ def launched(start: Start, folder: Path, output: Path) -> Iterator[subprocess.Po
             process = subprocess.Popen(
                 start.command,
                 env=environment,
+                cwd=start.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import clear, log_dir, running
+from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
 from hvd_trainer.tools.runner.processes import Start, run_to_end
 from hvd_trainer.tools.runner.records import RUNS, RunRecord, append_run, key_of, read_runs
 
@@ -97,6 +100,7 @@ class TrialRunner:
         if not resume:
             (folder / RUNS).unlink(missing_ok=True)
             shutil.rmtree(folder / "failed", ignore_errors=True)
+        self._warned: set[str] = set()
         self.last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
         """the last run of each trial and round, by the trial's key"""
 
@@ -146,7 +150,7 @@ class TrialRunner:
     ) -> RunRecord:
         """Run a trial as a user would start it, end all its processes, record it, and return the record.
 
-        A run that is done in the folder is taken from there.
+        It has a working folder of its own. A run that is done in the folder is taken from there.
 
         Args:
             trial: to run.
@@ -166,7 +170,8 @@ class TrialRunner:
             limit, option = max(self.left_s, 1.0), "--budget"
         began_at, began, log = time.time(), time.monotonic(), log_dir(self.folder)
         try:
-            code = run_to_end(trial.start(log), self.folder, place / "output", limit_s=limit)
+            start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)
+            code = run_to_end(start, self.folder, place / "output", limit_s=limit, meanwhile=warn)
             seconds = round(time.monotonic() - began, 2)
             figures = trial.read(log) if code == 0 else None
         finally:
@@ -184,6 +189,13 @@ class TrialRunner:
         self.last[run.key, round_] = run
         clear(self.folder)
         return run
+
+    def _warn_of_outside(self, place: Path) -> None:
+        """Warn of what the present run writes outside of its place, once for each path."""
+        for path in read_outside(place):
+            if path not in self._warned:
+                self._warned.add(path)
+                print(describe_outside(path), file=sys.stderr, flush=True)
 
     def _keep_output(self) -> str:
         """Copy what the present run has printed to the folder of failed runs; return the file's relative path."""

@@ -27,8 +27,10 @@ class Options:
     --resume auto. In the end the two must agree: each bit of weights and optimizer, and each sample trained on
     once in every epoch.
 
-    With -- SCRIPT ..., your script is killed and started again. Write {folder} where it is told its checkpoint:
-    each run gets its own. Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
+    With -- SCRIPT ..., your script is killed and started again. Each run has a working folder of its own; where
+    the script is told its checkpoint, write {folder}.
+
+    Exit codes: 0 nothing was lost, 1 something was, 2 a mistake, or a run failed.
     """
 
     kills: Annotated[int, Ge(1)] = 12
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command, and return the exit code: 0 if nothing was lost, else 1.
 
     Raises:
-        OptionError: an option is out of its range, or the script's runs could not be kept apart.
+        OptionError: an option is out of its range, or the job is no script.
         LaunchError: the job does not run, killed or not.
     """
     takes_script = "--" in argv

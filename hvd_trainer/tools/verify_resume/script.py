@@ -1,12 +1,13 @@
 """Kill a script again and again, start it again with the same words, and compare its weights in the end.
 
-The script saves and resumes by its own means, in the folder that stands as {folder} among its words; the run that
-is killed has another one than the undisturbed run.
+The script saves and resumes by its own means: in its working folder, or in the folder that stands as {folder}
+among its words. The run that is killed has others than the undisturbed run.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +15,22 @@ from typing import Any
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.probe.after_steps import MARK
+from hvd_trainer.tools.runner.failure_reason import describe_resume
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.tools.verify_resume.injector import running_job
-from hvd_trainer.utils.text import COMMAND, plural
+from hvd_trainer.utils.text import plural
 
-FOLDER = "{folder}"
-"""Stands among the words of the script for the folder of a run."""
 END_S, POLL_S = 3600.0, 0.005
 
 
 def check_script(job: Sequence[str], launcher: str | None) -> None:
-    """Check that a job is a script, and that two runs of it can be kept apart.
+    """Check that a job is a script, which its engine's launcher starts.
 
     Raises:
-        OptionError: it is not, or they cannot.
+        OptionError: it is not.
     """
     if is_trainer_job(job):
         raise OptionError(
@@ -38,12 +39,6 @@ def check_script(job: Sequence[str], launcher: str | None) -> None:
         )
     if launcher is not None:
         raise OptionError("--launcher is for the job of this command: a script is started by its engine's own")
-    if not any(FOLDER in word for word in job):
-        raise OptionError(
-            f"The killed run would go on with what the undisturbed one has saved. Write {FOLDER} where the script "
-            f"is told its checkpoint, so that each run has its own: {COMMAND} verify-resume -- {job[0]} ... "
-            f"--checkpoint {FOLDER}/checkpoint.pt"
-        )
 
 
 @dataclass(frozen=True)
@@ -54,25 +49,27 @@ class Script:
     engine: str
     ranks: int
 
-    def trial(self, place: Path, hold: tuple[int, int] | None = None) -> MeasuredTrial:
-        """Return how it is run; what it keeps is in the folder above `place`, which is that of one start."""
-        words = [word.replace(FOLDER, str(place.parent)) for word in self.job]
-        return MeasuredTrial(job=words, engine=self.engine, ranks=self.ranks, probe={"hold": hold})
+    def trial(self, hold: tuple[int, int] | None = None) -> MeasuredTrial:
+        """Return how it is run."""
+        return MeasuredTrial(job=self.job, engine=self.engine, ranks=self.ranks, probe={"hold": hold})
 
     def finish(self, place: Path) -> dict[str, Any]:
-        """Run it to its end, and return its figures."""
-        trial = self.trial(place)
-        with running_job(trial.start(place), place) as its:
+        """Run it to its end in `place`, that of one start in the run's, and return its figures."""
+        trial = self.trial()
+        with running_job(in_own_folder(trial.start(place), place.parent), place) as its:
             its.finish(END_S)
+        for path in read_outside(place.parent):
+            print(describe_outside(path), file=sys.stderr, flush=True)
         figures = trial.read(place)
         if figures is None:
-            raise its.error("took no step")
+            raise its.error(f"took no step{describe_resume(place.parent)}")
         return figures
 
     def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> int:
         """Start it, kill a rank, or the launcher, after so many steps, and return how many processes are left."""
         late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
-        with running_job(self.trial(place, (rank, steps)).start(place), place) as its:
+        start = self.trial((rank, steps)).start(place)
+        with running_job(in_own_folder(start, place.parent), place) as its:
             its.wait_until((place / MARK).exists, late, limit_s=END_S, interval_s=POLL_S)
             its.kill(None if launcher else int((place / MARK).read_text()))
             return its.left_behind()

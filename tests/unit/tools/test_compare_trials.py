@@ -16,6 +16,7 @@ from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import Trial
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, make_variants, read_axes
+from hvd_trainer.tools.parity.traced_runs import TracedTrial
 from hvd_trainer.tools.runner import formats, trial_runner
 from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.runner.processes import Start
@@ -149,6 +150,17 @@ def test_make_variants_reads_options_of_a_job(tmp_path: Path) -> None:
     assert variant.identity["options"] == {"epochs": 2}
 
 
+def test_scripts_take_horovods_step_on_both_engines(tmp_path: Path) -> None:
+    """Else a script for Horovod would compute other numbers on each; parity found its own tool's difference."""
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.torch as hvd\n")
+    trials = [*trials_of(job=[str(script)], engines="horovod,ddp", baselines=[f"ddp {script}"])]
+    trials += [TracedTrial.of([str(script)], engine, 2, 1, 5) for engine in ("horovod", "ddp")]
+    asked = ["--exactly-horovod" in trial.start(tmp_path).command for trial in trials]
+    assert asked == [True, True, False, True, True]
+    assert "--exactly-horovod" not in only().start(tmp_path).command
+
+
 def test_values_of_a_script_are_varied_at_their_place(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
@@ -207,7 +219,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
     ends: dict[int, int | None] = {1: 0, 2: 1, 4: None, 8: 0}
     started: list[int] = []
 
-    def start_nothing(start: Start, folder: Path, output: Path, *, limit_s: float) -> int | None:
+    def start_nothing(start: Start, folder: Path, output: Path, **_: object) -> int | None:
         output.touch()
         started.append(int(start.command[start.command.index("--nproc-per-node") + 1]))
         return ends[started[-1]]
@@ -246,7 +258,7 @@ def test_compare_without_training_shows_nothing(
 ) -> None:
     (tmp_path / "job.py").write_text("print('hello')\n")
 
-    def start_nothing(start: Start, folder: Path, output: Path, *, limit_s: float) -> int:
+    def start_nothing(start: Start, folder: Path, output: Path, **_: object) -> int:
         output.touch()
         return 0
 

@@ -1,4 +1,7 @@
-"""Put a Python process that a script has started on the script's engine; then run the next `sitecustomize`."""
+"""Begin a process of a trial, or one that a script under `run` has started; run the next `sitecustomize`, too.
+
+A trial is kept out of its user's files (`probe/trial_files.py`); what a script starts is put on its engine.
+"""
 
 import importlib.machinery
 import importlib.util
@@ -18,7 +21,14 @@ def run_next() -> None:
 
 
 run_next()
-if "HVD_TRAINER_ENGINE" in os.environ and importlib.util.find_spec("hvd_trainer") is not None:
+# Where the package is not installed, it is where this file is.
+sys.path.append(str(Path(__file__).parents[4]))
+if "HVD_TRAINER_TRIAL" in os.environ:
+    from hvd_trainer.tools.probe.trial_files import guard_files
+
+    guard_files(os.environ)
+if "HVD_TRAINER_ENGINE" in os.environ:
     from hvd_trainer.tools.run.engines import import_hooks
 
     import_hooks(os.environ["HVD_TRAINER_ENGINE"], None).install()
+sys.path.pop()

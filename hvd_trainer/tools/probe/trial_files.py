@@ -1,0 +1,213 @@
+"""Keep a trial of a tool out of its user's files: every Python process of the trial looks before it writes.
+
+The working folder of a trial is made of links to the files of the user's (`runner/own_files.py`), in PLACE:
+
+    PLACE/files/home/me/train.py -> /home/me/train.py
+
+    open("log.csv", "a"), a link           the link becomes a copy first
+    open("new.csv", "w")                   the trial's own
+    open("/home/me/new.csv", "w")          named in PLACE/outside, of which the tool warns
+    open("/home/me/log.csv", "a")          OwnFileError, if it was there before the tool
+
+Python tells of what it opens, renames and removes; what PyTorch and safetensors write in C++ and Rust is told by
+`WRITERS`. Programs in other languages are not seen.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+from hvd_trainer.errors import UserError
+from hvd_trainer.utils.import_hooks import ImportHooks
+
+VARIABLE = "HVD_TRAINER_TRIAL"
+FOLDER = "{folder}"
+"""Stands among the words of a job for an empty folder that each trial has for itself."""
+OUTSIDE, LOADED = "outside", "loaded"
+"""Files in the trial's place: the paths outside of it that it writes to, and that it loads as checkpoints."""
+WRITERS = {"torch.serialization": ("save", 1), "safetensors._safetensors_rust": ("serialize_file", 1)}
+"""Functions that open the file that is their argument without Python, by their module."""
+CACHES = re.compile(r"CACHE|._HOME$")
+"""Names of variables that tell programs where to keep files of their own, such as TORCH_HOME."""
+
+
+class OwnFileError(UserError, PermissionError):
+    """A trial was about to change a file that is its user's."""
+
+
+@dataclass(frozen=True)
+class TrialFiles:
+    """The place of a trial, and whose files it must leave as they are."""
+
+    place: str
+    """the folder in which all is the trial's own"""
+    user: str
+    """the folder that the tool was started in"""
+    began_at: float
+    """seconds since 1970, when the tool was started: what was there before is its user's"""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variable by which the trial's processes find this."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def guard_files(environ: Mapping[str, str]) -> None:
+    """Keep this process out of its user's files from now on, if a tool has started it."""
+    if (text := environ.get(VARIABLE)) is not None:
+        FileGuard(TrialFiles(**json.loads(text))).install()
+
+
+class FileGuard:
+    """Looks at all that this process is about to write, from `install` on."""
+
+    def __init__(self, trial: TrialFiles) -> None:
+        self._trial = trial
+        # Before it looks: finding that folder writes to it.
+        self._temporary = tempfile.gettempdir()
+        self._noted: set[tuple[str, str]] = set()
+
+    def install(self) -> None:
+        """Begin to look."""
+        handlers: dict[str, Callable[..., None]] = {
+            "open": self._on_open,
+            "os.remove": self._on_remove,
+            "os.rmdir": self._on_remove,
+            "os.rename": self._on_rename,
+            "os.truncate": lambda path, _: self.before_write(path),
+            "shutil.rmtree": self._on_remove,
+            "sqlite3.connect": lambda path: self.before_write(path, is_sure=False),
+        }
+
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            handler = handlers.get(event)
+            if handler is not None and isinstance(args[0], str | bytes | os.PathLike):
+                handler(*args)
+
+        sys.addaudithook(hook)
+        after = {name: functools.partial(self._wrap, *writer) for name, writer in WRITERS.items()}
+        ImportHooks(aliases={}, absent={}, after=after).install()
+
+    def before_write(self, path: Any, *, keeps: bool = True, is_sure: bool = True) -> None:
+        """Make a link of the trial a file of its own, and let other files be as they were.
+
+        Args:
+            path: that is about to be opened.
+            keeps: whether its content stays, so that a link must become a copy.
+            is_sure: whether it will be written to, and is not only opened so that it could be.
+
+        Raises:
+            OwnFileError: it is outside of the trial, and was there before.
+        """
+        name = os.path.abspath(os.fsdecode(path))
+        real = os.path.realpath(name)
+        if self._is_own(real):
+            return
+        if os.path.islink(name) and self._is_own(os.path.realpath(os.path.dirname(name))):
+            if os.path.isfile(real) or not os.path.exists(real):
+                self._detach(name, real if keeps else None)
+        elif is_sure:
+            self._leave(real)
+
+    def _on_open(self, path: Any, mode: str | None, flags: int) -> None:
+        access = flags & os.O_ACCMODE
+        if access != os.O_RDONLY:
+            is_sure = access == os.O_WRONLY or flags & (os.O_CREAT | os.O_TRUNC) != 0
+            self.before_write(path, keeps=not flags & os.O_TRUNC, is_sure=is_sure)
+
+    def _on_remove(self, path: Any, folder: int | None = None) -> None:
+        if folder in (None, -1):  # what rmtree removes by its number was seen as a whole
+            name = os.path.abspath(os.fsdecode(path))
+            real = os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
+            if os.path.lexists(real) and not self._is_own(real):
+                self._leave(real)
+
+    def _on_rename(self, source: Any, target: Any, *folders: int) -> None:
+        for path in (source, target):
+            self._on_remove(path, *folders[:1])
+
+    def _is_own(self, real: str) -> bool:
+        return real.startswith(self._trial.place + os.sep)
+
+    def _detach(self, link: str, content: str | None) -> None:
+        """Replace a link by a file, with or without the content of another one, once among all processes."""
+        with open(os.path.join(self._trial.place, ".lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not os.path.islink(link):
+                return
+            new = f"{link}.{os.getpid()}"
+            with open(new, "wb"):
+                pass
+            if content is not None and os.path.exists(content):
+                shutil.copy2(content, new)
+            os.replace(new, link)
+
+    def _leave(self, real: str) -> None:
+        """Refuse to change a file of the user's, or take note that one is written outside of the trial."""
+        if self._is_of_a_program(real):
+            return
+        with suppress(FileNotFoundError):
+            its = os.lstat(real)
+            # An empty file, such as a lock, has nothing to lose.
+            if its.st_mtime < self._trial.began_at and (its.st_size or stat.S_ISDIR(its.st_mode)):
+                raise OwnFileError(
+                    f"{real} is a file of yours, and no trial may change it. Write {FOLDER} where the script is "
+                    f"told that path: each trial has a folder of its own"
+                )
+        self._note(OUTSIDE, real)
+
+    def _is_of_a_program(self, real: str) -> bool:
+        """Return whether a file is temporary, a device, or in a cache, such as ~/.cache or TORCH_HOME."""
+        below = real
+        if real.startswith(self._trial.user + os.sep):
+            below = real.removeprefix(self._trial.user)
+        else:
+            caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
+            folders = map(os.path.realpath, ("/dev", "/proc", self._temporary, *caches))
+            if any(real.startswith(folder + os.sep) for folder in folders):
+                return True
+        return any(part.startswith(".") or part == "__pycache__" for part in below.split(os.sep))
+
+    def _note(self, file: str, path: str) -> None:
+        if (file, path) in self._noted:
+            return
+        self._noted.add((file, path))
+        with open(os.path.join(self._trial.place, file), "a") as lines:
+            lines.write(f"{path}\n")
+
+    def _wrap(self, name: str, position: int, module: ModuleType) -> None:
+        """Look before a function writes, and take note of what `torch.load` reads of the user's."""
+        functions: Any = module
+        write = getattr(functions, name)
+
+        @functools.wraps(write)
+        def look_and_write(*args: Any, **kwargs: Any) -> Any:
+            path = args[position] if len(args) > position else kwargs.get("f", kwargs.get("filename"))
+            if isinstance(path, str | bytes | os.PathLike):
+                self.before_write(path, keeps=False)
+            return write(*args, **kwargs)
+
+        setattr(functions, name, look_and_write)
+        if hasattr(functions, "load"):
+            functions.load = self._noting(functions.load)
+
+    def _noting(self, load: Any) -> Any:
+        @functools.wraps(load)
+        def note_and_load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, str | os.PathLike) and not self._is_own(real := os.path.realpath(f)):
+                self._note(LOADED, real)
+            return load(f, *args, **kwargs)
+
+        return note_and_load

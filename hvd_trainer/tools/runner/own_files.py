@@ -1,0 +1,110 @@
+"""Start a trial in a folder of its own, in which it finds its user's files and writes none of them.
+
+PLACE/folder                    empty at first: {folder} among the words of the job
+PLACE/files/home/me/project     the working folder, in the place of /home/me/project
+    train.py -> /home/me/project/train.py
+    checkpoints/                a folder of its own, with links to the files of the user's
+    data -> /home/me/project/data     a link: it has too many files, or a hidden name
+PLACE/files/home/me/shared -> /home/me/shared      so that ../shared is found
+
+What would be written through a link is a copy before: `probe/trial_files.py`. Union mounts (overlayfs) do the same
+for all programs, but need privileges that containers and clusters do not give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from hvd_trainer.tools.probe.options import SITE
+from hvd_trainer.tools.probe.trial_files import FOLDER, OUTSIDE, TrialFiles
+from hvd_trainer.tools.runner.processes import Start
+
+MAX_FILES = 2000
+"""Files of the working folder that may become links; a folder with more than are left becomes one."""
+
+
+def in_own_folder(start: Start, place: Path) -> Start:
+    """Return how to start a run that leaves its user's files as they are; runs in the same place share theirs.
+
+    Args:
+        start: how its user would start it.
+        place: of the trial.
+    """
+    place, user = place.resolve(), Path.cwd()
+    folder, files = place / "folder", place / "files"
+    cwd = files.joinpath(*user.parts[1:])
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _link_folders(user, files, place.parent)
+    trial = TrialFiles(str(place), str(user), psutil.Process().create_time())
+    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
+    return start._replace(
+        command=[word.replace(FOLDER, str(folder)) for word in start.command],
+        variables={**start.variables, **trial.variables(), "PYTHONPATH": path, "PWD": str(cwd)},
+        cwd=cwd,
+    )
+
+
+def read_outside(place: Path) -> Sequence[str]:
+    """Return the paths outside of its place to which a trial has written."""
+    file = place / OUTSIDE
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def describe_outside(path: str) -> str:
+    """Return the warning about a path to which trials write."""
+    return (
+        f"warning: the job writes to {path}, which all trials have in common: one may go on with what another has "
+        f"saved. Write {FOLDER} where it is told that path: each trial has a folder of its own"
+    )
+
+
+def _link_folders(user: Path, files: Path, out: Path) -> None:
+    """Make a folder that stands for the user's, and those above it; `out`, the tool's, is left out."""
+    own = files
+    for name, parent in zip(user.parts[1:], reversed(user.parents), strict=True):
+        own.mkdir()
+        for entry in _entries(parent):
+            if entry.name != name:
+                (own / entry.name).symlink_to(entry.path)
+        own /= name
+    _link_files(user, own, str(out), MAX_FILES)
+
+
+def _link_files(source: Path, target: Path, out: str, most: int) -> None:
+    """Make a folder with links to files, and below it such folders of `most` files at most, or else links."""
+    target.mkdir()
+    for entry in _entries(source):
+        if entry.path == out:
+            continue
+        is_open = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        count = _count(entry.path, out, most) if is_open else 0
+        if is_open and count <= most:
+            _link_files(Path(entry.path), target / entry.name, out, most)
+            most -= count
+        else:
+            (target / entry.name).symlink_to(entry.path)
+
+
+def _count(folder: str, out: str, most: int) -> int:
+    """Return how many files are in a folder and below it; any number above `most` if they are more."""
+    count = 0
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and os.path.join(path, name) != out]
+        count += len(folders) + len(names)
+        if count > most:
+            break
+    return count
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it may only be passed through."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except PermissionError:
+        return []
