@@ -35,6 +35,9 @@ MAX_GATHER_BYTES = 2**20
 MAX_HEADER_TENSORS_BYTES = 2**16
 """Up to this total size the tensors of a value are sent in its header: one exchange less."""
 
+MAX_ELEMENTS = 2**26
+"""Of a tensor in one exchange: Horovod counts all ranks' elements in an int, and of gathered ones the bytes."""
+
 ReduceOp = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
 
@@ -120,6 +123,8 @@ class Collectives(ABC):
         size = self.world.size
         if size == 1:
             return tensor
+        if len(tensor) > MAX_ELEMENTS:
+            return torch.cat([self.tree_sum(part) for part in tensor.split(MAX_ELEMENTS)])
         with self._waiting():
             if size == 2 or size * tensor.numel() * tensor.element_size() <= MAX_GATHER_BYTES:
                 return pairwise_sum(self._all_gather(tensor))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_trainer.backends.collectives import Collectives, ReduceOp
+from hvd_trainer.backends.collectives import MAX_ELEMENTS, Collectives, ReduceOp
 from hvd_trainer.backends.horovod_start import import_horovod
 from hvd_trainer.backends.horovod_waiter import SPIN_S, Waiter
 from hvd_trainer.backends.session import Session
@@ -54,7 +54,8 @@ class HorovodCollectives(Collectives):
 
     def broadcast_to_replicas(self, pairs: Sequence[tuple[Tensor, int]]) -> None:
         handles = []
-        for number, (tensor, rank) in enumerate(pairs):
+        parts = [(part, rank) for tensor, rank in pairs for part in tensor.view(-1).split(MAX_ELEMENTS)]
+        for number, (tensor, rank) in enumerate(parts):
             self._keep_alive(tensor)
             # Two operations under way at once must have different names.
             name = f"hvd_trainer.replicas.{number}.{rank}.{tensor.dtype}.{tuple(tensor.shape)}"

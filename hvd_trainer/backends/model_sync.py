@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hvd_trainer.backends.collectives import Collectives
 from hvd_trainer.errors import BackendError
 from hvd_trainer.utils.optimizer_state import load_in_place
+from hvd_trainer.utils.tensors import without_extra_state
 
 
 def synchronize(
@@ -29,7 +30,9 @@ def synchronize(
         BackendError: the ranks built different models.
     """
     mine: dict[str, Any] = {
-        "tensors": [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()],
+        "tensors": [
+            (name, tuple(t.shape), str(t.dtype)) for name, t in without_extra_state(model.state_dict()).items()
+        ],
         "optimizer": optimizer.state_dict() if state is None else state,
     }
     first = collectives.broadcast_object(mine if collectives.world.is_first else {})

@@ -27,6 +27,7 @@ from hvd_trainer.observe.progress import Progress
 from hvd_trainer.utils.files import UNREADABLE
 from hvd_trainer.utils.optimizer_state import load_in_place
 from hvd_trainer.utils.rng import check_rng_state, derive_seed, rng_state, seed_all, set_rng_state
+from hvd_trainer.utils.tensors import state_on_this_stage, without_extra_state
 
 MAX_LINES = 20
 """Differences between a checkpoint's model and this one that are listed."""
@@ -88,7 +89,8 @@ class TrainState:
             own = dict(self.model.named_buffers())
             mine["buffers"] = {name: own[name] for name in means}
         ranks = self.backend.collectives.all_gather_object(mine)
-        model = self.parts.gather_state({name: means.get(name, value) for name, value in self._owned().items()})
+        mine_of_model = state_on_this_stage(self.model)
+        model = self.parts.gather_state({name: means.get(name, value) for name, value in mine_of_model.items()})
         if model is not None:
             model = {name: model[name] for name in self.model.state_dict()}  # in the model's order
         others = {name: part.state_dict() for name, part in self.others.items()}
@@ -104,10 +106,6 @@ class TrainState:
             **others,
         }
 
-    def _owned(self) -> dict[str, Any]:
-        """Return the model's state without the tensors of other stages, which have no contents here."""
-        return {name: value for name, value in self.model.state_dict().items() if not is_on_other_stage(value)}
-
     def export(self, folder: Path | None) -> None:
         """Write the weights of the whole model to a folder, which rank 0 alone has. A collective.
 
@@ -117,7 +115,7 @@ class TrainState:
         if self.parts.is_whole:
             export_weights(self.model, folder)
             return
-        weights = self.parts.gather_state(self._owned())
+        weights = self.parts.gather_state(state_on_this_stage(self.model))
         if folder is not None and weights is not None:
             export_tensors(weights, folder / WEIGHTS)
 
@@ -211,7 +209,7 @@ class TrainState:
         Progress().load_state_dict(state["progress"])
         for rank in state["ranks"]:
             self._check_rank(rank)
-        found = find_differences(self.model.state_dict(), state["model"])
+        found = find_differences(*map(without_extra_state, (self.model.state_dict(), state["model"])))
         for name in self.others:
             if self._fits(state, name):
                 found += [f"{key} of its {name} is no number" for key in self._find_non_numbers(state, name)]

@@ -28,7 +28,7 @@ from hvd_trainer.parallel.partition import block_names
 from hvd_trainer.parallel.sharded_optimizer import ShardedOptimizer
 from hvd_trainer.parallel.stage_module import StageModule
 from hvd_trainer.utils.optimizer_state import load_in_place
-from hvd_trainer.utils.tensors import parameters_of
+from hvd_trainer.utils.tensors import parameters_of, state_on_this_stage
 
 if TYPE_CHECKING:
     from hvd_trainer.parallel.fsdp import FSDPShards
@@ -139,7 +139,7 @@ class Layout:
 
     def local_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this rank needs of the model's state, by name. A collective."""
-        kept = {name: state[name] for name, ours in model.state_dict().items() if not ours.is_meta}
+        kept = {name: state[name] for name in state_on_this_stage(model) if name in state}
         return kept if self._fsdp is None else self._fsdp.shard_model_state(model, kept)
 
     def evaluation(self, loader: Loader) -> Iterator[Batch | None]:

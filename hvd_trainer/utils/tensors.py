@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -23,6 +23,18 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters that the optimizer updates, in its order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def without_extra_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a module's state without what its `get_extra_state` methods gave, which may be anything."""
+    return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
+
+
+def state_on_this_stage(model: nn.Module) -> dict[str, Any]:
+    """Return a module's state without that of blocks on other stages, whose tensors have no contents here."""
+    state = model.state_dict()
+    elsewhere = {name.partition(".")[0] for name, value in without_extra_state(state).items() if value.is_meta}
+    return {name: value for name, value in state.items() if name.partition(".")[0] not in elsewhere}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

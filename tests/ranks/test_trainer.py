@@ -375,6 +375,53 @@ def test_output_in_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     conv_net().load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
+class Counter(nn.Linear):
+    """A layer with a state that is no tensor, and one whose shape changes: how often it was called."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "shape": torch.zeros(self.calls)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        assert len(state["shape"]) == self.calls
+
+
+def count_calls(backend: str, folder: str, **options: Any) -> tuple[int, list[list[int]]]:
+    """Train one epoch, and another one in a resumed run; return the calls of each layer after each."""
+    calls = []
+    for epochs in (1, 2):
+        model = nn.Sequential(Counter(6, 4), Counter(4, 2))
+        chosen = options_of(backend, epochs=epochs, global_batch_size=8, log_dir=folder, resume="auto", **options)
+        with Trainer(chosen) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer.fit(model, optimizer, nn.functional.cross_entropy, signs(24))
+            rank = trainer.world.rank
+        calls.append([layer.calls for layer in model])  # type: ignore[misc]
+    return rank, calls
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("ddp", {}), ("horovod", {}), ("ddp", {"shard": "full"}), ("ddp", {"stages": 2})],
+    ids=str,
+)
+def test_extra_state_of_modules_is_kept(backend: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The start compared its shape, which it need not have, and a stage's was overwritten by another stage's."""
+    for rank, (first, second) in enumerate(
+        run_ranks(count_calls, num_processes=2, args=(backend, str(tmp_path)), kwargs=options)
+    ):
+        own = slice(rank, rank + 1) if "stages" in options else slice(None)
+        assert min(first[own]) > 0
+        assert second[own] == [2 * count for count in first[own]]
+    assert load_file(tmp_path / "model.safetensors").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
 class RateOfGroup(Callback):
     """A callback that sets the rate of a parameter group that it was given before the training."""
 
