@@ -137,7 +137,7 @@ def test_device_is_read_only_while_waiting(lone_backend: Backend, monkeypatch: p
     reads = Reads(lone_backend, monkeypatch)
     for number in range(3):
         guard.note(number, [torch.tensor(1.0)], torch.tensor(2.0))
-        meter.add(torch.tensor(0.5), torch.rand(4, 2), torch.tensor([0, 1, 0, 1]), 4)
+        meter.add(torch.tensor(0.5), torch.rand(4, 2), torch.tensor([0, 1, 0, 1]), 4, torch.tensor(2.0))
         assert not reads.waiting, "between two lines of the log nothing is read"
     guard.check()
     meter.recent()
@@ -145,6 +145,26 @@ def test_device_is_read_only_while_waiting(lone_backend: Backend, monkeypatch: p
     consensus.poll()
     assert reads.waiting
     assert all(reads.waiting)
+
+
+def test_weights_are_not_read_between_two_lines_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Window(Callback):
+        def on_step_end(self, run: RunView, result: Any) -> None:
+            if run.progress.step == 2:
+                for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
+                    monkeypatch.setattr(Tensor, name, lambda its, *_, name=name: read.append(name))
+            elif run.progress.step == 5:
+                monkeypatch.undo()
+
+    data = TensorData(torch.randn(80, 4), torch.randint(3, (80,)))
+    how = {"callbacks": [Window()], "metrics": {"accuracy": accuracy}, "weight": lambda batch: batch[1].sum()}
+    for options in ({}, {"accumulate": 2}, {"chunks": 2}):
+        # Whether to stop is asked by the clock, a few times a second.
+        monkeypatch.setattr(StepConsensus, "poll", lambda _: frozenset())
+        fit(options_of(epochs=2, batch_size=8, **options), nn.Sequential(nn.Linear(4, 3)), data, **how)
+    assert not read
 
 
 # What is not finite is found at the next line of the log.
