@@ -81,12 +81,13 @@ class FileGuard:
 
     def install(self) -> None:
         """Begin to look."""
+        changes = ("os.truncate", "os.chmod", "os.chown", "os.utime")
         handlers: dict[str, Callable[..., None]] = {
             "open": self._on_open,
             "os.remove": self._on_remove,
             "os.rmdir": self._on_remove,
             "os.rename": self._on_rename,
-            "os.truncate": lambda path, _: self.before_write(path),
+            **dict.fromkeys(changes, lambda path, *_: self.before_write(path)),
             "shutil.rmtree": self._on_remove,
             "sqlite3.connect": lambda path: self.before_write(path, is_sure=False),
         }

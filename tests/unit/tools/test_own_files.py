@@ -20,10 +20,13 @@ OLD_S = 1e9
 """Long ago, in seconds since 1970."""
 
 
-def user_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file, and the names of all folders, but for those of the tool."""
+def user_files(folder: Path) -> dict[str, tuple[bytes, float] | None]:
+    """Return the content and time of every file, and the names of all folders, but for those of the tool."""
     found = (path for path in folder.rglob("*") if "out" not in path.relative_to(folder).parts)
-    return {str(path.relative_to(folder)): b"" if path.is_dir() else path.read_bytes() for path in found}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else (path.read_bytes(), path.stat().st_mtime)
+        for path in found
+    }
 
 
 @pytest.fixture
@@ -61,6 +64,7 @@ WRITES = {
     "change": "with open('log.csv', 'r+') as f: f.write('OF')\nassert open('log.csv').read() == 'OF the user'",
     "by os.open": "os.open('log.csv', os.O_WRONLY | os.O_TRUNC); assert not os.path.getsize('log.csv')",
     "truncate": "os.truncate('log.csv', 2); assert open('log.csv').read() == 'of'",
+    "touch": "os.utime('log.csv', (5, 5)); assert os.stat('log.csv').st_mtime == 5",
     "replace": "open('new', 'w').close(); os.replace('new', 'log.csv'); assert not os.path.getsize('log.csv')",
     "remove": "os.remove('log.csv'); assert not os.path.exists('log.csv')",
     "remove a folder": "shutil.rmtree('checkpoints'); assert not os.path.exists('checkpoints')",
