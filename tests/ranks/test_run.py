@@ -6,6 +6,7 @@ import importlib
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -294,6 +295,28 @@ def test_horovod_run(words: str, start: int, code: int, said: str, tmp_path: Pat
     assert result.returncode == code, result.stderr
     assert said in result.stdout + result.stderr
     assert ("ValueError: planted" in result.stderr) == (start < 0)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tmp_path: Path) -> None:
+    """Each rank printed it, with the frames of this package."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nreturn 3\n")
+    plain = launch("python", 1, [str(script)], check=False)
+    words = ("-np", 2) if launcher == "python" else ()
+    result = run(*words, "--", script, launcher=launcher, ranks=1 if words else 2, check=False)
+    assert (result.returncode, plain.returncode) == (1, 1)
+    assert result.stderr.count(plain.stderr) == 1
+    assert launcher != "python" or result.stderr == plain.stderr
+
+
+def test_mistake_of_the_user_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """The other ranks waited to be ended, and what was to end them waited for them, for 10 s."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, time\nprint(time.time())\nimport horovod.tensorflow\n")
+    result = run("-np", 2, "--", script, check=False)
+    assert result.returncode == 2
+    assert time.time() - max(map(float, result.stdout.split())) < 8
 
 
 def test_module_is_run_as_python_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
-from hvd_trainer.launch.world import detect
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
+from hvd_trainer.launch.world import detect, may_be_first
 from hvd_trainer.tools.run.local_ranks import run_ranks
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
@@ -82,6 +86,25 @@ class Options:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
+def check_syntax(job: Sequence[str]) -> None:
+    """Compile a script, so that a mistake in it is told by one process, as `python` tells it.
+
+    Raises:
+        SystemExit: it cannot be compiled.
+    """
+    if not job[0].endswith(".py"):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are given when the script is run
+            compile(Path(job[0]).read_bytes(), job[0], "exec")
+    except SyntaxError as error:
+        if not may_be_first(os.environ):
+            wait_for_launcher()
+        traceback.print_exception(error.with_traceback(None))
+        raise SystemExit(CRASH_EXIT_CODE) from None
+
+
 def main(argv: Sequence[str]) -> int:
     """Start the ranks and return their exit code; in a rank, run the script, which ends the process.
 
@@ -96,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
             f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
             f"--backend ddp -- {' '.join(job)}"
         )
+    check_syntax(job)
     world = detect(os.environ)
     if world.launcher == "python" and options.np not in (None, 1):
         # The same command again, in the ranks: there, it finds itself started by a launcher.

@@ -11,6 +11,7 @@ from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
 from hvd_trainer.tools.runner.processes import exit_on_sigterm
+from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
 
 POLL_S = 0.02
 
@@ -38,7 +39,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         codes = [rank.poll() for rank in ranks]
         failed = next((code for code in codes if code), None)
         if failed is not None:
-            deadline = time.monotonic() + GRACE_S
+            # After a mistake of the user's, which rank 0 has reported, the others wait to be ended.
+            deadline = time.monotonic() + (MESSAGE_GRACE_S if failed == USER_ERROR else GRACE_S)
             while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
                 time.sleep(POLL_S)
             return failed if failed > 0 else 128 - failed
