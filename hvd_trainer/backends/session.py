@@ -78,6 +78,7 @@ class Session:
         slurm_job: what Slurm's variables tell of this job.
         job: identifies this job across restarts by its launcher.
         activity: step and phase of this rank, for failure reports.
+        has_trained: set when this process has begun to train, in this world or an earlier one.
         stopping: set when all ranks have agreed to stop, so that a signal need not end this one.
         ending: how and where this rank has come to its end, for reports; empty: after its last line.
         monitor: the health monitor; None when there is no other rank, or none is being monitored.
@@ -103,7 +104,7 @@ class Session:
         self.activity = Activity(options.startup_timeout_s)
         self.monitor: Monitor | None = None
         self.root_cause: RootCause | None = None
-        self.stopping = False
+        self.stopping = self.has_trained = False
         self.ending = ""
         self._requested_devices = devices
         self._store: dist.Store | None = None

@@ -263,6 +263,7 @@ class Monitor(ABC):
                 continue
             if isinstance(message, Done):
                 message.begun = exchanges.begun()
+                self.send_heartbeat()  # the last one, with the step in which it has ended
             self.handle(self.world.rank, message)
 
     def _check_wait(self, now: float) -> None:
