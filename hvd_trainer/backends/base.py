@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -197,9 +197,10 @@ class Backend(ABC):
 
     def _abandon(self, error: BaseException) -> None:
         """End after an error, without the other ranks."""
-        self.session.fail(error)
-        self._stop(failed=True)
-        self.session.close()
+        with ExitStack() as ending:
+            ending.callback(self.session.close)
+            ending.callback(self._stop, failed=True)
+            self.session.fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """End after an error; raise another one in its place if it only follows from another rank's."""
@@ -308,6 +309,7 @@ class Backend(ABC):
             BackendError: the ranks built different models, or the engine cannot train this one.
         """
         self._check_model(model)
+        self.session.has_trained = True
         model.to(self.device)
         if self.options.sync_batch_norm:
             convert_sync_batch_norm(model, self.collectives)

@@ -108,8 +108,9 @@ def _serve_rendezvous(world: World, store: dist.Store, address: str) -> tuple[st
     Also under horovodrun, which has such a server: a second start in one process would find the first one's
     entries there, and hang if a rank is quick.
     """
+    key = f"horovod/{store.add(f'horovod/starts/{world.rank}', 1)}"  # a start must not get an earlier one's
     if world.is_first:
-        store.set("horovod", str(store_client.serve(address)))
-    endpoint = parse_endpoint(store.get("horovod").decode())
+        store.set(key, str(store_client.serve(address)))
+    endpoint = parse_endpoint(store.get(key).decode())
     # Horovod asks for http://ADDRESS:PORT/SCOPE/KEY, whose path begins with the token by this.
     return f"{endpoint.host}:{endpoint.port}/{endpoint.token}/horovod", endpoint.port

@@ -10,29 +10,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from types import CodeType, FrameType, ModuleType
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
 from hvd_trainer.backends.session import Session
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.faults.activity import EXCHANGE, Activity
+from hvd_trainer.faults import exchanges
+from hvd_trainer.faults.activity import END, EXCHANGE
+from hvd_trainer.faults.script_phase import phase_of, raised_in_exchange
 
 LOOK_EVERY_S = 1.0
-PHASES = {
-    "/torch/distributed/": EXCHANGE,
-    "/horovod/": EXCHANGE,
-    "/hvd_trainer/hvd/": EXCHANGE,
-    # DDP waits for the other ranks at the end of backward, in C++.
-    "/torch/autograd/": EXCHANGE,
-    "/torch/utils/data/": "data",
-    "/torch/optim/": "step",
-    "/torch/nn/": "forward",
-}
-"""Phase of a rank by the folder of the code that it runs. Elsewhere it runs the user's code."""
-USERS_CODE = "callback"
+REPORT_AFTER_S = 600.0
+"""How long a rank may make no progress before that is reported, where no time limit ends the job."""
 
 
 class ScriptSession:
@@ -40,14 +34,22 @@ class ScriptSession:
 
     Args:
         options: of the engine; devices and threads are left to the script, where it chooses them.
-        timeout_s: how long a rank may stay at one place before that is a stall, in seconds.
+        timeout_s: how long a rank may make no progress before the job ends, in seconds: no step, no exchange, no
+            output, and always at one place of the script. None: a report is all that follows.
+
+    Attributes:
+        carries_torch: whether Horovod is being started as a backend of torch.distributed, and not by the script.
     """
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float) -> None:
+    def __init__(self, options: EngineOptions, *, timeout_s: float | None) -> None:
         self._options, self._timeout_s = options, timeout_s
+        self.carries_torch = False
         self._session: Session | None = None
         self._engine: ModuleType | None = None
-        self._activity: Activity | None = None
+        self._shut_down: Callable[[], None] = lambda: None
+        self._watched: Session | None = None
+        """the session that the script has begun last"""
+        self._num_written = 0
         self._pid = os.getpid()
 
     @property
@@ -69,6 +71,10 @@ class ScriptSession:
         self._engine = engine
         engine.call_at_start(self._watch)
 
+    def attach_horovod(self, shut_down: Callable[[], None]) -> None:
+        """End Horovod, which the script has started, with the script: the others must not wait for this rank."""
+        self._shut_down = shut_down
+
     def start(self, *, uses_nccl: bool = False) -> Session:
         """Return the session; meet the other ranks if this is the first call. A collective then.
 
@@ -79,50 +85,74 @@ class ScriptSession:
             self._session = session = Session(self._options)
             session.connect()
             if uses_nccl:
-                session.prepare_nccl()
+                session.prepare_nccl(keeps_timeouts=self._timeout_s is None)
             session.begin_monitoring()
             self._watch(session)
         return self._session
 
     def _watch(self, session: Session) -> None:
-        """Limit how long the rank may stay at one place of the script from now on."""
-        is_first, self._activity = self._activity is None, session.activity
-        session.activity.limits = self._timeout_s, self._timeout_s
+        """Limit how long the rank may make no progress from now on."""
+        is_first, self._watched = self._watched is None, session
+        limit_s = self._timeout_s or REPORT_AFTER_S
+        session.activity.limits, session.activity.reports_only = (limit_s, limit_s), self._timeout_s is None
         if is_first:
+            for stream in (sys.stdout, sys.stderr):
+                self._count_output(stream)
             threading.Thread(target=self._watch_main_thread, name="watch", daemon=True).start()
 
     def _watch_main_thread(self) -> None:
-        """Tell the activity of each change of the main thread's place."""
+        """Tell the activity of each sign of progress, and of the main thread's phase."""
         main = threading.main_thread().ident or 0
-        last: list[tuple[CodeType, int]] = []
+        last: Any = None
         while True:
             frame = sys._current_frames().get(main)
             stack = [frame for frame, _ in traceback.walk_stack(frame)]
+            assert self._watched is not None
+            activity = self._watched.activity
             place = [(frame.f_code, frame.f_lasti) for frame in stack]
-            if place != last and self._activity is not None:
-                last = place
-                self._activity.enter(phase_of(reversed(stack)))
+            progress = place, activity.step, self._num_written, exchanges.progress()
+            if progress != last and activity.phase != END:
+                last = progress
+                activity.enter(phase_of(reversed(stack)))
             del frame, stack
             time.sleep(LOOK_EVERY_S)
 
     def count_step(self) -> None:
         """Count a completed optimizer step."""
-        if self._activity is not None:
-            self._activity.step += 1
+        if self._watched is not None:
+            self._watched.activity.step += 1
 
-    def finish(self) -> None:
-        """End as all ranks do, and wait until all have come to their end."""
+    def waiting(self) -> AbstractContextManager[None]:
+        """Mark the block as waiting for other ranks."""
+        return nullcontext() if self._watched is None else self._watched.activity.waiting()
+
+    def _count_output(self, stream: Any) -> None:
+        """Count what the script writes to a stream."""
+        write = stream.write
+
+        def write_and_count(text: str) -> int:
+            self._num_written += 1
+            written: int = write(text)
+            return written
+
+        stream.write = write_and_count
+
+    def finish(self, leaving: SystemExit | None = None) -> None:
+        """End as all ranks do, and wait until all have come to their end.
+
+        Args:
+            leaving: by which the script has ended, if that was not after its last line.
+        """
+        if self._watched is not None:
+            self._watched.ending = _describe(leaving)
         if self._engine is not None:
             self._engine.shutdown()
         session, self._session = self._session, None
         if session is None:
             return
         session.finish()
-        if session.world.size > 1:
-            if session.store.add("script/ended", 1) == session.world.size:
-                session.store.set("script/all_ended", "")
-            while not session.store.check(["script/all_ended"]):
-                time.sleep(LOOK_EVERY_S / 20)
+        self._shut_down()
+        session.wait_for_others()
         session.close()
 
     def fail(self, error: BaseException) -> None:
@@ -132,13 +162,13 @@ class ScriptSession:
             PeerError: another rank is to blame.
             SystemExit: this rank has left by it, and the monitor has reported that.
         """
+        if self._watched is not None and raised_in_exchange(error):
+            self._watched.activity.phase = EXCHANGE
         if self._engine is not None:
             self._engine.fail(error)
         session, self._session = self._session, None
         if session is None:
             return
-        if phase_of(frame for frame, _ in traceback.walk_tb(error.__traceback__)) == EXCHANGE:
-            session.activity.phase = EXCHANGE
         session.fail(error)
         session.close()
         session.raise_root_cause(error)
@@ -161,10 +191,8 @@ class ScriptSession:
         return dist.PrefixStore(name, self.start().store)
 
 
-def phase_of(frames: Iterator[FrameType]) -> str:
-    """Return the phase by the innermost frame, the last one, whose code's folder tells."""
-    phase = USERS_CODE
-    for frame in frames:
-        file = frame.f_code.co_filename
-        phase = next((phase for folder, phase in PHASES.items() if folder in file), phase)
-    return phase
+def _describe(leaving: SystemExit | None) -> str:
+    """Return how and where a script has left by `exit`; empty if it has not."""
+    frames = traceback.extract_tb(None if leaving is None else leaving.__traceback__)
+    places = [frame for frame in frames if "_sitebuiltins" not in frame.filename]  # which has `exit`
+    return f" in {places[-1].filename}, line {places[-1].lineno} ({places[-1].line})" if places else ""

@@ -7,6 +7,7 @@ A session knows no engine. `Backend` starts and stops its engine between these c
     begin_monitoring    from here on a rank that fails or hangs ends the job; in elastic mode, the world
                         (the engine works)
     finish, or fail     tell the monitor how this rank ends; `fail` waits for the root cause
+    wait_for_others     for a script, whose ranks come to their ends at different times: until all have
     close               end monitoring and undo what `connect` has set in this process
     rejoin              elastic mode: take this process's place in the next world, and begin again
 """
@@ -36,6 +37,7 @@ from hvd_trainer.faults.monitor import Monitor, MonitorSettings
 from hvd_trainer.faults.monitor_client import MonitorClient
 from hvd_trainer.faults.monitor_server import MonitorServer
 from hvd_trainer.faults.root_cause import RootCause
+from hvd_trainer.faults.script_phase import raised_in_exchange
 from hvd_trainer.launch.slurm import slurm_job
 from hvd_trainer.launch.world import World, detect, is_elastic
 from hvd_trainer.rendezvous import connect, ranks
@@ -76,7 +78,9 @@ class Session:
         slurm_job: what Slurm's variables tell of this job.
         job: identifies this job across restarts by its launcher.
         activity: step and phase of this rank, for failure reports.
+        has_trained: set when this process has begun to train, in this world or an earlier one.
         stopping: set when all ranks have agreed to stop, so that a signal need not end this one.
+        ending: how and where this rank has come to its end, for reports; empty: after its last line.
         monitor: the health monitor; None when there is no other rank, or none is being monitored.
         root_cause: the failure that ended this world, once the monitor has found one.
         driver: horovodrun's elastic driver; None when the number of ranks is fixed.
@@ -100,7 +104,8 @@ class Session:
         self.activity = Activity(options.startup_timeout_s)
         self.monitor: Monitor | None = None
         self.root_cause: RootCause | None = None
-        self.stopping = False
+        self.stopping = self.has_trained = False
+        self.ending = ""
         self._requested_devices = devices
         self._store: dist.Store | None = None
         self._signals: preemption.StopRequest | None = None
@@ -196,8 +201,11 @@ class Session:
         if threads is not None:
             torch.set_num_threads(threads)
 
-    def prepare_nccl(self) -> None:
+    def prepare_nccl(self, *, keeps_timeouts: bool = False) -> None:
         """Refuse a GPU that NCCL would refuse, and leave failed peers to the monitor.
+
+        Args:
+            keeps_timeouts: leave the time limits of groups to PyTorch, and with them failed peers.
 
         Raises:
             LaunchError: another rank of this host has the same GPU.
@@ -211,8 +219,9 @@ class Session:
                 f"train on CPUs with --device cpu. From NCCL 2.30 on, {SHARES_GPU}=1 in the environment lets "
                 f"ranks share one"
             )
+        wanted = {} if keeps_timeouts else TORCH_NCCL
         # torchrun sets the first to 1, too, so that 1 is nobody's choice.
-        changed = {name: value for name, value in TORCH_NCCL.items() if self.environ.get(name, "1") == "1"}
+        changed = {name: value for name, value in wanted.items() if self.environ.get(name, "1") == "1"}
         self._cleanup.enter_context(set_variables(changed))
 
     def begin_monitoring(self, abort_exchanges: Callable[[], None] = lambda: None) -> None:
@@ -258,10 +267,17 @@ class Session:
     def finish(self) -> None:
         """Tell the monitor that this rank has come to its end, as all ranks do."""
         if self.monitor is not None:
-            self.monitor.report_done()
+            self.monitor.report_done(self.ending)
+
+    def wait_for_others(self) -> None:
+        """Return when all ranks have come to their end."""
+        if self.monitor is not None:
+            self.monitor.everyone_is_done.wait()
 
     def fail(self, error: BaseException) -> None:
         """Tell the monitor why this rank fails, and wait until it has found the root cause."""
+        if raised_in_exchange(error):
+            self.activity.blame_exchange()
         if self.monitor is not None:
             self.root_cause = self.monitor.report_error(error)
         if self.driver is not None:

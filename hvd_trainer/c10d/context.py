@@ -28,6 +28,8 @@ from hvd_trainer.backends.horovod_waiter import wait_done, wait_until
 from hvd_trainer.c10d.process_sets import ProcessSets
 from hvd_trainer.c10d.work import Completer, HorovodWork, Operation
 from hvd_trainer.errors import BackendError
+from hvd_trainer.faults import exchanges
+from hvd_trainer.faults.exchanges import Exchange
 from hvd_trainer.launch.world import World
 from hvd_trainer.rendezvous.ranks import RankInfo, exchange_rank_info, resolve_nodes
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name, outward_address
@@ -85,18 +87,32 @@ class HorovodContext:
         self.operations: ModuleType = importlib.import_module("horovod.torch.mpi_ops")
         self.process_sets = ProcessSets(self.hvd, store, rank, size)
         self.completer = Completer(wait_done(self.hvd))
-        self._counts: Counter[str] = Counter()
+        self._kinds: dict[str, Counter[str]] = {}
+        self._begun: Counter[str] = Counter()
         self._under_way: dict[str, HorovodWork] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        exchanges.sources.append(self.exchanges)
         atexit.register(self.close)
 
-    def number(self, kind: str) -> str:
-        """Return the name of the next operation of a kind; all ranks number alike."""
-        if len(self._counts) > MAX_COUNTS:
-            self._counts.clear()
-        self._counts[kind] += 1
-        return f"{kind}.{self._counts[kind] % NAMES_PER_KIND}"
+    def number(self, group: str, kind: str) -> tuple[str, int]:
+        """Return the name of a group's next operation, and its number in the group, whose ranks all count alike.
+
+        A rank counts for each group on its own: another rank is not in the same groups.
+        """
+        kinds = self._kinds.setdefault(group, Counter())
+        if len(kinds) > MAX_COUNTS:
+            kinds.clear()
+        kinds[kind] += 1
+        self._begun[group] += 1
+        return f"{group}.{kind}.{kinds[kind] % NAMES_PER_KIND}", self._begun[group]
+
+    def exchanges(self) -> list[Exchange]:
+        """Return the operations under way, and the last one of each group."""
+        with self._lock:
+            works = [work for work in self._under_way.values() if not work.is_done]
+        under_way = [Exchange(f"horovod:{work.group}", work.number, work.description, False) for work in works]
+        return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in self._begun.items()]
 
     def begin(self, operation: Operation) -> HorovodWork:
         """Start an operation as soon as its name is free."""
@@ -121,6 +137,7 @@ class HorovodContext:
             return
         self._is_closed = True
         atexit.unregister(self.close)
+        exchanges.sources.remove(self.exchanges)
         # The last value is of an exception that ends this process.
         has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
         if self.size > 1 and not has_failed:

@@ -329,9 +329,12 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
         kind = f"{description} {', '.join(f'{t.dtype}{list(t.shape)}'.removeprefix('torch.') for t in tensors)}"
         timeout: timedelta = getattr(opts, "timeout", UNSET)
+        name, number = self._context.number(self._group, kind)
         return self._context.begin(
             Operation(
-                name=self._context.number(f"{self._group}.{kind}"),
+                name=name,
+                group=self._group,
+                number=number,
                 begin=lambda name: [begin(f"{name}.{i}") for i, begin in enumerate(begins) if begin is not None],
                 finish=finish,
                 result=result,

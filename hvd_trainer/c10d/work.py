@@ -27,6 +27,9 @@ class Operation:
 
     name: str
     """by which ranks match it; two of one name are never under way at once"""
+    group: str
+    number: int
+    """among the group's"""
     begin: Callable[[str], list[int]]
     """hand the tensors to Horovod under a name, and return its handles"""
     finish: Callable[[list[Any]], None] = lambda received: None
@@ -59,15 +62,16 @@ class HorovodWork(dist._Work):
     ) -> None:
         super().__init__()
         self._hvd, self._previous, self._completer, self._on_done = hvd, previous, completer, on_done
-        self.name = operation.name
+        self.name, self.group, self.number = operation.name, operation.group, operation.number
         self._operation: Operation | None = operation
         self._result, self._timeout_s = operation.result, operation.timeout_s
-        self._description = operation.description
+        self.description = operation.description
         self._deadline = time.monotonic() + operation.timeout_s
         self._handles: list[int] | None = None
         self._received: list[Any] = []
         self._error: Exception | None = None
         self._is_done = False
+        self._promise: Future[None] | None = None
         self._future: Future[Any] | None = None
         self._is_future_done = False
         self._lock = threading.Lock()
@@ -111,7 +115,7 @@ class HorovodWork(dist._Work):
     def _fail(self, error: Exception) -> None:
         late = isinstance(error, TimeoutError)
         self._error = dist.DistBackendError(
-            str(error) if late else f"{self._description} failed: {first_line(error)}"
+            str(error) if late else f"{self.description} failed: {first_line(error)}"
         )
         self._error.__cause__ = error
         self._end()
@@ -121,6 +125,11 @@ class HorovodWork(dist._Work):
         self._is_done = True
         self._operation, self._previous, self._received = None, None, []
         self._on_done(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the operation is known to be done; asks nobody."""
+        return self._is_done
 
     def is_done_or_late(self) -> bool:
         """Return whether the operation is done; let it fail if it has taken longer than its time limit."""
@@ -138,20 +147,23 @@ class HorovodWork(dist._Work):
 
     def _timeout_text(self, timeout_s: float) -> str:
         return (
-            f"{self._description}: Timed out after {timeout_s:g} s: other ranks have not called it, or with other "
+            f"{self.description}: Timed out after {timeout_s:g} s: other ranks have not called it, or with other "
             f"shapes or types, or one is gone."
         )
 
     def complete_future(self) -> None:
         """Complete the future, if there is one, of an operation that is done; its callbacks run here."""
         with self._lock:
-            if self._future is None or self._is_future_done:
+            if self._promise is None or self._is_future_done:
                 return
             self._is_future_done = True
-        if self._error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(self._error)
+        self._promise.set_result(None)
+
+    def _outcome(self, _: object) -> Any:
+        """Return the result, or raise why there is none."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     # What torch.distributed asks for.
 
@@ -169,9 +181,14 @@ class HorovodWork(dist._Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future of `result`, which another thread completes."""
+        """Return a future of `result`, which another thread completes.
+
+        To code in C++, such as DDP's, an exception that is set by `set_exception` is a result, and not the tensors
+        that it takes it for; one that a callback raises is an error everywhere.
+        """
         if self._future is None:
-            self._future = Future(devices=sorted(set(accelerators(self._result)), key=str))
+            self._promise = Future(devices=sorted(set(accelerators(self._result)), key=str))
+            self._future = self._promise.then(self._outcome)
             if self._is_done:
                 self.complete_future()
             else:

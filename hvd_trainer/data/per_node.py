@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +11,6 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.errors import DataError, OptionError
 
 T = TypeVar("T")
-_CALLS = itertools.count()
 
 
 class SharedDataError(DataError, OptionError):
@@ -35,7 +33,7 @@ def once_per_node(backend: Backend, prepare: Callable[[], str | None], *, timeou
     Raises:
         DataError: a node was not done in time.
     """
-    calling = _participants(backend)
+    calling = participants(backend)
     first = {node: rank for rank, node in reversed(calling.items())}
     return _run_on(backend, list(first.values()), prepare, timeout_s)
 
@@ -48,20 +46,31 @@ def on_every_rank(backend: Backend, load: Callable[[], T], *, timeout_s: float =
         DataError: a rank was not done in time.
     """
     loaded: list[T] = []
-    trouble = _run_on(backend, list(_participants(backend)), lambda: loaded.append(load()), timeout_s)
+    trouble = _run_on(backend, list(participants(backend)), lambda: loaded.append(load()), timeout_s)
     if trouble:
         raise SharedDataError(trouble[0])
     return loaded[0]
 
 
-def _participants(backend: Backend) -> dict[int, str]:
-    """Return the node of each rank that takes part; in elastic mode, ranks of earlier worlds did so before."""
-    return {rank: peer.node for rank, peer in enumerate(backend.session.peers) if not peer.past_worlds}
+def participants(backend: Backend) -> dict[int, str]:
+    """Return the node of each rank that takes part.
+
+    In elastic mode ranks of earlier worlds train while one that joins them comes from its start to its training:
+    they have done until there what it does. From then on all ranks do the same.
+    """
+    session = backend.session
+    return {rank: its.node for rank, its in enumerate(session.peers) if session.has_trained or not its.past_worlds}
+
+
+def next_call(backend: Backend, name: str) -> str:
+    """Return a key in the store for a call that all participants make: they count alike, in each world anew."""
+    when = "training" if backend.session.has_trained else "start"
+    return f"{name}.{when}.{backend.session.store.add(f'{name}.{when}.of.{backend.world.rank}', 1)}"
 
 
 def _run_on(backend: Backend, ranks: list[int], prepare: Callable[[], str | None], timeout_s: float) -> list[str]:
     """Run `prepare` on these ranks, and wait for all of them."""
-    rank, store, call = backend.world.rank, backend.session.store, f"once.{next(_CALLS)}"
+    rank, store, call = backend.world.rank, backend.session.store, next_call(backend, "once")
     if rank in ranks:
         store.set(f"{call}.{rank}", json.dumps(_attempt(prepare)))
     trouble = []

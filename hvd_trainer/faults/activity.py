@@ -31,6 +31,7 @@ class Activity:
         phase: one of `shared_status.PHASES`.
         since: when it last made progress, by `time.monotonic`.
         limits: how long each of `LONG_PHASES` may take, and any other phase, in seconds; None: no limit.
+        reports_only: whether the first rank that takes longer is reported, and the job goes on.
         is_exchanging: returns whether the device has an unfinished exchange that the host does not wait for.
         listeners: called with each phase that begins; waiting for other ranks is `reduce`, in whatever phase.
     """
@@ -39,6 +40,7 @@ class Activity:
         self._startup_s = startup_s
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.limits: tuple[float, float] | None = None
+        self.reports_only = False
         self.listeners: list[Callable[[str], None]] = []
         self.is_exchanging: Callable[[], bool] = lambda: False
         self._waits = 0
@@ -83,6 +85,10 @@ class Activity:
         if self._aborted:
             self._raised_while_waiting = True
             raise ExchangeAbortedError("another rank has failed, and the exchange with it was given up")
+
+    def blame_exchange(self) -> None:
+        """Note that the exception by which this rank ends was raised in an exchange, whatever the phase."""
+        self._raised_while_waiting = True
 
     def _notify(self, phase: str) -> None:
         for listener in self.listeners:

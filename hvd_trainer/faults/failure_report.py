@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     # It imports PyTorch, and `run_job` reports mistyped options without.
     from hvd_trainer.rendezvous.ranks import RankInfo
 
+STALL = "no progress, and the job goes on"
 CRASH_EXIT_CODE = 1
 """The exit code of a rank that failed."""
 GRACE_S = 10.0
@@ -51,8 +52,12 @@ class FailureReporter:
         self.has_reported = False
 
     def report(self, text: str) -> None:
-        """Write a report to stderr by one system call, so that output of other ranks does not cut it in two."""
+        """Write a report of the job's failure to stderr."""
         self.has_reported = True
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        """Write to stderr by one system call, so that output of other ranks does not cut it in two."""
         with suppress(OSError):
             os.write(2, text.encode(errors="replace"))
 
@@ -62,8 +67,9 @@ reporter = FailureReporter()
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure that ends a job."""
+    """The failure that ends a job; or a stall after which it goes on."""
 
+    title: str = "failure"
     rank: int
     peers: Sequence[RankInfo]
     """all ranks"""
@@ -88,7 +94,7 @@ class Failure:
         if self.is_last_known:
             outside = self.heartbeat.phase in ("start", "trained")
             where = f"last heard of {where}" if outside else f"last heard of in {where}"
-        lines = [f"failure: {who}, {where}: {self.what}"]
+        lines = [f"{self.title}: {who}, {where}: {self.what}"]
         lines += [self.detail.rstrip()] if self.detail else []
         lines += self.others
         lines += [f"stacks of all ranks: {self.folder}"] if self.folder else []

@@ -51,12 +51,18 @@ class LocalRanks:
         acting = next((rank for rank in local if rank not in silent), None)
         return [rank for rank in local if rank in silent] if acting == self._rank else []
 
-    def stacks_of(self, rank: int) -> str:
-        """Return the stacks of this rank or of a local one that is silent; empty if that does not answer."""
+    def stacks_of(self, rank: int, *, resumes: bool = True) -> str:
+        """Return the stacks of this rank or of a local one that is silent; empty if that does not answer.
+
+        Args:
+            resumes: as in `request_stacks`.
+        """
         if rank == self._rank:
             return stack_dump.own_stacks()
         peer = self._peers[rank]
-        return "" if peer.stacks_fd is None else stack_dump.request_stacks(peer.pid, peer.stacks_fd)
+        return (
+            "" if peer.stacks_fd is None else stack_dump.request_stacks(peer.pid, peer.stacks_fd, resumes=resumes)
+        )
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill local ranks that cannot end by themselves."""

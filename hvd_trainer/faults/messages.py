@@ -69,11 +69,17 @@ class JobEnded(_Message):
 
 
 class Done(_Message):
-    """This rank has come to its end, and waits for the others' or disconnects."""
+    """A rank has come to its end, and waits for the others' or disconnects; rank 0 passes it on to all."""
+
+    rank: int
+    where: str = ""
+    """how and where it has ended, if that was not after its last line"""
+    begun: dict[str, int] = {}
+    """of `exchanges.begun` on that rank, which begins no more"""
 
 
 class Bye(_Message):
-    """Rank 0 disconnects because the job is over."""
+    """All ranks are done, or rank 0 disconnects because the job is over."""
 
 
 Message = Hello | Alive | RankEnded | StacksRequest | Stacks | JobEnded | Done | Bye

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hvd_trainer.errors import UserError, first_line
-from hvd_trainer.faults import failure_report, stack_dump
+from hvd_trainer.faults import exchanges, failure_report, stack_dump
 from hvd_trainer.faults.activity import END, Activity
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter
 from hvd_trainer.faults.local_ranks import LocalRanks
@@ -41,6 +41,8 @@ monitor's channel does."""
 MAX_TURN_GAP_S = 5.0
 """A longer gap between two turns of the monitor thread means that the process was suspended (Ctrl-Z)."""
 STACKS_TIMEOUT_S = stack_dump.ANSWER_TIMEOUT_S + 2
+MIN_WAIT_S = 0.5
+"""How long a rank has made no progress before it is asked whether it waits for one that has come to its end."""
 EXIT_GRACE_S = 3.0
 """How long a rank may take to end by itself, or by its launcher."""
 PARENT_LAUNCHERS = ("horovodrun", "torchrun", "mpirun", "mpiexec", "run")
@@ -72,6 +74,9 @@ class Monitor(ABC):
         log_folder: the run's log folder, once that is known: stacks are saved there.
         cause: the failure that ends the job; None as long as there is none.
         terminated_at: when this process was asked to end by a signal, by `time.monotonic`.
+        done: the ranks that have come to their end, in that order.
+        everyone_is_done: set when all ranks have.
+        has_reported_stall: whether one was reported after which the job goes on.
         channels: to the monitors of other ranks, by rank.
         last_message: when each of these ranks has sent its last message, by `time.monotonic`.
     """
@@ -82,6 +87,8 @@ class Monitor(ABC):
         self.log_folder: str | None = None
         self.cause: RootCause | None = None
         self.terminated_at: float | None = None
+        self.done: dict[int, Done] = {}
+        self.everyone_is_done = threading.Event()
         self.channels: dict[int, Channel] = {}
         self.last_message: dict[int, float] = {}
         self.local_ranks = LocalRanks(self.world.rank, self.peers)
@@ -93,6 +100,7 @@ class Monitor(ABC):
         self._closing = False
         self._parent = os.getppid() if self.world.launcher in PARENT_LAUNCHERS else None
         self._last_turn = self._last_heartbeat = time.monotonic()
+        self.has_reported_stall = False
         self._exit_at: float | None = None
         self._hang_up_at: float | None = None
         self._exit_timer: threading.Timer | None = None
@@ -104,10 +112,10 @@ class Monitor(ABC):
         """Start the monitor's thread."""
         self._thread.start()
 
-    def report_done(self) -> None:
-        """Tell the other ranks that this one has come to its end and waits for theirs."""
+    def report_done(self, where: str = "") -> None:
+        """Tell the other ranks that this one has come to its end, and how, if not after its last line."""
         self.activity.enter(END)
-        self._post(Done())
+        self._post(Done(rank=self.world.rank, where=where))
 
     def report_error(self, error: BaseException) -> RootCause | None:
         """Tell the other ranks why this one fails; return the failure that ends the job, or None if unknown."""
@@ -183,6 +191,11 @@ class Monitor(ABC):
     def disconnect_if_done(self) -> bool:
         """Disconnect and return True, unless other ranks still need the channels."""
 
+    def stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of this rank, and of local ones that are silent."""
+        resumes = not self.activity.reports_only
+        return {rank: self.local_ranks.stacks_of(rank, resumes=resumes) for rank in ranks}
+
     def add_channel(self, rank: int, channel: Channel) -> None:
         """Handle what a rank sends by a channel from now on."""
         self.channels[rank], self.last_message[rank] = channel, time.monotonic()
@@ -219,6 +232,7 @@ class Monitor(ABC):
                 os._exit(CRASH_EXIT_CODE)  # the job ends, and nobody else would end this rank
             logger.error("The monitor of the ranks has failed, and training goes on without it.")
             self.disconnect()
+            self.everyone_is_done.set()  # nobody would say so any more
 
     def _loop(self) -> None:
         while True:
@@ -232,6 +246,7 @@ class Monitor(ABC):
             if now - self._last_heartbeat >= HEARTBEAT_S:
                 self._last_heartbeat = now
                 self.send_heartbeat()
+                self._check_wait(now)
             self.check(now)
             if self._closing and self.disconnect_if_done():
                 return
@@ -245,8 +260,27 @@ class Monitor(ABC):
             message = self._posted.get()
             if message is None:
                 self._closing = True
-            else:
-                self.handle(self.world.rank, message)
+                continue
+            if isinstance(message, Done):
+                message.begun = exchanges.begun()
+                self.send_heartbeat()  # the last one, with the step in which it has ended
+            self.handle(self.world.rank, message)
+
+    def _check_wait(self, now: float) -> None:
+        """Report it if this rank waits in an exchange for a rank that has come to its end without beginning it.
+
+        As long as it computes, evaluates or saves alone, or exchanges with other ranks, it is let.
+        """
+        activity = self.activity
+        if not self.done or self.cause is not None or activity.phase == END or now - activity.since < MIN_WAIT_S:
+            return
+        for exchange in exchanges.unfinished():
+            for rank, done in self.done.items():
+                if exchange.number > done.begun.get(exchange.group, exchange.number):
+                    stack = stack_dump.main_thread_section(stack_dump.own_stacks())
+                    event = Event("waits", self.world.rank, f"waits in {exchange.text}", stack, True, rank)
+                    self.handle(self.world.rank, RankEnded(event=event, heartbeat=self.own_heartbeat()))
+                    return
 
     def _check_launcher(self) -> None:
         """Treat the death of this rank's launcher, which would have ended it, as a failure."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hvd_trainer.errors import LaunchError, first_line
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.failure_report import Failure, reporter
+from hvd_trainer.faults.failure_report import STALL, Failure, reporter
 from hvd_trainer.faults.messages import Alive, Bye, Channel, Done, Hello, JobEnded, Message, Stacks, StacksRequest
 from hvd_trainer.faults.monitor import (
     ENDED_SILENTLY,
@@ -46,7 +46,7 @@ class MonitorClient(Monitor):
         self.broadcast(Hello(token=self._token, rank=self.world.rank))
         self._lost_at: float | None = None
         self._may_disconnect = False
-        """whether this rank is done, or rank 0 has disconnected on purpose: the channel's end is no failure"""
+        """whether rank 0 has disconnected on purpose: the channel's end is no failure"""
         self._silent: list[int] = []
         """the silent ranks of this machine that this rank acts for"""
 
@@ -58,19 +58,22 @@ class MonitorClient(Monitor):
 
     def handle(self, rank: int, message: Message) -> None:
         if rank == self.world.rank:
-            self._may_disconnect = self._may_disconnect or isinstance(message, Done)
             self.broadcast(message)
             return
         match message:
             case StacksRequest(silent=silent):
                 self._silent = self.local_ranks.silent_neighbours(silent)
-                for shown in [self.world.rank, *self._silent]:
-                    self.broadcast(Stacks(rank=shown, text=self.local_ranks.stacks_of(shown)))
+                for shown, text in self.stacks_of([self.world.rank, *self._silent]).items():
+                    self.broadcast(Stacks(rank=shown, text=text))
             case JobEnded(cause=cause, exit_in_s=exit_in_s):
-                self.local_ranks.kill(self._silent)
+                if not self.activity.reports_only:
+                    self.local_ranks.kill(self._silent)
                 self.end_job(cause, exit_in_s)
+            case Done():
+                self.done[message.rank] = message
             case Bye():
                 self._may_disconnect = True
+                self.everyone_is_done.set()
 
     def check(self, now: float) -> None:
         if self.cause is not None or self._may_disconnect:
@@ -83,21 +86,26 @@ class MonitorClient(Monitor):
             self._report_rank_0(f"has not answered for {silent_s:.0f} s: it is stopped, or its machine is", (0,))
 
     def _report_rank_0(self, what: str, silent: Sequence[int]) -> None:
-        """End the job because of rank 0; rank 1 prints the report.
+        """End the job because of rank 0, or only say that it is silent; rank 1 prints the report.
 
         Args:
             what: happened to rank 0.
             silent: rank 0 if it is silent, none if it is gone.
         """
-        self.exit_even_if_blocked()
+        goes_on = bool(silent) and self.activity.reports_only
+        if goes_on and (self.has_reported_stall or self.world.rank != 1):
+            return
+        if not goes_on:
+            self.exit_even_if_blocked()
         # Read before rank 0 is made to run on in order to give its stacks. If it is on another machine, take the
         # step in which this rank waits for it.
         heartbeat = self.local_ranks.last_status(0) or Heartbeat(self.activity.step, "reduce")
         neighbours = self.local_ranks.silent_neighbours(silent)
         folder = failure_report.report_folder(self.log_folder, self._token)
         shown = [self.world.rank, *neighbours] if silent else []
-        stacks = {rank: self.local_ranks.stacks_of(rank) for rank in shown}
+        stacks = self.stacks_of(shown)
         failure = Failure(
+            title=STALL if goes_on else "failure",
             rank=0,
             peers=self.peers,
             heartbeat=heartbeat,
@@ -106,6 +114,10 @@ class MonitorClient(Monitor):
             folder=str(folder) if silent else "",
         )
         failure_report.save_stacks(folder, stacks, failure.text() if silent and self.world.rank == 1 else None)
+        if goes_on:
+            self.has_reported_stall = True
+            reporter.write(failure.text())
+            return
         reports = (self.world.rank == 1 or self._is_deputy()) and not reporter.parent_reports
         if reports and not self.was_terminated_before(self._lost_at):
             reporter.report(failure.text())
@@ -122,7 +134,7 @@ class MonitorClient(Monitor):
         return self._lost_at is not None and not self._may_disconnect
 
     def disconnect(self) -> None:
-        self.broadcast(Done())
+        self.broadcast(Done(rank=self.world.rank))
         self.close_channels()
 
     def disconnect_if_done(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from hvd_trainer.faults import failure_report, stack_dump
-from hvd_trainer.faults.failure_report import Failure, reporter
+from hvd_trainer.faults.failure_report import STALL, Failure, reporter
 from hvd_trainer.faults.messages import (
     Alive,
     Bye,
@@ -70,7 +70,6 @@ class MonitorServer(Monitor):
     def __init__(self, settings: MonitorSettings, store: dist.Store, address: str) -> None:
         super().__init__(settings)
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._done: set[int] = set()
         self._events: list[Event] = []
         self._first_event = 0.0
         self._stall: _StallReport | None = None
@@ -85,15 +84,19 @@ class MonitorServer(Monitor):
             self.handle(rank, message)
 
     def handle_loss(self, rank: int) -> None:
-        if rank not in self._done and all(event.rank != rank for event in self._events):
+        if rank not in self.done and all(event.rank != rank for event in self._events):
             self._add_event(Event("lost", rank, ENDED_SILENTLY))
 
     def handle(self, rank: int, message: Message) -> None:
         if isinstance(message, Alive | RankEnded) and message.heartbeat is not None:
             self._heartbeats[rank] = message.heartbeat
         match message:
-            case Done():
-                self._done.add(rank)
+            case Done(where=where, begun=begun):
+                self.done[rank] = Done(rank=rank, where=where, begun=begun)
+                self.broadcast(self.done[rank])
+                if len(self.done) == self.world.size:
+                    self.broadcast(Bye())
+                    self.everyone_is_done.set()
             case Stacks():
                 if self._stall is not None:
                     self._stall.stacks[message.rank] = message.text
@@ -123,7 +126,7 @@ class MonitorServer(Monitor):
                 self._report_stall(self._stall)
         elif self._events:
             self._judge_events(now)
-        elif not self._closing:
+        elif not (self._closing or self.has_reported_stall):
             stall = find_stall(self._current_heartbeats(now), self.activity.silence_limit_s)
             if stall is not None:
                 self._gather_stacks(stall, now)
@@ -152,17 +155,32 @@ class MonitorServer(Monitor):
         if self.was_terminated_before(self._first_event):
             self._end_all(RootCause(event.rank, event.text, reported=True), 0.0)
             return
-        heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
-        if event.kind in ("lost", "orphaned"):
-            heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
-        failure = Failure(
-            rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
-        )
+        failure = self._failure(event)
         reports = not reporter.parent_reports
         if reports:
             reporter.report(failure.text())
         exit_in_s = EXIT_GRACE_S if event.kind in ("raised", "left") else 0.2
-        self._end_all(RootCause(event.rank, failure.text(), reported=reports), exit_in_s)
+        self._end_all(RootCause(failure.rank, failure.text(), reported=reports), exit_in_s)
+
+    def _failure(self, event: Event) -> Failure:
+        """Return what an event shows: of an exchange with a rank that has come to its end, that rank's failure."""
+        heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
+        if event.kind in ("lost", "orphaned"):
+            heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
+        if not (self.done and event.in_exchange):
+            return Failure(
+                rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
+            )
+        ended = event.peer if event.peer in self.done else next(iter(self.done))
+        where = failure_report.describe_position(heartbeat)
+        return Failure(
+            rank=ended,
+            peers=self.peers,
+            heartbeat=self._heartbeats.get(ended, Heartbeat()) if ended else self.own_heartbeat(),
+            what=f"came to its end{self.done[ended].where}, and rank {event.rank} was in an exchange with it: "
+            "give all ranks equally many batches, or let all of them leave",
+            detail=f"rank {event.rank}: {where}: {event.text}\n{event.detail}",
+        )
 
     def _end_all(self, cause: RootCause, exit_in_s: float) -> None:
         """Tell all ranks why the job ends, and in how many seconds they have to."""
@@ -184,20 +202,22 @@ class MonitorServer(Monitor):
         for rank, channel in self.channels.items():
             if rank not in silent:
                 channel.send(StacksRequest(silent=silent))
-        for rank in [0, *self.local_ranks.silent_neighbours(silent)]:
-            self._stall.stacks[rank] = self.local_ranks.stacks_of(rank)
+        self._stall.stacks |= self.stacks_of([0, *self.local_ranks.silent_neighbours(silent)])
 
     def _report_stall(self, report: _StallReport) -> None:
-        """End the job because of a stall, and report it with the stacks of all ranks."""
-        self.exit_even_if_blocked()
+        """Report a stall with the stacks of all ranks, and end the job, if a time limit was given."""
+        goes_on = self.activity.reports_only
+        if not goes_on:
+            self.exit_even_if_blocked()
         stall, rank = report.stall, report.stall.ranks[0]
         heartbeat = report.heartbeats[rank]
         what = {
             "silent": f"has not answered for {heartbeat.silent_s:.0f} s: it is stopped, or its machine is",
-            "late": f"has not got on for {heartbeat.seconds + heartbeat.silent_s:.0f} s (if it may, raise "
-            "--timeout-s)",
+            "late": f"has not got on for {heartbeat.seconds + heartbeat.silent_s:.0f} s ("
+            + ("--timeout-s would end it" if goes_on else "if it may, raise --timeout-s")
+            + ")",
             "crossed": "waits for the others and they for it: they have not made the same exchanges, or one takes "
-            "longer than --timeout-s",
+            + (f"longer than {heartbeat.seconds:.0f} s" if goes_on else "longer than --timeout-s"),
         }[stall.kind]
         folder = failure_report.report_folder(self.log_folder, self._listener.token)
         stacks = report.stacks.get(rank, "")
@@ -206,6 +226,7 @@ class MonitorServer(Monitor):
         if len(others) > MAX_OTHERS:
             others[MAX_OTHERS:] = [f"and {len(others) - MAX_OTHERS} more"]
         failure = Failure(
+            title=STALL if goes_on else "failure",
             rank=rank,
             peers=self.peers,
             heartbeat=report.status or heartbeat,
@@ -216,6 +237,10 @@ class MonitorServer(Monitor):
             folder=str(folder),
         )
         failure_report.save_stacks(folder, report.stacks, failure.text())
+        if goes_on:
+            self._stall, self.has_reported_stall = None, True
+            reporter.write(failure.text())
+            return
         reporter.report(failure.text())
         self.local_ranks.kill(self.local_ranks.silent_neighbours(stall.ranks if stall.kind == "silent" else ()))
         self._end_all(RootCause(rank, failure.text(), reported=True), 0.2)
@@ -235,7 +260,7 @@ class MonitorServer(Monitor):
         self._closing_since = self._closing_since or now
         # After a failure soon, else once all other ranks have said that they are done.
         limit_s = RANK_0_DELAY_S if self.cause else EXIT_GRACE_S
-        if self.channels.keys() - self._done and now - self._closing_since < limit_s:
+        if self.channels.keys() - self.done.keys() and now - self._closing_since < limit_s:
             return False
         self.disconnect()
         return True

@@ -6,9 +6,9 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from hvd_trainer.faults.messages import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, Channel, Hello, Message
+from hvd_trainer.utils.descriptors import pause_if_none_left
 
 MAX_UNAUTHENTICATED = 256
 """Connections that have not sent the token yet, beyond as many as there are ranks. The oldest is closed first."""
@@ -43,10 +43,15 @@ class RankListener:
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # too many open files, or the client is gone again
+        try:
             connection, _ = self._socket.accept()
-            connection.settimeout(SEND_TIMEOUT_S)
-            self.add(connection)
+        except OSError as error:
+            if self._unauthenticated:
+                self._drop(next(iter(self._unauthenticated)))
+            pause_if_none_left(error)
+            return
+        connection.settimeout(SEND_TIMEOUT_S)
+        self.add(connection)
 
     def add(self, connection: socket.socket) -> Channel:
         """Wait for the token on a new connection."""

@@ -38,12 +38,12 @@ class Heartbeat:
     """age of the message"""
 
 
-Kind = Literal["orphaned", "raised", "lost", "left", "interrupted"]
+Kind = Literal["orphaned", "raised", "waits", "lost", "left", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Event:
-    """The end of a rank, and how it ended."""
+    """The end of a rank, and how it ended; or that it waits for one that has come to its end."""
 
     kind: Kind
     rank: int
@@ -53,6 +53,8 @@ class Event:
     """the traceback, where it is not printed elsewhere"""
     in_exchange: bool = False
     """whether it was raised in an exchange, so that another rank may have caused it"""
+    peer: int | None = None
+    """the rank that it waits for"""
 
 
 def find_root_cause(events: Sequence[Event]) -> Event:
@@ -63,7 +65,7 @@ def find_root_cause(events: Sequence[Event]) -> Event:
 def _priority(event: Event) -> int:
     if event.kind == "raised":
         return 4 if event.in_exchange else 1
-    return {"orphaned": 0, "lost": 2, "interrupted": 3, "left": 5}[event.kind]
+    return {"orphaned": 0, "lost": 2, "interrupted": 3, "waits": 4, "left": 5}[event.kind]
 
 
 def is_certain(event: Event) -> bool:

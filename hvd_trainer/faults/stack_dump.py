@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_trainer.utils.process import start_in_thread
+from hvd_trainer.faults import exchanges
 
 SIGNAL = signal.SIGUSR2
 MAX_EXCHANGES = 4
-UNFINISHED = "Exchanges that the GPU has not finished:"
+UNFINISHED = "Exchanges that are not finished:"
 ANSWER_TIMEOUT_S = 2.0
 
 
@@ -32,24 +30,10 @@ def own_stacks() -> str:
     for number in sorted(frames, key=lambda number: number != main):
         name = threads[number].name if number in threads else str(number)
         parts.append(f"Thread {name}, most recent call last:\n" + "".join(traceback.format_stack(frames[number])))
-    asked = start_in_thread(unfinished_exchanges, "flight-recorder")
-    wait([asked], ANSWER_TIMEOUT_S)  # the driver may hang
-    if asked.done() and asked.exception() is None and asked.result():
-        parts.append("\n".join([UNFINISHED, *(f"  {line}" for line in asked.result()), ""]))
+    unfinished = exchanges.unfinished()[:MAX_EXCHANGES]
+    if unfinished:
+        parts.append("\n".join([UNFINISHED, *(f"  {exchange.text}" for exchange in unfinished), ""]))
     return "\n".join(parts)
-
-
-def unfinished_exchanges() -> list[str]:
-    """Return a line for each exchange in the GPU's queue, oldest first, by PyTorch's flight recorder for NCCL."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
-    if dump is None:
-        return []  # a PyTorch without NCCL
-    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
-    return [
-        f"{entry['profiling_name']} of {entry['input_sizes']}, number {entry['collective_seq_id']} of group "
-        f"{entry['process_group'][0]}, {entry['state']}"
-        for entry in entries[:MAX_EXCHANGES]
-    ]
 
 
 def unfinished_section(text: str) -> str:
@@ -83,17 +67,19 @@ def unregister_signal(memory: int | None) -> None:
         os.close(memory)
 
 
-def request_stacks(pid: int, memory: int) -> str:
+def request_stacks(pid: int, memory: int, *, resumes: bool = True) -> str:
     """Return the stacks of another process of this machine and user; empty if it does not answer.
 
-    `memory` is what `register_signal` has returned there. A suspended process is made to run on: it could not
-    answer else.
+    Args:
+        memory: what `register_signal` has returned there.
+        resumes: make a suspended process run on: it could not answer else.
     """
     file = Path(f"/proc/{pid}/fd/{memory}")
     text = ""
     with suppress(OSError):
         os.kill(pid, SIGNAL)
-        os.kill(pid, signal.SIGCONT)
+        if resumes:
+            os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(0.1)

@@ -12,12 +12,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
+from hvd_trainer.observe import stack_record
 from hvd_trainer.utils.files import find_unsafe_path, read_regular
 
 METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job", "config.yaml"
-WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", "failures", "profile", "steps", "trace")
+FOLDERS = ("failures", "steps", "profile", stack_record.FOLDER)
+WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", "trace", *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
-SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", "failures", "steps", "profile")
+SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", *FOLDERS)
 """Files of an earlier run that are moved away when another begins."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without locks, such as Lustre mounted without them."""

@@ -22,6 +22,7 @@ from contextlib import suppress
 
 from hvd_trainer.rendezvous.store_connection import Connection, RefusedError, Store
 from hvd_trainer.rendezvous.store_protocol import handle_client
+from hvd_trainer.utils.descriptors import pause_if_none_left
 
 MAX_UNAUTHENTICATED = 4096
 """Connections that have not sent a key with a token: so many ranks may arrive at once. The oldest is closed."""
@@ -68,9 +69,10 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
             # The client is gone again, or too many files are open.
             self._close_oldest_unauthenticated()
+            pause_if_none_left(error)
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import selectors
 import socket
 import struct
@@ -253,6 +254,34 @@ def test_rank_listener_closes_connections_whose_first_message_is_invalid() -> No
                 key.data()
             assert theirs.recv(1) == b""
             assert len(selector.get_map()) == 1, "the listener's own socket"
+        listener.close()
+
+
+def test_rank_listener_waits_while_no_descriptor_is_left() -> None:
+    """It asked again at once, and so used a core until some file was closed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with selectors.DefaultSelector() as selector:
+        listener = RankListener(LOOPBACK, 2, selector, on_rank=lambda rank, channel, messages: None)
+        with socket.create_connection((LOOPBACK, listener.port)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+            filling: list[int] = []
+            turns, until = 0, time.monotonic() + 1
+            try:
+                with suppress(OSError):
+                    while True:
+                        filling.append(os.dup(0))
+                while time.monotonic() < until:
+                    for key, _ in selector.select(0.2):
+                        key.data()
+                    turns += 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                for descriptor in filling:
+                    os.close(descriptor)
+            assert turns < 50
+            for key, _ in selector.select(10):
+                key.data()
+            assert len(selector.get_map()) == 2, "it is accepted as soon as there is one"
         listener.close()
 
 

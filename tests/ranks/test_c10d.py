@@ -256,6 +256,27 @@ def test_groups_are_process_sets() -> None:
     run_ranks(groups, num_processes=4, timeout_s=240)
 
 
+def uneven_groups() -> tuple[int, Any]:
+    """Make more kinds of operations than are counted, some of them in a group that one rank is not in."""
+    import datetime
+
+    from hvd_trainer.c10d import context
+
+    context.MAX_COUNTS = 5
+    with job(timeout=datetime.timedelta(seconds=15)) as (rank, _):
+        pair = dist.new_group([0, 1])
+        for length in range(1, 5) if rank < 2 else ():
+            dist.all_reduce(torch.ones(length), group=pair)
+        for length in [1, 2, 3, 4] * 3:
+            dist.all_reduce(torch.ones(length))
+        return rank, None
+
+
+def test_ranks_count_the_operations_of_each_group() -> None:
+    """All counts began anew on a rank with more groups, and from then on no name was the same as elsewhere."""
+    run_ranks(uneven_groups, num_processes=3)
+
+
 def started_twice() -> tuple[int, Any]:
     sums = []
     for _ in range(2):
@@ -495,6 +516,32 @@ def test_libraries_on_top_of_ddp_run_on_it(library: str, function: Any) -> None:
 
 
 # Mistakes.
+
+
+def late() -> tuple[int, Any]:
+    """Return the errors of a rank that waits for one that does not come to a step of DDP."""
+    import datetime
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    with job() as (rank, _):
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.wait(["has failed"], datetime.timedelta(seconds=60))
+            return rank, []
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1))
+        texts = [refusal(model(torch.ones(1, 3)).sum().backward)]
+        texts.append(refusal(dist.all_reduce(torch.ones(7), async_op=True).get_future().wait))
+        store.set("has failed", "")
+        return rank, texts
+
+
+def test_an_operation_that_ddp_waits_for_in_vain_is_an_error() -> None:
+    """It was a SIGSEGV: to C++, an exception that Python had put into a future was the tensors."""
+    for text in run_ranks(late, num_processes=2)[1]:
+        assert "DistBackendError: all_reduce of SUM float32" in text
+        assert "Timed out after 1 s: other ranks have not called it" in text
 
 
 def mistakes() -> tuple[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,10 +141,27 @@ def test_once_per_node_does_not_wait_for_training_ranks() -> None:
         raise DataError("damaged")
 
     peers = [RankInfo("node", 0, "ddp", (0,), past_worlds=1), RankInfo("node", 1, "ddp", (0,))]
-    backend = SimpleNamespace(
-        world=World(1, 2, 1, 2), session=SimpleNamespace(peers=peers, store=dist.HashStore())
-    )
+    session = SimpleNamespace(peers=peers, store=dist.HashStore(), has_trained=False)
+    backend = SimpleNamespace(world=World(1, 2, 1, 2), session=session)
     assert on_every_rank(backend, lambda: "loaded", timeout_s=1) == "loaded"  # type: ignore[arg-type]
     with pytest.raises(SharedDataError, match="damaged"):
         on_every_rank(backend, fails, timeout_s=1)  # type: ignore[arg-type]
     assert once_per_node(backend, lambda: None, timeout_s=1) == []  # type: ignore[arg-type]
+
+
+def test_ranks_that_have_trained_prepare_data_with_those_that_joined_them() -> None:
+    """Where some had been in another world, they did not load, and ended in an IndexError."""
+    peers = [RankInfo("node", 0, "ddp", (0,), past_worlds=1), RankInfo("node", 1, "ddp", (0,))]
+    store = dist.HashStore()
+    backends_ = [
+        SimpleNamespace(
+            world=World(rank, 2, rank, 2), session=SimpleNamespace(peers=peers, store=store, has_trained=True)
+        )
+        for rank in range(2)
+    ]
+    backends_[1].session.has_trained = False
+    on_every_rank(backends_[1], lambda: "its own", timeout_s=1)  # type: ignore[arg-type]
+    backends_[1].session.has_trained = True
+    with ThreadPoolExecutor() as ranks:
+        loads = [ranks.submit(on_every_rank, its, lambda: "loaded", timeout_s=5) for its in backends_]  # type: ignore[arg-type]
+        assert [load.result() for load in loads] == ["loaded"] * 2

@@ -287,7 +287,19 @@ def test_endless_yaml_is_refused(tmp_path: Path) -> None:
 # Log folders, and those of the tools.
 
 
-@pytest.mark.parametrize("name", [".lock", ".job", "metrics.jsonl", "config.yaml", "run.json", "steps/rank-0.npz"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        ".job",
+        "metrics.jsonl",
+        "config.yaml",
+        "run.json",
+        "steps/rank-0.npz",
+        "stacks",
+        "stacks/rank-0.json",
+    ],
+)
 def test_log_folder_with_links_is_refused(name: str, tmp_path: Path) -> None:
     """A run in a folder from an archive with links in it wrote into the links' targets."""
     mine = tmp_path / "mine"

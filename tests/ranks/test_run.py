@@ -360,6 +360,182 @@ def test_failing_rank_ends_the_job_and_is_reported(
     assert not once or len(re.findall(once, result.stderr)) == 1
 
 
+ENDING_SCRIPT = """
+import sys, time
+import torch
+import {api}
+
+how = sys.argv[1]
+{start}
+model = torch.nn.Linear(4, 1)
+{wrap}
+for step in range(3 + rank if how == "uneven" else 50):
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 4)).square().mean()
+    if step == 5 and rank == 1: sys.exit(0)
+    loss.backward()
+    optimizer.step()
+"""
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+ENDING = {
+    "torch": ENDING_SCRIPT.format(
+        api="torch.distributed as dist",
+        start="dist.init_process_group('gloo'); rank = dist.get_rank()",
+        wrap=f"model = torch.nn.parallel.DistributedDataParallel(model)\n{SGD}",
+    ),
+    "horovod": ENDING_SCRIPT.format(
+        api="horovod.torch as hvd",
+        start="hvd.init(); rank = hvd.rank()",
+        wrap=f"{SGD}optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "engine", "how"),
+    [
+        case("torch", "ddp", "exit"),
+        case("torch", "ddp", "uneven"),
+        case("torch", "horovod", "uneven"),
+        case("torch", "horovod", "exit", when="long"),
+        case("horovod", "ddp", "exit"),
+        case("horovod", "ddp", "uneven", when="long"),
+        case("horovod", "horovod", "exit"),
+        case("horovod", "horovod", "uneven", when="long"),
+    ],
+)
+def test_rank_that_ends_while_others_wait_for_it_is_named(api: str, engine: str, how: str, tmp_path: Path) -> None:
+    """It ended regularly and kept its connections, so that the others waited for as long as they may."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDING[api])
+    result = run("-np", 2, "--backend", engine, "--", script, how, check=False)
+    assert result.returncode == 1, result.stderr
+    first = 1 if how == "exit" else 0
+    where = r" in \S+/script\.py, line \d+ \(.*sys\.exit\(0\)\)" if how == "exit" else ""
+    named = (
+        rf"failure: rank {first} of 2 on .*, end: came to its end{where}, and rank {1 - first} was in an exchange"
+    )
+    assert re.search(named, result.stderr), result.stderr
+    assert re.search(rf"(?s)rank {1 - first}: step .*script\.py\", line \d+", result.stderr), "where it waits"
+
+
+ALONE_SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, ones = dist.get_rank(), torch.ones(2)
+pair = dist.new_group([0, 1])
+dist.reduce(ones, dst=0) if rank == 2 else None
+if rank == 2: sys.exit(0)
+if rank == 1: time.sleep(4)  # evaluates, and rank 0 waits in an exchange that rank 2 has made
+dist.reduce(ones, dst=0)
+for _ in range(2):
+    dist.all_reduce(ones, group=pair)
+    if rank == 0: time.sleep(2.5)
+print(f"saved by {rank}")
+"""
+
+
+@pytest.mark.parametrize("engine", [case("ddp"), case("horovod")])
+def test_ranks_go_on_without_one_that_has_made_all_their_exchanges(engine: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ALONE_SCRIPT)
+    output = run("-np", 3, "--backend", engine, "--", script).stdout
+    assert sorted(output.split("\n")) == ["", "saved by 0", "saved by 1"]
+
+
+SLOW_SCRIPT = """
+import time
+import torch
+import torch.distributed as dist
+from hvd_trainer.backends import script_session
+
+script_session.REPORT_AFTER_S = 3.0
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    time.sleep(9)
+dist.barrier()
+print("done")
+"""
+
+
+def test_slow_job_is_reported_once_and_goes_on(tmp_path: Path) -> None:
+    """Without a time limit on the command line, `run` ends no job."""
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_SCRIPT)
+    result = run("-np", 2, "--", script)
+    assert result.stdout == "done\n" * 2
+    (said,) = re.findall("no progress, and the job goes on: rank 1 of 2 .*", result.stderr)
+    assert "has not got on for" in said
+    assert "time.sleep(9)" in result.stderr
+    assert "stacks of all ranks: " in result.stderr
+
+
+BUSY_SCRIPT = """
+import time
+import torch
+import {api} as api
+
+{start}
+optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+for act in (lambda: print("x", flush=True), optimizer.step, lambda: {exchange}):
+    for _ in range(6): act(); time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("api", "start", "exchange", "engine"),
+    [
+        case(
+            "torch.distributed",
+            "api.init_process_group('gloo')",
+            "api.all_reduce(torch.ones(1))",
+            "ddp",
+            when="long",
+        ),
+        case(
+            *("torch.distributed", "api.init_process_group('gloo')", "api.all_reduce(torch.ones(1))", "horovod"),
+            when="long",
+        ),
+        case("horovod.torch", "api.init()", "api.allreduce(torch.ones(1))", "horovod", when="long"),
+        case("horovod.torch", "api.init()", "api.allreduce(torch.ones(1))", "ddp", when="long"),
+    ],
+)
+def test_output_steps_and_exchanges_are_progress(
+    api: str, start: str, exchange: str, engine: str, tmp_path: Path
+) -> None:
+    """A loop that spends nearly all its time at one line was taken for a rank that is stuck there."""
+    script = tmp_path / "script.py"
+    script.write_text(BUSY_SCRIPT.format(api=api, start=start, exchange=exchange))
+    run("-np", 2, "--timeout-s", 3, "--backend", engine, "--", script)
+
+
+AGAIN_SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import horovod.torch as hvd
+
+for _ in range(4):
+    hvd.init() if "hvd" in sys.argv else dist.init_process_group("gloo")
+    total = torch.ones(1)
+    hvd.allreduce_(total, op=hvd.Sum) if "hvd" in sys.argv else dist.all_reduce(total)
+    sys.stdout.write(f"{total.item():g}\\n")
+    hvd.shutdown() if "hvd" in sys.argv else dist.destroy_process_group()
+"""
+
+
+@requires("horovod")
+@pytest.mark.parametrize("api", ["hvd", "torch"])
+def test_horovod_starts_again_in_one_process(api: str, tmp_path: Path) -> None:
+    """Ranks that were quick found the addresses of the start before, and hung or aborted."""
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN_SCRIPT)
+    assert run("-np", 3, "--backend", "horovod", "--", script, api).stdout == "3\n" * 12
+
+
 def test_exit_code_of_the_script_is_that_of_the_command(script: Path) -> None:
     assert run("--np", 2, "--", script, "leave", check=False).returncode == 7
 

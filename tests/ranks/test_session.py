@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch.distributed as dist
-from launchers import run_ranks
+from combinations import case
+from launchers import LaunchError, run_ranks
 
+from hvd_trainer import backends
 from hvd_trainer.backends import EngineOptions
 from hvd_trainer.backends.session import Session
 from hvd_trainer.errors import PeerError
@@ -57,3 +60,37 @@ def test_session_names_the_rank_of_the_root_cause() -> None:
     assert "stopped because rank 1 failed or ended" in first
     assert "(the consequence)" in first
     assert second == "stands"
+
+
+def leave_early(backend_name: str) -> tuple[int, None]:
+    """Leave with fewer exchanges than rank 0 makes, as with fewer batches."""
+    with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        backend.collectives.barrier()
+        if backend.world.is_first:
+            backend.collectives.barrier()
+    return backend.world.rank, None
+
+
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod")])
+def test_rank_that_left_is_blamed_for_the_exchange_that_it_did_not_make(backend: str) -> None:
+    """Rank 0, whose exchange broke, was."""
+    with pytest.raises(
+        LaunchError, match=r"failure: rank 1 of 2 .*: came to its end, and rank 0 was in an exchange"
+    ):
+        run_ranks(leave_early, num_processes=2, args=(backend,))
+
+
+def test_session_is_closed_whatever_its_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signal handlers and variables stayed in a process that went on, as a notebook does."""
+
+    def stop(_: bool = False, **__: bool) -> None:
+        raise RuntimeError("cannot stop")
+
+    closed: list[bool] = []
+    backend = backends.create(EngineOptions(backend="single"))
+    monkeypatch.setattr(backend, "_stop", stop)
+    backend.__enter__()
+    backend.session._cleanup.callback(closed.append, True)
+    with pytest.raises(RuntimeError, match="cannot stop"):
+        backend.__exit__(ValueError, ValueError("the cause"), None)
+    assert closed == [True]

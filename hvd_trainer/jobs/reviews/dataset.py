@@ -6,7 +6,6 @@ the cache.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
-from hvd_trainer.data.per_node import SharedDataError, once_per_node
+from hvd_trainer.data.per_node import SharedDataError, next_call, once_per_node, participants
 from hvd_trainer.errors import DataError
 from hvd_trainer.jobs.download import RemoteFile, download_missing
 from hvd_trainer.jobs.options import TextOptions
@@ -34,7 +33,6 @@ HOW = (
     f"To get it, type on a machine with internet: curl -O {URL} and then pass the file here: "
     f"--data-dir {ARCHIVE}. Or train on tokens drawn at random: --dataset synthetic"
 )
-_CALLS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _load_tokens(
 ) -> Tokens:
     """Make tokens of the reviews on one rank of each node, and read them on the others. A collective."""
     made: list[Tokens] = []
-    node, call = backend.session.peers[backend.world.rank].node, f"imdb.{next(_CALLS)}"
+    node, call = backend.session.peers[backend.world.rank].node, next_call(backend, "imdb")
 
     def prepare() -> None:
         fetch(place, DOWNLOAD_S)
@@ -102,8 +100,7 @@ def _load_tokens(
     trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
     if trouble:
         raise SharedDataError(trouble[0])
-    # Where ranks come and go, those that were here before do not take part.
-    nodes = dict.fromkeys(peer.node for peer in backend.session.peers if not peer.past_worlds)
+    nodes = dict.fromkeys(participants(backend).values())
     kept = {name: json.loads(backend.session.store.get(f"{call}.{name}")) for name in nodes}
     if len({entry["tokens"] for entry in kept.values()}) > 1:
         raise SharedDataError(

@@ -43,8 +43,9 @@ class Options:
     """ranks to start on this machine; None: one, or those that a launcher has started"""
     backend: Literal["horovod", "ddp"] = "ddp"
     """the engine: Horovod, or native torch.distributed"""
-    timeout_s: Annotated[float, Gt(0)] = 600.0
-    """how long a rank may stay at one place of the script, in seconds; then the job ends with all ranks' stacks"""
+    timeout_s: Annotated[float | None, Gt(0)] = None
+    """how long a rank may make no progress, in seconds, before the job ends with all ranks' stacks; None: they are
+    reported after 600 s, and the job goes on"""
     startup_timeout_s: Annotated[float, Gt(0)] = 300.0
     """how long the ranks may take to meet"""
     threads: Annotated[int | None, Ge(1)] = None

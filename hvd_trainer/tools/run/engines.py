@@ -64,6 +64,7 @@ def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | 
         after["torch.nn.parallel.distributed"] = functools.partial(_set_buckets, bucket_mb=bucket_mb)
     if session is not None and engine == "horovod" and not is_elastic(os.environ):
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
+        after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, session=session)
         after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
         return ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
@@ -98,6 +99,18 @@ def _set_buckets(module: ModuleType, bucket_mb: float) -> None:
     kind.__init__ = init
 
 
+def _mark_waits(module: ModuleType, session: ScriptSession) -> None:
+    """Let the session know when Horovod waits for other ranks."""
+    original = module.synchronize
+
+    @functools.wraps(original)
+    def synchronize(handle: Any) -> Any:
+        with session.waiting():
+            return original(handle)
+
+    setattr(module, "synchronize", synchronize)  # noqa: B010  mypy knows no such attribute
+
+
 def _hook_inner_step(module: ModuleType) -> None:
     """Let PyTorch call the hooks of a step in Horovod's step only where that calls the optimizer's own."""
     for kind in (module._DistributedOptimizer, module._DistributedAdasumOptimizer):
@@ -124,7 +137,12 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
                 given.pop("init_method", None)
                 given["store"] = session.prefix_store(f"script/{next(starts)}")
                 given |= {"rank": world.rank, "world_size": world.size}
-        original(**given)
+            session.carries_torch = engine == "horovod"
+        try:
+            original(**given)
+        finally:
+            if session is not None:
+                session.carries_torch = False
 
     package = sys.modules["torch.distributed"]
     for holder in (module, package):  # the package has the function only if it was imported before
@@ -138,7 +156,7 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.is_own_process or self.is_initialized():
+        if not session.is_own_process or session.carries_torch or self.is_initialized():
             return original(self, *args, **kwargs)
         from hvd_trainer.backends.horovod_start import rank_variables
         from hvd_trainer.rendezvous.ranks import check_world
@@ -149,6 +167,7 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession) -> None:
         with set_variables(variables):
             result = original(self, *args, **kwargs)
         check_world(started.world, "Horovod", self.rank(), self.size())
+        session.attach_horovod(self.shutdown)
         return result
 
     module.HorovodBasics.init = init

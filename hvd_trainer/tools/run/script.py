@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_script(
-    job: Sequence[str], options: EngineOptions, *, timeout_s: float, bucket_mb: float | None
+    job: Sequence[str], options: EngineOptions, *, timeout_s: float | None, bucket_mb: float | None
 ) -> NoReturn:
     """Run a script or a module as this process's program, and end the process.
 
@@ -48,12 +48,14 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
         from hvd_trainer.tools.probe.install import install_probe  # with torch
 
         install_probe(probe)
+    left: SystemExit | None = None
     try:
         execute(job)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             session.fail(leaving)
             raise
+        left = leaving
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
         session.fail(error)
@@ -65,7 +67,7 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
             "processes has run it alone",
             world.size,
         )
-    session.finish()
+    session.finish(left)
 
 
 def _set_variables(engine: str) -> None:

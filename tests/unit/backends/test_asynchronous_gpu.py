@@ -114,7 +114,7 @@ def test_stack_dump_names_unfinished_nccl_exchanges(monkeypatch: pytest.MonkeyPa
     asking.start()
     asking.join()
     assert stack_dump.unfinished_section(shown[0]) == (
-        "Exchanges that the GPU has not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0, scheduled"
+        "Exchanges that are not finished:\n  nccl:all_reduce of [[1024]], number 12 of group 0"
     )
     assert "test_asynchronous_gpu.py" in stack_dump.main_thread_section(shown[0])
 

@@ -36,7 +36,7 @@ MESSAGES: list[Message] = [
     StacksRequest(silent=(1, 2)),
     Stacks(rank=2, text="Thread 0x1"),
     JobEnded(cause=RootCause(1, "failure: rank 1", reported=True), exit_in_s=0.2),
-    Done(),
+    Done(rank=1, where=" in train.py, line 3", begun={"gloo:0": 7}),
     Bye(),
 ]
 
@@ -58,10 +58,10 @@ def test_messages_arrive_as_they_were_sent(ends: tuple[Channel, socket.socket]) 
 
 def test_a_message_may_arrive_in_pieces(ends: tuple[Channel, socket.socket]) -> None:
     channel, theirs = ends
-    theirs.sendall(b'{"kind":"do')
+    theirs.sendall(b'{"kind":"by')
     assert channel.receive() == []
-    theirs.sendall(b'ne"}\n{"kind":"bye"')
-    assert channel.receive() == [Done()]
+    theirs.sendall(b'e"}\n{"kind":"done"')
+    assert channel.receive() == [Bye()]
 
 
 @pytest.mark.parametrize(

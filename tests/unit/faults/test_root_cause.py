@@ -17,6 +17,7 @@ def test_find_root_cause() -> None:
     assert find_root_cause([broken[0], Event("interrupted", 1)]).rank == 1
     assert find_root_cause([Event("left", 1), broken[0]]) == broken[0]
     assert find_root_cause([broken[0], Event("orphaned", 2)]).kind == "orphaned"
+    assert find_root_cause([Event("waits", 0, peer=1), lost]) == lost
 
 
 def waiting(seconds: float, step: int = 7) -> Heartbeat:
