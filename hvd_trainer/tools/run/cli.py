@@ -19,9 +19,11 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
+from hvd_trainer.launch.launchers import CHOICE, without_ranks
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.run.local_ranks import run_ranks
 from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 MEGABYTE = 2**20
@@ -86,12 +88,18 @@ def main(argv: Sequence[str]) -> int:
         LaunchError: the launcher has started another number of ranks than was asked for.
         BackendError: the engine is not installed.
     """
+    # Below a script of another `run` this process has that one's engine.
+    ImportHooks.uninstall_all()
     options, job = read_command("run", Options, argv, reserved=())
     if options.backend == "horovod" and importlib.util.find_spec("horovod") is None:
         raise BackendError(
             f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
             f"--backend ddp -- {' '.join(job)}"
         )
+    if options.np is not None and CHOICE in os.environ:
+        # A script of another `run` has started this one as a launcher: its ranks are not those of that job.
+        for name in os.environ.keys() - without_ranks(os.environ).keys():
+            del os.environ[name]
     world = detect(os.environ)
     if world.launcher == "python" and options.np not in (None, 1):
         # The same command again, in the ranks: there, it finds itself started by a launcher.

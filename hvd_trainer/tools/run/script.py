@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.launch.launchers import CHOICE
+from hvd_trainer.launch.launchers import choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
 from hvd_trainer.tools.probe.execute import execute
 from hvd_trainer.tools.probe.options import ProbeOptions
@@ -73,11 +73,9 @@ def _set_variables(engine: str) -> None:
     """Set the rank variables of torchrun and horovodrun, which scripts read, and the engine for children."""
     world = detect(os.environ)
     numbers = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
-    missing = {name: number for name, number in numbers.items() if name not in os.environ}
-    if missing:
-        # By these alone, the process would look started by another launcher.
-        os.environ[CHOICE] = world.launcher
-        os.environ.update(missing)
+    for name, number in numbers.items():
+        os.environ.setdefault(name, number)
+    choose_launcher(os.environ, world.launcher)
     folders = [str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     os.environ[ENGINE] = engine

@@ -19,6 +19,8 @@ def run_next() -> None:
 
 run_next()
 if "HVD_TRAINER_ENGINE" in os.environ and importlib.util.find_spec("hvd_trainer") is not None:
+    from hvd_trainer.launch.launchers import forget_outer_launchers
     from hvd_trainer.tools.run.engines import import_hooks
 
+    forget_outer_launchers(os.environ)
     import_hooks(os.environ["HVD_TRAINER_ENGINE"], None).install()
