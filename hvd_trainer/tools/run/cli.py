@@ -80,6 +80,12 @@ class Options:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
+def _python_options() -> list[str]:
+    """Return the options of Python itself that this process was started with, such as -u."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and -m and a module, or a program's file
+    return before[: -2 if before[-2:-1] == ["-m"] else -1]
+
+
 def main(argv: Sequence[str]) -> int:
     """Start the ranks and return their exit code; in a rank, run the script, which ends the process.
 
@@ -104,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     if world.launcher == "python" and options.np not in (None, 1):
         # The same command again, in the ranks: there, it finds itself started by a launcher.
         assert options.np is not None
-        return run_ranks([sys.executable, "-m", "hvd_trainer", "run", *argv], options.np)
+        return run_ranks([sys.executable, *_python_options(), "-m", "hvd_trainer", "run", *argv], options.np)
     if options.np not in (None, world.size):
         raise LaunchError(
             f"--np {options.np}, but {world.launcher} has started {world.size} ranks. Leave --np out: under a "
