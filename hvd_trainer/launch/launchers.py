@@ -6,8 +6,9 @@ because processes that mpirun or torchrun start inside a Slurm allocation see Sl
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 
 from hvd_trainer.errors import LaunchError
@@ -30,11 +31,18 @@ class Launcher:
     """number of the launcher's own process on the node: one machine may have several, which count as nodes"""
     markers: tuple[str, ...] = ()
     """variables that only this launcher sets, where others set the rank variables too: one of them is enough"""
+    port: str = ""
+    """the port at which its ranks meet: two of its jobs differ in it if in nothing else"""
 
     def variables(self) -> tuple[str, ...]:
         """Return the names that must all be set."""
-        names = (getattr(self, f.name) for f in fields(self) if f.name not in ("name", "host", "group", "markers"))
+        others = ("name", "host", "group", "markers", "port")
+        names = (getattr(self, f.name) for f in fields(self) if f.name not in others)
         return tuple(name for name in names if name)
+
+    def traces(self) -> set[str]:
+        """Return the variables in which a process of another job, or of another rank, differs."""
+        return {*self.variables(), *self.markers, self.port} - {""}
 
     def evidence(self, environ: Mapping[str, str]) -> list[str]:
         """Return the variables in the environment that show that this launcher started the process."""
@@ -49,9 +57,9 @@ TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LAUNCHERS = (
     Launcher("run", "HVD_TRAINER_RANK", "HVD_TRAINER_SIZE", "HVD_TRAINER_LOCAL_RANK", "HVD_TRAINER_LOCAL_SIZE"),
     Launcher("horovodrun", *HOROVOD_NAMES, host="HOROVOD_HOSTNAME"),
-    Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",)),
+    Launcher("torchrun", *TORCH_NAMES, group="GROUP_RANK", markers=("TORCHELASTIC_RUN_ID",), port="MASTER_PORT"),
     # WORLD_SIZE alone is no marker: batch scripts often set it for all tasks, whatever starts them.
-    Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK")),
+    Launcher("hand", *TORCH_NAMES, markers=("RANK", "LOCAL_RANK"), port="MASTER_PORT"),
     Launcher(
         "mpirun",
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -73,17 +81,41 @@ LAUNCHERS = (
 
 
 CHOICE = "HVD_TRAINER_LAUNCHER"
-"""Variable with the name of the launcher, for processes that are given torchrun's variables beside those of the
-launcher that started them."""
+"""Variable with the name of the launcher, for processes that are given the variables of torchrun and horovodrun
+beside those of the launcher that started them; and with all these variables as they were then."""
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher whose variables are set, some or all of them; None if none started this process."""
-    name = environ.get(CHOICE)
+    name = json.loads(environ[CHOICE])[0] if CHOICE in environ else None
     if name == "python":
         return None
     rows = [launcher for launcher in LAUNCHERS if name in (None, launcher.name)]
     return next((launcher for launcher in rows if launcher.evidence(environ)), None)
+
+
+def choose_launcher(environ: MutableMapping[str, str], name: str) -> None:
+    """Let a process count as started by this launcher, whatever variables of others it has been given."""
+    traces = set().union(*(launcher.traces() for launcher in LAUNCHERS))
+    environ[CHOICE] = json.dumps([name, {trace: environ[trace] for trace in sorted(traces & environ.keys())}])
+
+
+def forget_outer_launchers(environ: MutableMapping[str, str]) -> None:
+    """Remove rank variables that are inherited from a process of `choose_launcher`, if a launcher below started this.
+
+    They belong to that process alone. The nearest launcher is the one whose variables have changed since.
+    """
+    if CHOICE not in environ:
+        return
+    before = json.loads(environ[CHOICE])[1]
+    outer = {CHOICE}
+    for launcher in LAUNCHERS:
+        names = launcher.traces()
+        if launcher.evidence(environ) and any(environ.get(name) != before.get(name) for name in names):
+            for name in outer - names:
+                environ.pop(name, None)
+            return
+        outer |= names
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
-from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, reporter, wait_for_launcher
+from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, GRACE_S, reporter, wait_for_launcher
 from hvd_trainer.launch.slurm import slurm_step_id
 from hvd_trainer.launch.world import World, detect, is_elastic, lone_process_warning, may_be_first
 from hvd_trainer.observe.log_handler import install_handler
@@ -51,14 +52,23 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
     run_and_end(parse_and_run)
 
 
-def run_and_end(function: Callable[[], None]) -> NoReturn:
-    """Call a function, and end the process with the exit code, and the message, of `run_job`."""
+def run_and_end(function: Callable[[], None], after_error: Callable[[], None] = lambda: None) -> NoReturn:
+    """Call a function, and end the process with the exit code, and the message, of `run_job`.
+
+    Args:
+        after_error: is called when an error has been reported, and may take `GRACE_S`.
+    """
     reporter.prints_tracebacks = True
     install_handler()
     try:
         function()
     except BaseException as error:
-        _end(_report(error))
+        code = _report(error)
+        limit = threading.Timer(GRACE_S, os._exit, (code,))
+        limit.daemon = True
+        limit.start()
+        after_error()
+        _end(code)
     _end(0)
 
 
@@ -66,6 +76,8 @@ def _report(error: BaseException) -> int:
     """Log why the job ends, on the ranks that are to say it; return the exit code."""
     match error:
         case SystemExit(code=code):
+            if not isinstance(code, int | None):
+                sys.stderr.write(f"{code}\n")
             return code if isinstance(code, int) else int(code is not None)
         case KeyboardInterrupt():
             if _is_first():

@@ -63,6 +63,11 @@ class ImportHooks(MetaPathFinder):
                 hook(sys.modules[name])
         sys.meta_path.insert(0, self)
 
+    @classmethod
+    def uninstall_all(cls) -> None:
+        """Let no hooks change what is imported from now on."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, cls)]
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

@@ -319,6 +319,94 @@ def test_mistake_of_the_user_ends_all_ranks_at_once(tmp_path: Path) -> None:
     assert time.time() - max(map(float, result.stdout.split())) < 8
 
 
+LAUNCHES = """
+import os, subprocess, sys
+how, script = sys.argv[1:]
+programs = {
+    "horovodrun": [os.path.join(os.path.dirname(sys.executable), "horovodrun"), "-np", "2", sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "run": [sys.executable, "-m", "hvd_trainer", "run", "-np", "2", "--backend", "ddp", "--"],
+    "run one": [sys.executable, "-m", "hvd_trainer", "run", "-np", "1", "--backend", "ddp", "--"],
+}
+sys.exit(subprocess.run([*programs[how], script]).returncode)
+"""
+RANK_SCRIPT = """
+import horovod.torch as hvd
+hvd.init()
+ranks = hvd.allgather_object(hvd.rank())
+print(f"ranks {ranks} by {hvd.__name__}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "how", "said"),
+    [
+        case("ddp", 1, "torchrun", "ranks [0, 1] by hvd_trainer.hvd"),
+        case("horovod", 1, "horovodrun", "ranks [0, 1] by horovod.torch"),
+        case("horovod", 1, "run", "ranks [0, 1] by hvd_trainer.hvd"),
+        case("ddp", 2, "torchrun", "ranks [0, 1] by hvd_trainer.hvd", when="long"),
+        case("ddp", 2, "run one", "ranks [0] by hvd_trainer.hvd", when="long"),
+        case("horovod", 1, "torchrun", "but Horovod says rank 0 of 1", when="long"),
+    ],
+)
+def test_ranks_that_a_script_starts_are_those_of_the_nearest_launcher(
+    engine: str, size: int, how: str, said: str, tmp_path: Path
+) -> None:
+    """They trained alone, each as the rank of the script that had started them, with exit code 0."""
+    outer, inner = tmp_path / "outer.py", tmp_path / "inner.py"
+    outer.write_text(LAUNCHES)
+    inner.write_text(RANK_SCRIPT)
+    result = run("-np", size, "--backend", engine, "--", outer, how, inner, check=False)
+    assert (result.stdout + result.stderr).count(said) >= 2, result.stderr
+    assert (result.returncode == 0) == said.startswith("ranks")
+
+
+@requires("horovod")
+def test_horovod_run_starts_its_own_ranks_on_horovod(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    # Horovod's own imports the script in processes of its own.
+    script.write_text(
+        CALLER.format(words="np=2", start=7).replace("print(", 'if __name__ == "__main__":\n    print(')
+    )
+    result = run("--backend", "horovod", "--", script)
+    assert "[(7, 2, 'horovod.torch'), (12, 2, 'horovod.torch')]" in result.stdout
+
+
+NAMES_SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+dist.init_process_group(*sys.argv[1:])
+part, mesh = dist.new_group([1]), init_device_mesh("cpu", (2,)).get_group()
+same, other = dist.new_group(backend=dist.get_backend()), dist.new_group(backend="gloo")
+total = torch.ones(1)
+dist.all_reduce(total, group=same)
+dist.all_reduce(total, group=other)
+assert total.item() == 4
+groups = [None, same, other, mesh, *[part] * (dist.get_rank() == 1)]
+names = [(dist.get_backend(group), dist.get_backend_config(group)) for group in groups]
+carriers = [(group or dist.group.WORLD)._get_backend_name() for group in groups]
+print(f"{dist.get_rank()} {names}\\n", end="")
+print(f"by {carriers}\\n", end="", file=sys.stderr)
+dist.destroy_process_group()
+"""
+
+
+@requires("horovod")
+@pytest.mark.parametrize("asked", [["gloo"], []])
+def test_groups_have_the_name_of_the_backend_that_the_script_asked_for(asked: list[str], tmp_path: Path) -> None:
+    """Scripts assert that it is gloo or nccl, and take another way where it is neither."""
+    script = tmp_path / "names.py"
+    script.write_text(NAMES_SCRIPT)
+    ddp, horovod = (run("-np", 2, "--backend", engine, "--", script, *asked) for engine in ("ddp", "horovod"))
+    assert sorted(horovod.stdout.splitlines()) == sorted(ddp.stdout.splitlines())
+    assert "by ['horovod', 'horovod', " in horovod.stderr
+    own = run("-np", 2, "--backend", "horovod", "--", script, "horovod")
+    assert own.stdout.count("('horovod', 'cpu:horovod')") == 7
+
+
 def test_module_is_run_as_python_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(script.parent)
     argv = ["-m", "hvd_trainer", "run", "-np", "2", "--", "-m", "script", "one"]

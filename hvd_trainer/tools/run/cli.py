@@ -23,9 +23,11 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
+from hvd_trainer.launch.launchers import CHOICE, without_ranks
 from hvd_trainer.launch.world import detect, may_be_first
 from hvd_trainer.tools.run.local_ranks import run_ranks
 from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 MEGABYTE = 2**20
@@ -106,6 +108,12 @@ def check_syntax(job: Sequence[str]) -> None:
         raise SystemExit(CRASH_EXIT_CODE) from None
 
 
+def _python_options() -> list[str]:
+    """Return the options of Python itself that this process was started with, such as -u."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and -m and a module, or a program's file
+    return before[: -2 if before[-2:-1] == ["-m"] else -1]
+
+
 def main(argv: Sequence[str]) -> int:
     """Start the ranks and return their exit code; in a rank, run the script, which ends the process.
 
@@ -114,18 +122,24 @@ def main(argv: Sequence[str]) -> int:
         LaunchError: the launcher has started another number of ranks than was asked for.
         BackendError: the engine is not installed.
     """
+    # Below a script of another `run` this process has that one's engine.
+    ImportHooks.uninstall_all()
     options, job = read_command("run", Options, argv, reserved=())
     if options.backend == "horovod" and importlib.util.find_spec("horovod") is None:
         raise BackendError(
             f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
             f"--backend ddp -- {' '.join(job)}"
         )
+    if options.np is not None and CHOICE in os.environ:
+        # A script of another `run` has started this one as a launcher: its ranks are not those of that job.
+        for name in os.environ.keys() - without_ranks(os.environ).keys():
+            del os.environ[name]
     check_syntax(job)
     world = detect(os.environ)
     if world.launcher == "python" and options.np not in (None, 1):
         # The same command again, in the ranks: there, it finds itself started by a launcher.
         assert options.np is not None
-        return run_ranks([sys.executable, "-m", "hvd_trainer", "run", *argv], options.np)
+        return run_ranks([sys.executable, *_python_options(), "-m", "hvd_trainer", "run", *argv], options.np)
     if options.np not in (None, world.size):
         raise LaunchError(
             f"--np {options.np}, but {world.launcher} has started {world.size} ranks. Leave --np out: under a "

@@ -16,12 +16,13 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvd_trainer.launch.world import is_elastic
+from hvd_trainer.launch.launchers import without_ranks
+from hvd_trainer.launch.world import detect, is_elastic
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
 
@@ -35,6 +36,8 @@ ALIASES = {
 }
 TO_HOROVOD = {"hvd_trainer.hvd.common": "horovod.common", "hvd_trainer.hvd": "horovod.torch"}
 """A script that was written for `hvd_trainer.hvd` would run on torch.distributed, and be taken for Horovod's."""
+HOROVOD = "horovod"
+"""The engine's name, and that of its backend of torch.distributed."""
 PACKAGE = "hvd_trainer.tools.run.horovod_package"
 """Stands for the package `horovod` itself, and for its `horovod.runner` where no Horovod is installed."""
 ABSENT = {
@@ -60,12 +63,14 @@ def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | 
     if session is not None:
         after["torch.optim.optimizer"] = functools.partial(_count_steps, session=session)
         after["hvd_trainer.hvd.common.basics"] = session.attach
+    after["horovod.runner.gloo_run"] = _number_ranks
     if bucket_mb is not None:
         after["torch.nn.parallel.distributed"] = functools.partial(_set_buckets, bucket_mb=bucket_mb)
-    if session is not None and engine == "horovod" and not is_elastic(os.environ):
+    if engine == "horovod" and not is_elastic(os.environ):
         after["horovod.common.basics"] = functools.partial(_wrap_horovod, session=session)
-        after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, session=session)
-        after["horovod.torch.optimizer"] = _hook_inner_step
+        if session is not None:
+            after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, session=session)
+            after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
         return ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     single = {"horovod": PACKAGE}
@@ -111,6 +116,20 @@ def _mark_waits(module: ModuleType, session: ScriptSession) -> None:
     setattr(module, "synchronize", synchronize)  # noqa: B010  mypy knows no such attribute
 
 
+def _number_ranks(module: ModuleType) -> None:
+    """Let horovodrun tell its ranks their numbers where it has inherited those of another rank.
+
+    Its variables stand before those of its own environment in the command of a rank, and so lose.
+    """
+    original = module._slot_info_to_command_fn
+
+    @functools.wraps(original)
+    def slot_info_to_command_fn(run_command: str, env: Mapping[str, str]) -> Any:
+        return original(run_command, without_ranks(env))
+
+    setattr(module, original.__name__, slot_info_to_command_fn)
+
+
 def _hook_inner_step(module: ModuleType) -> None:
     """Let PyTorch call the hooks of a step in Horovod's step only where that calls the optimizer's own."""
     for kind in (module._DistributedOptimizer, module._DistributedAdasumOptimizer):
@@ -118,18 +137,23 @@ def _hook_inner_step(module: ModuleType) -> None:
 
 
 def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) -> None:
-    """Make `init_process_group` begin the session, and use its store where the script names no other."""
-    original = module.init_process_group
-    signature = inspect.signature(original)
+    """Make `init_process_group` begin the session, and use its store where the script names no other.
+
+    On Horovod the script's groups keep the backend's name that it asked for: scripts choose their way by it.
+    """
+    original, original_group = module.init_process_group, module.new_group
+    signature, group_signature = inspect.signature(original), inspect.signature(original_group)
     starts = itertools.count()
+    asked = HOROVOD
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        nonlocal asked
         given = signature.bind(*args, **kwargs).arguments
-        backend = str(given.get("backend") or "")
+        backend = str(given.get("backend") or module.Backend.UNDEFINED)
         if engine == "horovod":
             importlib.import_module("hvd_trainer.c10d")
-            given["backend"] = "horovod"
+            given["backend"], asked = HOROVOD, str(module.Backend(backend))
         if session is not None and session.is_own_process:
             world = session.start(uses_nccl="nccl" in backend).world
             session.check(given.get("rank", -1), given.get("world_size", -1))
@@ -143,24 +167,48 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
         finally:
             if session is not None:
                 session.carries_torch = False
+        name_backend(module.group.WORLD)
+
+    @functools.wraps(original_group)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = group_signature.bind(*args, **kwargs).arguments
+        if asked == HOROVOD or given.get("backend") not in (None, asked):
+            return original_group(**given)
+        group = original_group(**given | {"backend": HOROVOD})
+        name_backend(group)
+        return group
+
+    def name_backend(group: Any) -> None:
+        """Let PyTorch call a group of Horovod's by the name that the script asked for."""
+        if asked != HOROVOD and group in module._world.pg_map:  # a rank has no part in some groups
+            module._world.pg_map[group] = asked, module._world.pg_map[group][1]
+            module._world.pg_backend_config[group] = str(module.BackendConfig(asked))
 
     package = sys.modules["torch.distributed"]
-    for holder in (module, package):  # the package has the function only if it was imported before
-        if hasattr(holder, "init_process_group"):
-            setattr(holder, "init_process_group", init_process_group)  # noqa: B010  mypy knows no such attribute
+    for holder in (module, package):  # the package has the functions only if it was imported before
+        for function in (init_process_group, new_group):
+            if hasattr(holder, function.__name__):
+                setattr(holder, function.__name__, function)
 
 
-def _wrap_horovod(module: ModuleType, session: ScriptSession) -> None:
-    """Make `hvd.init` begin the session, and start Horovod among its ranks, whichever launcher started them."""
+def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
+    """Make `hvd.init` begin the session, and start Horovod among its ranks, whichever launcher started them.
+
+    In a process that a script's own launcher has started, Horovod looks for its rank itself: see that it is right.
+    """
     original = module.HorovodBasics.init
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.is_own_process or session.carries_torch or self.is_initialized():
+        if self.is_initialized() or (session is not None and session.carries_torch):
             return original(self, *args, **kwargs)
         from hvd_trainer.backends.horovod_start import rank_variables
         from hvd_trainer.rendezvous.ranks import check_world
 
+        if session is None or not session.is_own_process:
+            result = original(self, *args, **kwargs)
+            check_world(detect(os.environ), "Horovod", self.rank(), self.size())
+            return result
         started = session.start(uses_nccl=bool(self.nccl_built()))
         several = started.world.size > 1
         variables = rank_variables(started.world, started.peers, started.store, started.address) if several else {}

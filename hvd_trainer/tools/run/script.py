@@ -6,15 +6,15 @@ import functools
 import logging
 import os
 import runpy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
 from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.launch.launchers import CHOICE
+from hvd_trainer.launch.launchers import choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
-from hvd_trainer.tools.probe.execute import execute
+from hvd_trainer.tools.probe.execute import execute, finish_threads_and_handlers
 from hvd_trainer.tools.probe.options import SITE, ProbeOptions
 from hvd_trainer.tools.run import engines
 from hvd_trainer.training.job import run_and_end
@@ -38,7 +38,7 @@ def run_script(
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
     session = ScriptSession(options, timeout_s=timeout_s)
-    run_and_end(functools.partial(_run, job, options.backend, session, bucket_mb))
+    run_and_end(functools.partial(_run, job, options.backend, session, bucket_mb), finish_threads_and_handlers)
 
 
 def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: float | None) -> None:
@@ -49,6 +49,7 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
 
         install_probe(probe)
     left: SystemExit | None = None
+    os._exit = functools.partial(_exit, session, os._exit)
     try:
         execute(job)
     except SystemExit as leaving:
@@ -67,18 +68,24 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
             "processes has run it alone",
             world.size,
         )
+    finish_threads_and_handlers()
     session.finish(left)
+
+
+def _exit(session: ScriptSession, leave: Callable[[int], NoReturn], code: int) -> NoReturn:
+    """Leave by `os._exit`; a rank that is done waits until all are: its end would be taken for a failure."""
+    if code == 0 and session.is_own_process:
+        session.finish()
+    leave(code)
 
 
 def _set_variables(engine: str) -> None:
     """Set the rank variables of torchrun and horovodrun, which scripts read, and the engine for children."""
     world = detect(os.environ)
     numbers = {**rank_variables("hand", world), **rank_variables("horovodrun", world)}
-    missing = {name: number for name, number in numbers.items() if name not in os.environ}
-    if missing:
-        # By these alone, the process would look started by another launcher.
-        os.environ[CHOICE] = world.launcher
-        os.environ.update(missing)
+    for name, number in numbers.items():
+        os.environ.setdefault(name, number)
+    choose_launcher(os.environ, world.launcher)
     folders = [str(SITE), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     os.environ[ENGINE] = engine

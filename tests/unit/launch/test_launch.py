@@ -9,7 +9,7 @@ import environments
 import pytest
 
 from hvd_trainer.errors import LaunchError
-from hvd_trainer.launch.launchers import LAUNCHERS
+from hvd_trainer.launch.launchers import LAUNCHERS, choose_launcher, forget_outer_launchers
 from hvd_trainer.launch.slurm import expand_counts, slurm_job, slurm_step_id
 from hvd_trainer.launch.world import UNKNOWN, World, detect, lone_process_warning, may_be_first
 from hvd_trainer.rendezvous.ranks import RankInfo, check_world, cpu_share, ranks_sharing_gpu, resolve_nodes
@@ -321,3 +321,21 @@ def test_check_world(rank: int, size: int) -> None:
         "horovodrun -np 4 python",
     ):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("outer", ["python", "horovodrun_2", "torchrun_2", "mpirun_2", "srun_2"])
+@pytest.mark.parametrize("inner", ["horovodrun_2", "torchrun_2", "mpirun_2", "srun_2"])
+def test_nearest_launcher_counts(outer: str, inner: str) -> None:
+    """A rank inherits the variables of all launchers above it; another rank's are not its own."""
+    environ = dict(environments.CASES[outer][0])
+    launcher = detect(environ).launcher
+    environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    environ |= {f"HOROVOD_{name}": number for name, number in (("RANK", "0"), ("SIZE", "1"))}
+    choose_launcher(environ, launcher)
+    before = dict(environ)
+    forget_outer_launchers(environ)
+    assert environ == before, "a program that a rank starts is none of another launcher"
+    nearest = environments.CASES[inner][1]
+    environ |= nearest
+    forget_outer_launchers(environ)
+    assert detect(environ) == detect(nearest)

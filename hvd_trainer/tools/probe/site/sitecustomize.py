@@ -28,7 +28,9 @@ if "HVD_TRAINER_TRIAL" in os.environ:
 
     guard_files(os.environ)
 if "HVD_TRAINER_ENGINE" in os.environ:
+    from hvd_trainer.launch.launchers import forget_outer_launchers
     from hvd_trainer.tools.run.engines import import_hooks
 
+    forget_outer_launchers(os.environ)
     import_hooks(os.environ["HVD_TRAINER_ENGINE"], None).install()
 sys.path.pop()
