@@ -42,6 +42,7 @@ from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import INSTALL_HOROVOD
 
 DDP_ONLY = "only DDP has it; leave it out or use --backend ddp"
+GRADIENT_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _SHUTDOWN_LOCK = threading.Lock()
 
 
@@ -206,12 +207,19 @@ class HorovodBackend(Backend):
             super().compile(model, mode, exchange=exchange)
 
     def _check_model(self, model: nn.Module) -> None:
-        """Check that this Horovod can exchange bfloat16, if the model or the wire format is.
+        """Check that this Horovod can exchange the gradients' types.
 
         Raises:
-            OptionError: Adasum cannot.
-            BackendError: this Horovod was built without bfloat16.
+            OptionError: Adasum does not combine bfloat16.
+            BackendError: Horovod has no such type, or this one was built without bfloat16.
         """
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in GRADIENT_TYPES:
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise BackendError(
+                    f"Horovod exchanges no {kind}, and {name} is of that type. Type --backend ddp; or keep "
+                    f"complex numbers as pairs of real ones (torch.view_as_complex)."
+                )
         formats = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
         if torch.bfloat16 not in formats and self.options.compression != "bf16":
             return

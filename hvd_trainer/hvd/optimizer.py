@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import Counter, defaultdict
@@ -173,6 +174,7 @@ class _GradientReducer(_BackwardPasses):
     _buckets_of: dict[Tensor, GradientBuckets] = field(default_factory=dict, init=False)
     _proposed: tuple[Controller, Request] | None = field(default=None, init=False)
     _is_in_step: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def reset(self) -> None:  # noqa: D102
         for buckets in self._buckets:
@@ -185,8 +187,10 @@ class _GradientReducer(_BackwardPasses):
 
     def complete(self, parameter: Tensor) -> None:
         """Start to reduce a gradient."""
-        if not self._is_in_step:
-            self._begin_step()
+        # On several devices gradients are finished by several threads.
+        with self._lock:
+            if not self._is_in_step:
+                self._begin_step()
         buckets = self._buckets_of.get(parameter)
         if buckets is None:
             self._start(parameter)

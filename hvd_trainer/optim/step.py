@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend, StepResult
 from hvd_trainer.data import Batch, samples_in
@@ -185,6 +186,8 @@ class TrainStep:
         scaled = weighted if self.scaler is None else self.scaler.scale(weighted)
         activity.enter("backward")
         scaled.backward(self.guard.seed(scaled))
+        # A metric may keep what it is given, and with an output its whole graph.
+        outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         return ForwardResult(loss.detach(), outputs, targets, samples_in(batch), share.weight)
 
     def update(self, meter: Meter, before: list[Tensor]) -> StepResult:

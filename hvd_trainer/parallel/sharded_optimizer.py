@@ -90,10 +90,11 @@ class ShardedOptimizer:
 
     def _send(self, sent: Sequence[tuple[Sequence[Tensor], int]]) -> None:
         """Broadcast buckets, each from the rank that has updated it."""
-        pieces = [(_in_one_piece(parameters), rank) for parameters, rank in sent]
+        me = self._backend.world.rank
+        pieces = [(_in_one_piece(parameters, sends=rank == me), rank) for parameters, rank in sent]
         self._backend.collectives.broadcast_to_replicas(pieces)
         for (parameters, rank), (piece, _) in zip(sent, pieces, strict=True):
-            if rank != self._backend.world.rank and piece.data_ptr() != parameters[0].data_ptr():
+            if rank != me and piece.data_ptr() != parameters[0].data_ptr():
                 for parameter, part in zip(parameters, piece.split([p.numel() for p in parameters]), strict=True):
                     parameter.copy_(part.view_as(parameter))
 
@@ -103,8 +104,10 @@ class ShardedOptimizer:
             hook.remove()
 
 
-def _in_one_piece(parameters: Sequence[Tensor]) -> Tensor:
-    """Return a copy of parameters of one type as a flat tensor; of a contiguous one alone, itself."""
+def _in_one_piece(parameters: Sequence[Tensor], *, sends: bool) -> Tensor:
+    """Return parameters of one type as a flat tensor, or room to receive them; a contiguous one as it is."""
     if len(parameters) == 1 and parameters[0].is_contiguous():
         return parameters[0].detach()
+    if not sends:
+        return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
     return torch.cat([parameter.reshape(-1) for parameter in parameters])

@@ -8,7 +8,9 @@ import json
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +234,25 @@ def check_known_step_asks_nobody() -> None:
     before = num_rounds()
     mean_steps(model, optimizer, 5)
     assert num_rounds() == before
+
+
+def check_two_threads_of_backward() -> None:
+    """On two devices two threads begin a step. One did not wait for the buckets: its gradient was added twice."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Sum)
+    backward(model)
+    optimizer.step()
+    controller, request = optimizer._reducer._proposed
+    slow = SimpleNamespace(wait=lambda request: (time.sleep(0.3), controller.wait(request)))
+    optimizer._reducer._proposed = slow, request
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, hvd.rank())
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(optimizer._reducer._count, model.parameters())] == [None, None]
+    optimizer.step()
+    assert [parameter.grad.unique().tolist() for parameter in model.parameters()] == [[1], [1]]
 
 
 def check_two_optimizers_at_once() -> None:

@@ -422,6 +422,33 @@ def test_extra_state_of_modules_is_kept(backend: str, options: dict[str, Any], t
     assert load_file(tmp_path / "model.safetensors").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
+class Outputs:
+    """A metric that keeps all outputs."""
+
+    def reset(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.kept.append(outputs)
+
+    def merge_state(self, other: Any) -> None:
+        self.kept += other.kept
+
+    def compute(self) -> float:
+        return float(torch.cat(self.kept).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"non_finite": "skip"}, {"chunks": 2}], ids=str)
+def test_metrics_get_outputs_without_their_graph(options: dict[str, Any]) -> None:
+    """A metric that keeps outputs kept the activations of a whole epoch."""
+    outputs = Outputs()
+    options = {"epochs": 1, "global_batch_size": 8, **options}
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    fit(options_of("single", **options), model, signs(24), metrics={"outputs": outputs})
+    assert len(torch.cat(outputs.kept)) == 24
+    assert not any(tensor.requires_grad for tensor in outputs.kept)
+
+
 class RateOfGroup(Callback):
     """A callback that sets the rate of a parameter group that it was given before the training."""
 

@@ -203,6 +203,29 @@ def test_sharded_optimizer_sends_updates_in_windows(monkeypatch: pytest.MonkeyPa
     assert [p.item() for p in parameters] == [-1 if updates.owns(p) else 7 for p in parameters]
 
 
+def test_sharded_optimizer_copies_only_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank packed all parameters, and overwrote what it had packed of the others' with what they sent."""
+    packed: list[int] = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts: packed.append(len(parts)) or cat(parts))
+    backend: Any = SimpleNamespace(
+        replica_group=[0, 1],
+        world=SimpleNamespace(rank=0),
+        activity=SimpleNamespace(waiting=nullcontext),
+        collectives=SimpleNamespace(
+            broadcast_to_replicas=lambda pairs: [its.fill_(7) for its, rank in pairs if rank]
+        ),
+    )
+    parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(6)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    ShardedOptimizer(backend, optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert packed == [3]
+    assert [p.unique().tolist() for p in parameters] == [[-1], [7]] * 3
+
+
 def test_assign_owners_balances_sizes() -> None:
     assert assign_owners([10, 1, 1, 8, 2], 2) == [0, 0, 1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""bfloat16 is refused before anything is sent where Horovod cannot exchange it."""
+"""Types of gradients that Horovod cannot exchange are refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ def test_adasum_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "patch_set", lambda: horovod.MIN_PATCH_SET_BFLOAT16)
     with pytest.raises(OptionError, match="--adasum combines fp16, fp32 and fp64 only"):
         check(nn.Linear(2, 2).bfloat16(), adasum=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn])
+def test_types_that_horovod_lacks_are_refused_in_what_is_trained(dtype: torch.dtype) -> None:
+    """The error came at the first exchange, as a traceback of Horovod's."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[1].weight.data.to(dtype)
+    words = (
+        rf"Horovod exchanges no {str(dtype).removeprefix('torch.')}, and 1\.weight is of that type.*--backend ddp"
+    )
+    with pytest.raises(BackendError, match=words):
+        check(model)
+    model[1].weight.requires_grad = False
+    check(model)
