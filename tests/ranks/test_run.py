@@ -307,6 +307,7 @@ def test_mistake_in_the_script_is_told_once_as_python_tells_it(launcher: str, tm
     result = run(*words, "--", script, launcher=launcher, ranks=1 if words else 2, check=False)
     assert (result.returncode, plain.returncode) == (1, 1)
     assert result.stderr.count(plain.stderr) == 1
+    assert "execute(job)" not in result.stderr
     assert launcher != "python" or result.stderr == plain.stderr
 
 
