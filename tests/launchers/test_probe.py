@@ -23,6 +23,7 @@ from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.step_times import ScriptStepTimes
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.step_stats import read_steps
+from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
 SCRIPT = """
 import time
@@ -64,6 +65,28 @@ def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: py
     StandIn(monkeypatch).peak = 3 * 2**20
     monkeypatch.setattr("hvd_trainer.tools.probe.step_times.Clock", lambda device: clock)
     assert recorded(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("loss.backward(); model.weight.data -= model.weight.grad", "a tool sees no update by hand"),
+        ("optimizer.step()", "no backward() before them"),
+        ("pass", "is it asked to train, and in this process?"),
+    ],
+)
+def test_a_script_without_a_step_that_counts_is_told_what_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    """It was said to have ended without having trained, whatever it had done."""
+    (tmp_path / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"loss = model(torch.ones(2)).sum()\n{code}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = TrialRunner(tmp_path / "out").run(MeasuredTrial(job=["train.py"], engine="single", ranks=1))
+    assert (run.state, run.note.startswith("it took no optimizer step that counts: ")) == ("failed", True)
+    assert reason in run.note
 
 
 @pytest.mark.parametrize("max_steps", [None, 7])

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvd_trainer.launch.world import detect
 from hvd_trainer.tools.probe.after_steps import AfterSteps, hold
 from hvd_trainer.tools.probe.leave_out import leave_out
+from hvd_trainer.tools.probe.no_steps import NoSteps
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.probe.script_events import ScriptEvents, ScriptListener
 from hvd_trainer.tools.probe.stacks import ScriptStacks
@@ -20,7 +21,7 @@ from hvd_trainer.tools.probe.trace import ScriptTrace, seed_by_rank
 def install_probe(options: ProbeOptions) -> None:
     """Record what the options ask for, of whatever this process runs from now on."""
     log, world = Path(options.log_dir), detect(os.environ)
-    listeners: list[ScriptListener] = [ScriptStepTimes(log, world.rank)]
+    listeners: list[ScriptListener] = [NoSteps(log), ScriptStepTimes(log, world.rank)]
     if options.trace_steps is not None:
         seed_by_rank(world.rank)
         listeners.append(ScriptTrace(log, world.rank, world.size, options.trace_steps))

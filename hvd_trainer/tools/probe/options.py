@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 
 VARIABLE = "HVD_TRAINER_PROBE"
+NO_STEPS = "no-steps"
+"""The file in the log folder that says why a script has ended without a step that counts."""
 SITE = Path(__file__).with_name("site")
 """The folder of the `sitecustomize` that Python processes begin with where it is in PYTHONPATH."""
 

@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from hvd_trainer.tools.probe.options import NO_STEPS
 from hvd_trainer.tools.probe.trial_files import FOLDER, LOADED
 
 REASONS = (
@@ -22,7 +23,7 @@ TRACEBACK = "Traceback (most recent call last):"
 def why_it_failed(place: Path, code: int) -> str:
     """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
-        return "it ended without having trained: it took no optimizer step" + describe_resume(place)
+        return "it took no optimizer step that counts" + why_no_step(place, place / "log")
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.
@@ -34,11 +35,11 @@ def why_it_failed(place: Path, code: int) -> str:
     return f"exit code {code}"
 
 
-def describe_resume(place: Path) -> str:
-    """Return what to do about a run that has loaded a checkpoint; nothing if it has loaded none."""
-    loaded = place / LOADED
+def why_no_step(place: Path, log: Path) -> str:
+    """Return why a run in `place` has taken no step, such as that it has loaded a checkpoint; empty if unknown."""
+    loaded, seen = place / LOADED, log / NO_STEPS
     if not loaded.exists():
-        return ""
+        return f": {seen.read_text()}" if seen.exists() else ""
     names = ", ".join(dict.fromkeys(Path(line).name for line in loaded.read_text().splitlines()))
     return (
         f". Your script resumed from a checkpoint ({names}): write {FOLDER} where it is told its place, so that "

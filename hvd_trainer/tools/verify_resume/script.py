@@ -15,7 +15,7 @@ from typing import Any
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.tools.probe.after_steps import MARK
-from hvd_trainer.tools.runner.failure_reason import describe_resume
+from hvd_trainer.tools.runner.failure_reason import why_no_step
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
@@ -62,7 +62,7 @@ class Script:
             print(describe_outside(path), file=sys.stderr, flush=True)
         figures = trial.read(place)
         if figures is None:
-            raise its.error(f"took no step{describe_resume(place.parent)}")
+            raise its.error(f"took no step{why_no_step(place.parent, place)}")
         return figures
 
     def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> int:

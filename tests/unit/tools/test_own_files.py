@@ -166,5 +166,8 @@ def test_a_script_that_resumed_and_had_nothing_left_is_told_so(user: Path) -> No
     code = "import torch; torch.save([2], 'own.pt'); torch.load('own.pt'); torch.load('epoch-3.pt')"
     trial = JobTrial("", {}, lambda _: Start([sys.executable, "-c", code]), lambda _: None)
     run = TrialRunner(user / "out").run(trial)
-    assert "took no optimizer step. Your script resumed from a checkpoint (epoch-3.pt): write {folder}" in run.note
-    assert why_it_failed(running(user / "out"), 0).endswith("took no optimizer step")
+    assert (
+        "no optimizer step that counts. Your script resumed from a checkpoint (epoch-3.pt): write {folder}"
+        in run.note
+    )
+    assert why_it_failed(running(user / "out"), 0).endswith("no optimizer step that counts")
