@@ -167,7 +167,8 @@ class MonitorServer(Monitor):
         heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
-        if not (self.done and event.in_exchange):
+        waited = event.in_exchange and event.kind in ("raised", "waits") and event.rank not in self.done
+        if not (waited and self.done):
             return Failure(
                 rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
             )
