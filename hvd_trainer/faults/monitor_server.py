@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -167,11 +168,12 @@ class MonitorServer(Monitor):
         heartbeat = self._heartbeats.get(event.rank, Heartbeat()) if event.rank else self.own_heartbeat()
         if event.kind in ("lost", "orphaned"):
             heartbeat = self.local_ranks.last_status(event.rank) or heartbeat
-        if not (self.done and event.in_exchange):
+        before = [*itertools.takewhile(lambda rank: rank != event.rank, self.done)]
+        if not (before and event.in_exchange and event.kind in ("raised", "waits")):
             return Failure(
                 rank=event.rank, peers=self.peers, heartbeat=heartbeat, what=event.text, detail=event.detail
             )
-        ended = event.peer if event.peer in self.done else next(iter(self.done))
+        ended = event.peer if event.peer in before else before[0]
         where = failure_report.describe_position(heartbeat)
         return Failure(
             rank=ended,
