@@ -567,3 +567,18 @@ def test_unsupported_options_are_refused(backend: str, options: dict[str, object
     message = refuses(backend, **options)
     for word in words:
         assert word in message
+
+
+def send_more_than_an_int_counts(name: str) -> tuple[int, int]:
+    with backends.create(EngineOptions(backend=name)) as backend:  # type: ignore[arg-type]
+        value = torch.zeros(2**31 + 2**20, dtype=torch.uint8) if backend.world.is_first else None
+        if value is not None:
+            value[-1] = 7
+        return backend.world.rank, int(backend.collectives.broadcast_object(value)[-1])  # type: ignore[index]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_values_above_two_gib_are_sent(backend: str) -> None:
+    """Horovod counts bytes in an int, and aborted."""
+    assert run_ranks(send_more_than_an_int_counts, num_processes=2, args=(backend,)) == [7, 7]
