@@ -130,16 +130,16 @@ class Trainer:
         Args:
             model: any module that takes a batch of inputs.
             optimizer: any optimizer over its parameters.
-            loss: returns the mean loss (a scalar) from outputs and targets.
+            loss: returns the mean loss (a scalar) from outputs and targets: over samples, without a `weight`.
             train_data, test_data: a `TensorData`, `Dataset` or `IterableDataset` of (inputs, targets), or a
                 `BatchSource` of batches.
             scheduler: stepped after each epoch; or a function that makes it from the optimizer. Scaling, warm-up
                 and decay of the learning rate multiply its rate while a step is taken.
             metrics: by name; functions of outputs and targets that return a value per sample or their mean over
                 the batch, or torchmetrics objects.
-            weight: returns how much a batch counts, given (inputs, targets): where the loss is a mean over
-                something else than samples, their number, such as that of tokens. Passes and ranks are weighted by
-                it, and so are losses and metrics that are means, in training and in tests.
+            weight: returns how much a batch, (inputs, targets), counts: where the loss is a mean over something
+                else than samples, their number, such as that of tokens. Passes and ranks are weighted by it, and
+                so are losses and metrics that are means, in training and evaluation.
             callbacks: called at the ends of steps and epochs, with the running training.
             collate: makes a batch from a list of samples, as in `DataLoader`.
             batch_transform: converts the inputs of each batch on the training device, such as bytes to normalised
