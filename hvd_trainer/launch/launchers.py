@@ -101,7 +101,8 @@ def choose_launcher(environ: MutableMapping[str, str], name: str) -> None:
 def forget_outer_launchers(environ: MutableMapping[str, str]) -> None:
     """Remove rank variables of a process of `choose_launcher`, if a launcher below that has started this process.
 
-    They belong to that process, and all below inherit them. The nearest launcher is the one whose variables have changed since.
+    They belong to that process, and all below inherit them. The nearest launcher is the one whose variables have
+    changed since.
     """
     if CHOICE not in environ:
         return
