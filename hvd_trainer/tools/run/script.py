@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.launch.launchers import choose_launcher
+from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
 from hvd_trainer.tools.probe.execute import execute, finish_threads_and_handlers
 from hvd_trainer.tools.probe.options import ProbeOptions
@@ -77,7 +77,7 @@ def _warn_of_local_rank(job: Sequence[str]) -> None:
     text = Path(job[0]).read_text(errors="replace") if job[0] != "-m" else ""
     option = re.search(r"--local[_-]rank\b", text)
     given = option is not None and option_values(job, "--local-rank")
-    if option is not None and not given and "LOCAL_RANK" not in text and world.size > 1 and world.is_first:
+    if option is not None and not given and TORCH_NAMES[2] not in text and world.size > 1 and world.is_first:
         logger.warning(
             "warning: %s has the option %s, and without it each of the %d processes may run alone. Type: "
             "... -- %s %s %s",
