@@ -101,9 +101,10 @@ def choose_launcher(environ: MutableMapping[str, str], name: str) -> None:
 
 
 def forget_outer_launchers(environ: MutableMapping[str, str]) -> None:
-    """Remove rank variables that are inherited from a process of `choose_launcher`, if a launcher below started this.
+    """Remove rank variables of a process of `choose_launcher`, if a launcher below that has started this process.
 
-    They belong to that process alone. The nearest launcher is the one whose variables have changed since.
+    They belong to that process, and all below inherit them. The nearest launcher is the one whose variables have
+    changed since.
     """
     if CHOICE not in environ:
         return

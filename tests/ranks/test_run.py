@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import digits_job
+import process_tree
+import psutil
 import pytest
+import records
 from combinations import case
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
+from waiting import wait_for
 
 from hvd_trainer.tools.run import engines
 from hvd_trainer.utils.import_hooks import ImportHooks
@@ -232,7 +237,7 @@ SMALL_SCRIPTS = [
         *((), 0, "0.28.1 hvd_trainer.hvd horovod.runner.util.threads"),
         marks=requires("horovod"),
     ),
-    pytest.param("print('hello')", ("--np", 2), 0, "each of the 2 processes has run it alone"),
+    pytest.param("print('hello')", ("--np", 2), 0, "each of the 2 processes runs it alone"),
     pytest.param(
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', rank=0, world_size=1)",
@@ -635,6 +640,97 @@ def test_sigterm_ends_all_ranks(script: Path) -> None:
         job.wait_for_output("sum 3", count=2)
         job.popen.send_signal(signal.SIGTERM)
         assert job.wait(30).returncode == 128 + signal.SIGTERM
+
+
+STARTS_OTHERS = """
+import subprocess, sys, time
+children = [subprocess.Popen(["sleep", "6001"]), subprocess.Popen(["sleep", "6002"], start_new_session=True)]
+subprocess.run("(sleep 6003 & setsid sleep 6004 &) > /dev/null 2>&1", shell=True)
+time.sleep(0.5)
+sys.stdout.write("started\\n")
+sys.stdout.flush()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("ending", ["end", *(case(name, when="long") for name in ("SIGTERM", "guard")), "SIGKILL"])
+def test_only_daemons_outlive_the_command(ending: str, tmp_path: Path) -> None:
+    """What its ranks had started lived on, for as long as it liked."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_OTHERS)
+    argv = ["-m", "hvd_trainer", "run", "-np", "2", "--", str(script), "0" if ending == "end" else "600"]
+    with start("python", 1, argv) as job:
+        job.wait_for_output("started", count=2)
+        if ending == "guard":
+            (guard,) = psutil.Process(job.popen.pid).children()
+            guard.kill()
+        elif ending != "end":
+            job.popen.send_signal(signal.Signals[ending])
+        job.wait(60)
+        daemons = ["sleep 6004"] * (0 if ending == "guard" else 2)
+        wait_for(lambda: len(job.processes()) <= len(daemons), 20, lambda: process_tree.describe(job.processes()))
+        left = job.processes()
+        assert [" ".join(process.cmdline()) for process in left] == daemons
+        process_tree.kill(left)
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "engine"),
+    [case(("-np", 2, "--backend", "ddp"), 2, "ddp"), case(("--backend", "horovod"), 1, "horovod", when="long")],
+)
+def test_trainer_job_is_started_as_by_a_launcher(
+    words: tuple[object, ...], size: int, engine: str, tmp_path: Path
+) -> None:
+    """It died in an AttributeError of the script's hooks."""
+    job = digits_job.argv(None, tmp_path, ["--max-steps", "1"])
+    run(*words, "--", *job)
+    (started,) = records.lines(tmp_path, "start")
+    assert (started["size"], started["backend"]) == (size, engine)
+
+
+SPAWNS = """
+import torch.multiprocessing as mp
+
+def train(rank):
+    raise AssertionError("started")
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=2)
+"""
+TAKES_RANK = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+print(f"local rank {parser.parse_args().local_rank}\\n", end="", flush=True)
+weight = torch.nn.Parameter(torch.ones(1))
+torch.optim.SGD([weight], lr=0.1).step()
+print("trained\\n", end="", flush=True)
+"""
+
+
+def test_script_that_spawns_its_ranks_is_told_to_start_once(tmp_path: Path) -> None:
+    """It ended in tracebacks that did not say why."""
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    result = run("-np", 2, "--", script, "one", check=False)
+    assert result.returncode == 2
+    assert re.search(
+        r"^error: The script starts its ranks itself, .* run -- \S+train\.py one$", result.stderr, re.M
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_ranks_that_train_alone_are_told_at_the_start(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TAKES_RANK)
+    result = run("-np", 2, "--", script)
+    first, second = result.stderr.splitlines()
+    assert f"Type: ... -- {script} --local_rank {{local_rank}}" in first
+    assert "each of the 2 processes runs it alone" in second
+    output = run("-np", 2, "--", script, "--local_rank", "{local_rank}").stdout
+    assert {"local rank 0", "local rank 1"} < {*output.splitlines()}
 
 
 def test_processes_of_the_script_have_the_engine_and_their_own_sitecustomize(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a script sees of itself and of its process: written to FOLDER/RANK.json when it ends in the way asked for."""
+"""What a script sees of itself and of its process, in FOLDER/RANK.json; it ends in the way asked for."""
 
 import atexit
 import inspect

@@ -27,11 +27,11 @@ def execute(job: Sequence[str]) -> None:
     if name == "-m":
         sys.argv = ["-m", *arguments[1:]]
         _set_first_folder(os.getcwd())
-        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  what `python -m` itself calls
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # what `python -m` itself calls
     elif pkgutil.get_importer(name) is not None:  # an archive
         sys.argv = list(job)
         _set_first_folder(name)
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  as above
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # as above
     else:
         sys.argv = list(job)
         _set_first_folder(str(Path(name).resolve().parent))
@@ -40,13 +40,13 @@ def execute(job: Sequence[str]) -> None:
         main.__loader__ = loader = SourceFileLoader("__main__", path)
         main.__dict__.update(__cached__=None, __annotations__={})
         with open(path, "rb") as file:
-            code = pkgutil.read_code(file)  # type: ignore[arg-type]  annotated for one kind of file
+            code = pkgutil.read_code(file)
         exec(code or loader.source_to_code(loader.get_data(path), path), main.__dict__)
 
 
 def finish_threads_and_handlers() -> None:
     """Wait for threads and call the exit handlers, as Python does after a program's last line."""
-    threading._shutdown()  # type: ignore[attr-defined]  as multiprocessing does at the end of its processes
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does at the end of its processes
     atexit._run_exitfuncs()
 
 

@@ -8,6 +8,7 @@ the launcher's processes becomes a rank.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -25,8 +26,10 @@ from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
 from hvd_trainer.launch.launchers import CHOICE, without_ranks
 from hvd_trainer.launch.world import detect, may_be_first
+from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.runner.command import option_values, read_command
+from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
@@ -108,6 +111,12 @@ def check_syntax(job: Sequence[str]) -> None:
         raise SystemExit(CRASH_EXIT_CODE) from None
 
 
+def _with_engine(job: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Return a Trainer job's words with the engine that was typed for `run`; the job has one of its own if not."""
+    engine = option_values(argv[: argv.index("--")], "--backend")
+    return [*job, "--backend", engine[-1]] if engine and not option_values(job, "--backend") else [*job]
+
+
 def _python_options() -> list[str]:
     """Return the options of Python itself that this process was started with, such as -u."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and -m and a module, or a program's file
@@ -136,17 +145,24 @@ def main(argv: Sequence[str]) -> int:
             del os.environ[name]
     check_syntax(job)
     world = detect(os.environ)
+    python = [sys.executable, *_python_options()]
+    # A job on the Trainer starts its engine itself. A script's ranks are the same command again, which there finds
+    # itself started by a launcher.
+    is_trainer = is_trainer_job(job)
+    command = [*python, *_with_engine(job, argv)] if is_trainer else [*python, "-m", "hvd_trainer", "run", *argv]
     if world.launcher == "python" and options.np not in (None, 1):
-        # The same command again, in the ranks: there, it finds itself started by a launcher.
         assert options.np is not None
-        return run_ranks([sys.executable, *_python_options(), "-m", "hvd_trainer", "run", *argv], options.np)
+        os.environ.update(options.variables())
+        return run_guarded(functools.partial(run_ranks, command, options.np, is_guard=True))
     if options.np not in (None, world.size):
         raise LaunchError(
             f"--np {options.np}, but {world.launcher} has started {world.size} ranks. Leave --np out: under a "
             f"launcher each of its processes is a rank"
         )
+    os.environ.update(options.variables())
+    if is_trainer:
+        os.execv(sys.executable, command)
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
-    os.environ.update(options.variables())
     engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
     return run_script(job, engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb)

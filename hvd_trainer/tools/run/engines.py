@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,14 +22,17 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.launch.world import detect, is_elastic
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
+from hvd_trainer.utils.text import COMMAND
 
 if TYPE_CHECKING:  # torch is imported when the script imports it
     from hvd_trainer.backends.script_session import ScriptSession
 
+logger = logging.getLogger(__name__)
 ALIASES = {
     "horovod.torch": "hvd_trainer.hvd",
     "horovod.common.basics": "hvd_trainer.hvd.common.horovod_basics",
@@ -62,6 +66,7 @@ def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | 
     }
     if session is not None:
         after["torch.optim.optimizer"] = functools.partial(_count_steps, session=session)
+        after["torch.multiprocessing.spawn"] = functools.partial(_wrap_spawn, session=session)
         after["hvd_trainer.hvd.common.basics"] = session.attach
     after["horovod.runner.gloo_run"] = _number_ranks
     if bucket_mb is not None:
@@ -86,8 +91,45 @@ def _start_by_own_run(runner: ModuleType) -> None:
     setattr(runner, "run", importlib.import_module(PACKAGE).run)  # noqa: B010  as above
 
 
+@functools.cache
+def warn_if_alone(session: ScriptSession) -> None:
+    """Log once, on rank 0, that each rank trains by itself, if none has started an engine."""
+    world = detect(os.environ)
+    if world.size > 1 and world.is_first and not session.has_started and not is_elastic(os.environ):
+        logger.warning(
+            "warning: the script has started neither horovod.torch nor torch.distributed, so each of the %d "
+            "processes runs it alone",
+            world.size,
+        )
+
+
+def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
+    """Refuse a script that starts its ranks itself, before it has started an engine, in each of several ranks."""
+    original = module.start_processes
+
+    @functools.wraps(original)
+    def start_processes(*args: Any, **kwargs: Any) -> Any:
+        world = detect(os.environ)
+        if world.size > 1 and session.is_own_process and not session.has_started:
+            if not world.is_first:
+                sys.exit(2)  # all ranks come here, and one says it
+            raise LaunchError(
+                f"The script starts its ranks itself, and {world.launcher} has started it {world.size} times. "
+                f"Start it once, without -np or a launcher: {COMMAND} run -- {' '.join(sys.argv)}"
+            )
+        return original(*args, **kwargs)
+
+    for holder in (module, sys.modules["torch.multiprocessing"]):
+        if hasattr(holder, "start_processes"):
+            setattr(holder, "start_processes", start_processes)  # noqa: B010  mypy knows no such attribute
+
+
 def _count_steps(module: ModuleType, session: ScriptSession) -> None:
-    module.register_optimizer_step_post_hook(lambda *_: session.count_step())
+    def count_step(*_: object) -> None:
+        warn_if_alone(session)
+        session.count_step()
+
+    module.register_optimizer_step_post_hook(count_step)
 
 
 def _set_buckets(module: ModuleType, bucket_mb: float) -> None:

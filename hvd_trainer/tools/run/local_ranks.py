@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from hvd_trainer.faults.failure_report import GRACE_S
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.rendezvous.store_client import rank_environment, serve_store
+from hvd_trainer.tools.run.descendants import Orphans
 from hvd_trainer.tools.runner.processes import exit_on_sigterm
 from hvd_trainer.training.job import MESSAGE_GRACE_S, USER_ERROR
 
 POLL_S = 0.02
 
 
-def run_ranks(command: Sequence[str], size: int) -> int:
+def run_ranks(command: Sequence[str], size: int, *, is_guard: bool = False) -> int:
     """Run a command in each of `size` ranks, and return the exit code of the rank that failed first, or 0.
 
     A rank that a signal has ended counts as 128 plus the signal's number. When this process is interrupted or
     terminated, it ends the ranks.
+
+    Args:
+        is_guard: whether this process is that of `run_guarded`, and so ends what the ranks have left, too.
     """
     with exit_on_sigterm(), serve_store() as endpoint:
         ranks: list[subprocess.Popen[bytes]] = []
+        server = {child.pid for child in psutil.Process().children()}
+        orphans = None
         try:
             for rank in range(size):
                 environ = without_ranks(os.environ) | rank_environment(rank, size, endpoint)
                 ranks.append(subprocess.Popen(command, env=environ))
-            return _wait(ranks)
+            if is_guard:
+                orphans = Orphans(server | {rank.pid for rank in ranks})
+            return _wait(ranks, orphans)
         finally:
+            if is_guard:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come once more, when the command has ended
             _end(ranks)
+            if orphans is not None:
+                orphans.end()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], orphans: Orphans | None) -> int:
     """Return once all ranks have ended, or one has failed and the others had the time to end by themselves."""
     while True:
+        found = orphans.list() if orphans is not None else ()
         codes = [rank.poll() for rank in ranks]
+        if orphans is not None and not any(code is not None for code in codes):
+            orphans.spare_daemons(found)
         failed = next((code for code in codes if code), None)
         if failed is not None:
             # After a mistake of the user's, which rank 0 has reported, the others wait to be ended.

@@ -5,22 +5,27 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import runpy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
-from hvd_trainer.launch.launchers import choose_launcher
+from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
 from hvd_trainer.tools.probe.execute import execute, finish_threads_and_handlers
 from hvd_trainer.tools.probe.options import SITE, ProbeOptions
 from hvd_trainer.tools.run import engines
+from hvd_trainer.tools.runner.command import option_values
 from hvd_trainer.training.job import run_and_end
 
 ENGINE = "HVD_TRAINER_ENGINE"
 """Variable by which Python processes that the script starts find the engine, in probe/site/sitecustomize.py."""
+LOCAL_RANK = "{local_rank}"
+"""In a script's words: the rank's number on its machine."""
 logger = logging.getLogger(__name__)
 
 
@@ -37,6 +42,7 @@ def run_script(
 
     Exit codes are those of `run_job`, and of the script if it leaves by `sys.exit`.
     """
+    job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
     session = ScriptSession(options, timeout_s=timeout_s)
     run_and_end(functools.partial(_run, job, options.backend, session, bucket_mb), finish_threads_and_handlers)
 
@@ -49,6 +55,7 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
 
         install_probe(probe)
     left: SystemExit | None = None
+    _warn_of_local_rank(job)
     os._exit = functools.partial(_exit, session, os._exit)
     try:
         execute(job)
@@ -61,22 +68,35 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: flo
         error.__traceback__ = _users_part(error.__traceback__)
         session.fail(error)
         raise
-    world = detect(os.environ)
-    if world.size > 1 and not session.has_started and world.is_first:
-        logger.warning(
-            "warning: the script has started neither horovod.torch nor torch.distributed, so each of the %d "
-            "processes has run it alone",
-            world.size,
-        )
+    engines.warn_if_alone(session)
     finish_threads_and_handlers()
     session.finish(left)
 
 
-def _exit(session: ScriptSession, leave: Callable[[int], NoReturn], code: int) -> NoReturn:
+def _warn_of_local_rank(job: Sequence[str]) -> None:
+    """Say what to type for a script that knows its rank by an option only, which torch.distributed.launch adds."""
+    world = detect(os.environ)
+    text = Path(job[0]).read_text(errors="replace") if job[0] != "-m" else ""
+    option = re.search(r"--local[_-]rank\b", text)
+    given = option is not None and option_values(job, "--local-rank")
+    if option is not None and not given and TORCH_NAMES[2] not in text and world.size > 1 and world.is_first:
+        logger.warning(
+            "warning: %s has the option %s, and without it each of the %d processes may run alone. Type: "
+            "... -- %s %s %s",
+            job[0],
+            option[0],
+            world.size,
+            " ".join(job),
+            option[0],
+            LOCAL_RANK,
+        )
+
+
+def _exit(session: ScriptSession, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
     """Leave by `os._exit`; a rank that is done waits until all are: its end would be taken for a failure."""
-    if code == 0 and session.is_own_process:
+    if status == 0 and session.is_own_process:
         session.finish()
-    leave(code)
+    leave(status)
 
 
 def _set_variables(engine: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "hvd_trainer"
-FOR_SCRIPTS = ("hvd_trainer.hvd", "hvd_trainer.c10d")
-"""Modules of this package that other scripts use, too."""
+FOR_SCRIPTS = ("hvd_trainer.hvd", "hvd_trainer.c10d", "hvd_trainer.tools.run")
+"""Modules of this package that other scripts use, too, or that run them."""
 
 
 def is_trainer_job(job: Sequence[str]) -> bool:
@@ -20,7 +20,7 @@ def is_trainer_job(job: Sequence[str]) -> bool:
     Args:
         job: the words behind `python`: a file, or -m and a module, and its arguments.
     """
-    if job[0] == "-m" and _is_in(job[1], PACKAGE):
+    if job[0] == "-m" and _is_of_trainer(job[1]):
         return True
     root = Path.cwd() if job[0] == "-m" else Path(job[0]).resolve().parent
     left = list(_module_files(root, job[1])) if job[0] == "-m" else [Path(job[0])]
@@ -31,10 +31,14 @@ def is_trainer_job(job: Sequence[str]) -> bool:
             continue
         seen.add(file)
         for name in _imports(file, root):
-            if _is_in(name, PACKAGE) and not any(_is_in(name, other) for other in FOR_SCRIPTS):
+            if _is_of_trainer(name):
                 return True
             left += _module_files(root, name)
     return False
+
+
+def _is_of_trainer(name: str) -> bool:
+    return _is_in(name, PACKAGE) and not any(_is_in(name, other) for other in FOR_SCRIPTS)
 
 
 def _is_in(name: str, package: str) -> bool:
