@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from hvd_trainer.errors import OptionError
@@ -169,6 +170,9 @@ def block_signals() -> Iterator[None]:
 
     Python's fork server, from which it starts processes from 3.14 on, would end by them, and its processes with it.
     """
+    if multiprocessing.get_start_method() != "fork":
+        # The server's first step; in older Pythons it ends with SIGTERM unblocked.
+        resource_tracker.ensure_running()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
