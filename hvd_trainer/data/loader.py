@@ -274,10 +274,10 @@ class _WorkerLoader(DataLoader[Any]):
                 return super().__iter__()
         except (AttributeError, TypeError, PicklingError) as error:  # those by which `pickle` refuses
             raise DataError(
-                f"The data set and `collate` cannot be sent to loader processes: {first_line(error)}. Define their "
-                "classes and functions at the top of a module, not in a function or as a lambda. Or load without "
-                'processes: --workers 0. Or begin the script with multiprocessing.set_start_method("fork"), which '
-                "sends nothing, and was the default before Python 3.14."
+                f"The data set and `collate` cannot be sent to loader processes: {first_line(error)}. Define "
+                "their classes and functions at the top of a module, not in a function or as a lambda. Or load "
+                "without processes: --workers 0. Or begin the script with "
+                'multiprocessing.set_start_method("fork"), the default before Python 3.14, which sends nothing.'
             ) from error
 
 

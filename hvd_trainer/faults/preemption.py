@@ -168,7 +168,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 def block_signals() -> Iterator[None]:
     """Block these signals in what is started inside the context.
 
-    Python's fork server, from which it starts processes from 3.14 on, would end by them, and its processes with it.
+    Python's fork server, which starts its processes from 3.14 on, would end by them, and these with it.
     """
     if multiprocessing.get_start_method() != "fork":
         # The server's first step; in older Pythons it ends with SIGTERM unblocked.

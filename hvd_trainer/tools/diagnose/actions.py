@@ -106,10 +106,10 @@ def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         yield _action(cause, evidence, text)
         return
     now = max(1, evidence.facts.get("workers") or evidence.profiles[0].processes)
-    # A worker for as long as a sample takes longer to fetch than to train on. Python 3.12 adds floats more exactly, so
-    # that a sum of equal parts has other last bits.
-    ratio = cause.seconds / max(evidence.step_s - cause.seconds, 1e-9)
-    count = min(now * (1 + math.ceil(round(ratio, 6))), max(MAX_WORKERS, 2 * now))
+    # A worker for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
+    # in the last bits of a sum.
+    ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
+    count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
     waits = "it waits" if evidence.facts.get("has_own_loader") else "that many processes per rank wait"
     why = f"{waits} for data while the rank trains, at {_at(cause)}"
     yield _workers(cause, evidence, count, cause.seconds * (1 - now / count), why)

@@ -234,7 +234,8 @@ def test_what_cannot_be_sent_to_loader_processes_is_named(lone_backend: Backend)
     samples = [{"x": float(i)} for i in range(5)]
 
     def batches(num_workers: int, collate: Any = None, data: Any = samples) -> list[Any]:
-        return list(make_loader(data, lone_backend, LoaderPlan(2, num_workers=num_workers), collate=collate).epoch(0))
+        plan = LoaderPlan(2, num_workers=num_workers)
+        return list(make_loader(data, lone_backend, plan, collate=collate).epoch(0))
 
     with pytest.raises(DataError, match=r"lambda.*top of a module.*--workers 0.*set_start_method"):
         batches(1, lambda samples: as_pair(samples))
