@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from hvd_trainer.data.shard import (
 )
 from hvd_trainer.data.shared_batches import SharedBatches
 from hvd_trainer.data.transfer import Transfer
+from hvd_trainer.errors import DataError, first_line
 from hvd_trainer.faults import preemption
 from hvd_trainer.rendezvous.ranks import cpu_share
 from hvd_trainer.utils import accelerator
@@ -261,6 +263,24 @@ class DatasetLoader(Loader):
         return self._to_device(self._loader)
 
 
+class _WorkerLoader(DataLoader[Any]):
+    """PyTorch's loader, with its way of starting processes: Python's, which is by a fork server from 3.14 on."""
+
+    def __iter__(self) -> Any:
+        if not self.num_workers:
+            return super().__iter__()
+        try:
+            with preemption.block_signals():
+                return super().__iter__()
+        except (AttributeError, TypeError, PicklingError) as error:  # those by which `pickle` refuses
+            raise DataError(
+                f"The data set and `collate` cannot be sent to loader processes: {first_line(error)}. Define "
+                "their classes and functions at the top of a module, not in a function or as a lambda. Or load "
+                "without processes: --workers 0. Or begin the script with "
+                'multiprocessing.set_start_method("fork"), the default before Python 3.14, which sends nothing.'
+            ) from error
+
+
 def torch_loader(
     data: Dataset[Any],
     backend: Backend,
@@ -274,7 +294,7 @@ def torch_loader(
     num_workers = plan.num_workers
     if num_workers is None:
         num_workers = min(MAX_WORKERS, cpu_share(backend.world, backend.session.peers) - 1)
-    return DataLoader(
+    return _WorkerLoader(
         data,
         batch_size,
         batch_sampler=batch_sampler,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from hvd_trainer.errors import OptionError
@@ -29,8 +31,6 @@ MAX_STALL_S = 20.0
 END = 0
 """Byte that ends the listener; no signal has this number."""
 _listening: list[StopRequest] = []
-_inherited: list[int] = []
-"""The process that this one was forked from, if that listened for signals."""
 
 
 class StopRequest:
@@ -154,10 +154,8 @@ def _reset_in_child() -> None:
     the child, and its destructor crashed loader processes.
     """
     gc.freeze()
-    _inherited.clear()
     if _listening:
         _listening.clear()
-        _inherited.append(os.getppid())
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -166,23 +164,41 @@ def _reset_in_child() -> None:
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Block these signals in what is started inside the context.
+
+    Python's fork server, which starts its processes from 3.14 on, would end by them, and these with it.
+    """
+    if multiprocessing.get_start_method() != "fork":
+        # The server's first step; in older Pythons it ends with SIGTERM unblocked.
+        resource_tracker.ensure_running()
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def init_loader_worker(worker: int) -> None:
     """Make a loader process end with its rank, and not by other signals; for `DataLoader(worker_init_fn=)`.
 
     Signals are sent to whole process groups, and a rank whose loader dies crashes before it has saved.
     """
-    if _inherited:
-        # Blocked, so that they stay pending for the thread, which sees who sent them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=_exit_with_parent, args=(_inherited[0],), name="signals", daemon=True).start()
+    # Blocked, so that they stay pending for the thread, which sees who sent them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_exit_with_rank, name="signals", daemon=True).start()
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_rank() -> None:
+    # The rank is the parent, or the parent is Python's fork server, which outlives it.
+    rank, parent = multiprocessing.parent_process(), os.getppid()
+    assert rank is not None, "for loader processes only"
     while True:
         received = signal.sigtimedwait(SIGNALS, 1.0)
         if received is None:
             # A rank that was killed sends no signal.
-            if os.getppid() != parent:
+            if os.getppid() != parent or not rank.is_alive():
                 os._exit(1)
-        elif received.si_signo == signal.SIGTERM and received.si_pid == parent:
+        elif received.si_signo == signal.SIGTERM and received.si_pid == rank.pid:
             os._exit(0)

@@ -51,7 +51,7 @@ class BuildPlan:
 
 def python_tag() -> str:
     """Return the interpreter's ABI: cpython-311, cpython-313t, ..."""
-    return str(sysconfig.get_config_var("SOABI")).split("-x86")[0].split("-aarch")[0]
+    return "-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2])
 
 
 def default_jobs() -> int:

@@ -60,7 +60,7 @@ def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
     """Return the best few actions, that with the largest gain first; none whose gain may be noise."""
     made = [action for cause in causes for action in _advice(cause, evidence)]
     useful = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
-    return sorted(useful, key=lambda action: -action.speed)[:MAX_ACTIONS]
+    return sorted(useful, key=lambda action: -round(action.speed, 6))[:MAX_ACTIONS]
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -106,8 +106,9 @@ def _about_waiting_data(cause: Cause, evidence: Evidence) -> Iterator[Action]:
         yield _action(cause, evidence, text)
         return
     now = max(1, evidence.facts.get("workers") or evidence.profiles[0].processes)
-    # A worker for as long as a sample takes longer to fetch than to train on.
-    ratio = cause.seconds / max(evidence.step_s - cause.seconds, 1e-9)
+    # A worker for as long as a sample takes longer to fetch than to train on. Rounded: versions of Python differ
+    # in the last bits of a sum.
+    ratio = round(cause.seconds / max(evidence.step_s - cause.seconds, 1e-9), 6)
     count = min(now * (1 + math.ceil(ratio)), max(MAX_WORKERS, 2 * now))
     waits = "it waits" if evidence.facts.get("has_own_loader") else "that many processes per rank wait"
     why = f"{waits} for data while the rank trains, at {_at(cause)}"

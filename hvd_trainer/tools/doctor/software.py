@@ -18,7 +18,7 @@ from hvd_trainer.tools.doctor.gpus import gpu_platform
 from hvd_trainer.utils.text import INSTALL_HOROVOD, plural
 
 PACKAGE = "hvd_trainer"
-TESTED_PYTHON = (Version("3.10"), Version("3.13"))
+TESTED_PYTHON = (Version("3.10"), Version("3.14"))
 TESTED_TORCH = (Version("2.11"), Version("2.15"))
 
 

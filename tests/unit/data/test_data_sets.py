@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import subprocess
+import threading
 from collections import UserDict
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from typing import Any
 
 import data_checks
+import psutil
 import pytest
 import torch
 import trainings
@@ -19,6 +25,7 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data import DataShard, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.batch import first_samples, to_device
 from hvd_trainer.errors import DataError, OptionError
+from hvd_trainer.faults import preemption
 from hvd_trainer.observe.stacks import count_elements
 
 
@@ -202,12 +209,55 @@ def test_inputs_may_be_mappings_that_are_no_dictionaries() -> None:
     assert (len(part["x"]), moved["x"].is_meta, len(inputs["x"])) == (2, True, 3)
 
 
-def test_collate_makes_the_pair() -> None:
-    def collate(samples: list[dict[str, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.tensor([[sample["x"]] for sample in samples])
-        return x, x.squeeze(1)
+def as_pair(samples: list[dict[str, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.tensor([[sample["x"]] for sample in samples])
+    return x, x.squeeze(1)
 
-    assert fit([{"x": float(i)} for i in range(5)], collate=collate)[0]["samples"] == 5
+
+def test_collate_makes_the_pair() -> None:
+    assert fit([{"x": float(i)} for i in range(5)], collate=as_pair)[0]["samples"] == 5
+
+
+@pytest.fixture
+def fork_server() -> Iterator[None]:
+    """Start processes as Python does from 3.14 on."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+    # As Python's own tests do: the next test may want a server of its own.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_what_cannot_be_sent_to_loader_processes_is_named(lone_backend: Backend) -> None:
+    samples = [{"x": float(i)} for i in range(5)]
+
+    def batches(num_workers: int, collate: Any = None, data: Any = samples) -> list[Any]:
+        plan = LoaderPlan(2, num_workers=num_workers)
+        return list(make_loader(data, lone_backend, plan, collate=collate).epoch(0))
+
+    with pytest.raises(DataError, match=r"lambda.*top of a module.*--workers 0.*set_start_method"):
+        batches(1, lambda samples: as_pair(samples))
+    with pytest.raises(DataError, match="cannot pickle '_thread.lock' object"):
+        batches(1, data=[threading.Lock(), threading.Lock()])
+    assert len(batches(0, lambda samples: as_pair(samples))) == len(batches(1, as_pair)) == 3
+
+
+@pytest.mark.usefixtures("fork_server")
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_a_signal_to_all_processes_leaves_the_loader(number: signal.Signals, lone_backend: Backend) -> None:
+    """A scheduler sends it to the group of processes, in which a fork server is, too: the rank has yet to save."""
+    before = set(psutil.Process().children())
+    batches = make_loader(list(numbers(400)), lone_backend, LoaderPlan(2, num_workers=1)).epoch(0)
+    next(batches)
+    started = set(psutil.Process().children()) - before
+    everyone = started | {child for each in started for child in each.children()}
+    # By another process: SIGTERM from the rank itself ends a loader process.
+    subprocess.run(["kill", f"-{number.name[3:]}", *(str(process.pid) for process in everyone)], check=True)
+
+    assert len(list(batches)) == 199
+    assert all(process.is_running() for process in started)
 
 
 def test_batch_norm_on_one_sample_is_an_error() -> None:

@@ -39,9 +39,14 @@ def rows(index: int) -> Tensor:
     return torch.arange(6).view(2, 3) + 10 * index
 
 
-def load(sample: Callable[[int], Any], collate: Any = None, length: int = LENGTH) -> Iterator[Any]:
+def loader(data: Any, num_workers: int = 1, collate: Any = None, method: str = "fork") -> DataLoader[Any]:
+    """Forked by default: a process that is started anew takes seconds, and gets no lambda."""
     shared = SharedBatches(collate)
-    return iter(DataLoader(Numbers(sample, length), BATCH, num_workers=1, collate_fn=shared))  # type: ignore[arg-type]
+    return DataLoader(data, BATCH, num_workers=num_workers, collate_fn=shared, multiprocessing_context=method)
+
+
+def load(sample: Callable[[int], Any], collate: Any = None, length: int = LENGTH) -> Iterator[Any]:
+    return iter(loader(Numbers(sample, length), collate=collate))
 
 
 def summary(value: Any) -> Any:
@@ -120,26 +125,34 @@ def test_what_is_kept_of_a_batch_keeps_its_values(part: Callable[[Tensor], Any])
 
 def test_a_forked_process_frees_no_memory_of_its_parent() -> None:
     """A child's collector may delete its copy of a batch, which the parent still reads."""
-    loader = load(rows, length=40 * BATCH)
-    kept = next(loader)
+    batches = load(rows, length=40 * BATCH)
+    kept = next(batches)
     values = kept.tolist()
     if (child := os.fork()) == 0:
         del kept
         os._exit(0)
     os.waitpid(child, 0)
 
-    for _ in loader:
+    for _ in batches:
         assert kept.tolist() == values
 
 
 def test_each_pass_with_new_processes_has_its_own_memory() -> None:
-    loader = DataLoader(Numbers(rows), BATCH, num_workers=2, collate_fn=SharedBatches(None))  # type: ignore[arg-type]
-    first = list(loader)
+    batches = loader(Numbers(rows), num_workers=2)
+    first = list(batches)
     values = [batch.tolist() for batch in first]
 
     for _ in range(3):
-        assert [batch.tolist() for batch in loader] == values
+        assert [batch.tolist() for batch in batches] == values
     assert [batch.tolist() for batch in first] == values
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_processes_that_are_started_anew_send_the_same_batches(method: str) -> None:
+    """Python's way from 3.14 on, and that of other systems."""
+    kept = list(loader(Numbers(rows, 40 * BATCH), 1, default_collate, method))
+
+    assert [batch.tolist() for batch in kept] == [batch.tolist() for batch in load(rows, length=40 * BATCH)]
 
 
 def mapped_bytes() -> int:
@@ -171,10 +184,10 @@ def test_batches_of_various_lengths_share_their_memory() -> None:
 
 def test_two_passes_at_once_do_not_mix_their_memory() -> None:
     """Their loader processes have the same number; the trainer makes one pass at a time."""
-    loader = DataLoader(Numbers(rows, 400), BATCH, num_workers=1, collate_fn=SharedBatches(None))  # type: ignore[arg-type]
+    batches = loader(Numbers(rows, 400))
 
     with pytest.raises(KeyError):
-        all(one.equal(other) for one, other in zip(loader, loader, strict=True))
+        all(one.equal(other) for one, other in zip(batches, batches, strict=True))
 
 
 def test_an_error_of_a_batch_frees_its_memory() -> None:
@@ -187,12 +200,12 @@ def test_an_error_of_a_batch_frees_its_memory() -> None:
         def __getitem__(self, index: int) -> Tensor:
             return torch.full((2 if index % 8 == 1 else 3,), index)
 
-    loader = iter(DataLoader(Odd(), BATCH, num_workers=1, collate_fn=SharedBatches(None)))  # type: ignore[arg-type]
+    batches = iter(loader(Odd()))
     addresses = set()
     for _ in range(25):
         with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
-            next(loader)
-        addresses.add(next(loader).data_ptr())
+            next(batches)
+        addresses.add(next(batches).data_ptr())
 
-    assert next(loader, None) is None
+    assert next(batches, None) is None
     assert len(addresses) <= 6

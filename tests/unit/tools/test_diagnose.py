@@ -333,9 +333,9 @@ def test_exchange_and_overhead_are_differences_between_runs() -> None:
     # 1 ms of latency and 4 ms for 4 MB at 1 GB/s.
     assert exchange.details["latency_s"] == pytest.approx(0.004)
     advice = find_actions([exchange, overhead], evidence)
-    assert [action.title for action in advice] == ["--accumulate 4", "--batch-size 64", "--compression fp16"]
-    speeds = [action.speed for action in advice]
-    assert speeds == sorted(speeds, reverse=True)
+    # The last two gain the same but for rounding, in which versions of Python differ.
+    assert [action.title for action in advice] == ["--accumulate 4", "--compression fp16", "--batch-size 64"]
+    assert [action.speed for action in advice] == pytest.approx([2, 15 / 11, 15 / 11])
 
 
 OVERLAPS = {
