@@ -36,14 +36,10 @@ class ScriptSession:
         options: of the engine; devices and threads are left to the script, where it chooses them.
         timeout_s: how long a rank may make no progress before the job ends, in seconds: no step, no exchange, no
             output, and always at one place of the script. None: a report is all that follows.
-
-    Attributes:
-        carries_torch: whether Horovod is being started as a backend of torch.distributed, and not by the script.
     """
 
     def __init__(self, options: EngineOptions, *, timeout_s: float | None) -> None:
         self._options, self._timeout_s = options, timeout_s
-        self.carries_torch = False
         self._session: Session | None = None
         self._engine: ModuleType | None = None
         self._shut_down: Callable[[], None] = lambda: None

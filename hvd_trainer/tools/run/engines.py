@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ HOROVOD = "horovod"
 """The engine's name, and that of its backend of torch.distributed."""
 PACKAGE = "hvd_trainer.tools.run.horovod_package"
 """Stands for the package `horovod` itself, and for its `horovod.runner` where no Horovod is installed."""
+STARTED_BY_TORCH = ContextVar("STARTED_BY_TORCH", default=False)
+"""Whether `init_process_group` starts Horovod, and has met the ranks."""
 ABSENT = {
     f"horovod.{name}": f"horovod.{name} is not there on torch.distributed: --backend ddp has Horovod's API for "
     f"PyTorch only. Type: --backend horovod, with a Horovod that was built for it"
@@ -203,12 +206,11 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
                 given.pop("init_method", None)
                 given["store"] = session.prefix_store(f"script/{next(starts)}")
                 given |= {"rank": world.rank, "world_size": world.size}
-            session.carries_torch = engine == "horovod"
+        token = STARTED_BY_TORCH.set(engine == "horovod")
         try:
             original(**given)
         finally:
-            if session is not None:
-                session.carries_torch = False
+            STARTED_BY_TORCH.reset(token)
         name_backend(module.group.WORLD)
 
     @functools.wraps(original_group)
@@ -242,7 +244,7 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_initialized() or (session is not None and session.carries_torch):
+        if self.is_initialized() or STARTED_BY_TORCH.get():
             return original(self, *args, **kwargs)
         from hvd_trainer.backends.horovod_start import rank_variables
         from hvd_trainer.rendezvous.ranks import check_world
