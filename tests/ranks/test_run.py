@@ -15,7 +15,6 @@ import digits_job
 import process_tree
 import psutil
 import pytest
-import records
 from combinations import case
 from launchers import REPOSITORY, Result, launch, start
 from requirements import requires
@@ -684,8 +683,8 @@ def test_trainer_job_is_started_as_by_a_launcher(
     """It died in an AttributeError of the script's hooks."""
     job = digits_job.argv(None, tmp_path, ["--max-steps", "1"])
     run(*words, "--", *job)
-    (started,) = records.lines(tmp_path, "start")
-    assert (started["size"], started["backend"]) == (size, engine)
+    end = digits_job.end_record(tmp_path)
+    assert (end["world_size"], end["backend"]) == (size, engine)
 
 
 SPAWNS = """
