@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -183,7 +184,12 @@ def find_mpi() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """Return the x86 extensions that Horovod's fp16 code uses and this processor has."""
+    """Return the x86 extensions that Horovod's fp16 code uses and this processor has; none on others.
+
+    An emulated ARM sees the flags of the x86 machine that emulates it.
+    """
+    if platform.machine() != "x86_64":
+        return []
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

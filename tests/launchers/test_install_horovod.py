@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from waiting import wait_for
 
 from hvd_trainer.horovod_build import installer as tool
 from hvd_trainer.horovod_build import toolchain
-from hvd_trainer.horovod_build.build_plan import python_tag
+from hvd_trainer.horovod_build.build_plan import BuildPlan, python_tag
 from hvd_trainer.horovod_build.build_steps import run_logged
 from hvd_trainer.horovod_build.errors import InstallError
 from hvd_trainer.horovod_build.facts import Facts, HorovodFacts, TorchFacts, probe
@@ -254,6 +256,14 @@ def test_second_installer_waits_for_the_first(tmp_path: Path) -> None:
         assert process.poll() is None
     _, err = process.communicate(timeout=120)
     assert "no network?" in err
+
+
+def test_no_x86_extensions_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an emulated ARM, /proc/cpuinfo is that of the x86 machine, and its compiler refused -mavx."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "cpython-314-aarch64-linux-gnu")
+    record = BuildPlan(TORCH, cuda=None, nccl=None, mpi=None, jobs=1).record
+    assert (record["machine"], record["python"]) == ("aarch64", "cpython-314")
 
 
 # --- what is installed already ----------------------------------------------------------------
