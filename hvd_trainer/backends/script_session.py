@@ -5,10 +5,10 @@ The `Trainer` tells the monitor what it is doing. A script does not, so a thread
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -43,10 +43,13 @@ class ScriptSession:
         self._session: Session | None = None
         self._engine: ModuleType | None = None
         self._shut_down: Callable[[], None] = lambda: None
+        self._close_groups: Callable[[], None] = lambda: None
         self._watched: Session | None = None
         """the session that the script has begun last"""
         self._num_written = 0
         self._pid = os.getpid()
+        self._is_ending = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     @property
     def is_own_process(self) -> bool:
@@ -69,7 +72,13 @@ class ScriptSession:
 
     def attach_horovod(self, shut_down: Callable[[], None]) -> None:
         """End Horovod, which the script has started, with the script: the others must not wait for this rank."""
+        atexit.unregister(shut_down)  # handlers of the script's may take their time, and exchange, after it
         self._shut_down = shut_down
+
+    def attach_groups(self, close: Callable[[], None]) -> None:
+        """End Horovod below torch.distributed once all ranks have come to their end: others may still exchange."""
+        atexit.unregister(close)
+        self._close_groups = close
 
     def start(self, *, uses_nccl: bool = False) -> Session:
         """Return the session; meet the other ranks if this is the first call. A collective then.
@@ -94,13 +103,16 @@ class ScriptSession:
         if is_first:
             for stream in (sys.stdout, sys.stderr):
                 self._count_output(stream)
-            threading.Thread(target=self._watch_main_thread, name="watch", daemon=True).start()
+            self._watcher = threading.Thread(target=self._watch_main_thread, name="watch", daemon=True)
+            self._watcher.start()
+        if self._engine is not None:
+            atexit.unregister(self._engine.shutdown)
 
     def _watch_main_thread(self) -> None:
         """Tell the activity of each sign of progress, and of the main thread's phase."""
         main = threading.main_thread().ident or 0
         last: Any = None
-        while True:
+        while not self._is_ending.wait(LOOK_EVERY_S):
             frame = sys._current_frames().get(main)
             stack = [frame for frame, _ in traceback.walk_stack(frame)]
             assert self._watched is not None
@@ -111,7 +123,6 @@ class ScriptSession:
                 last = progress
                 activity.enter(phase_of(reversed(stack)))
             del frame, stack
-            time.sleep(LOOK_EVERY_S)
 
     def count_step(self) -> None:
         """Count a completed optimizer step."""
@@ -139,6 +150,11 @@ class ScriptSession:
         Args:
             leaving: by which the script has ended, if that was not after its last line.
         """
+        if not self.is_own_process:
+            return  # a fork of it, which has the session's memory and connections
+        self._is_ending.set()
+        if self._watcher is not None:
+            self._watcher.join(LOOK_EVERY_S)
         if self._watched is not None:
             self._watched.ending = _describe(leaving)
         if self._engine is not None:
@@ -149,6 +165,7 @@ class ScriptSession:
         session.finish()
         self._shut_down()
         session.wait_for_others()
+        self._close_groups()
         session.close()
 
     def fail(self, error: BaseException) -> None:
@@ -158,6 +175,8 @@ class ScriptSession:
             PeerError: another rank is to blame.
             SystemExit: this rank has left by it, and the monitor has reported that.
         """
+        if not self.is_own_process:
+            return
         if self._watched is not None and raised_in_exchange(error):
             self._watched.activity.phase = EXCHANGE
         if self._engine is not None:

@@ -93,7 +93,6 @@ class HorovodContext:
         self._lock = threading.Lock()
         self._is_closed = False
         exchanges.sources.append(self.exchanges)
-        atexit.register(self.close)
 
     def number(self, group: str, kind: str) -> tuple[str, int]:
         """Return the name of a group's next operation, and its number in the group, whose ranks all count alike.
@@ -112,7 +111,8 @@ class HorovodContext:
         with self._lock:
             works = [work for work in self._under_way.values() if not work.is_done]
         under_way = [Exchange(f"horovod:{work.group}", work.number, work.description, False) for work in works]
-        return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in self._begun.items()]
+        begun = list(self._begun.items())  # the main thread adds groups
+        return under_way + [Exchange(f"horovod:{group}", last, "", True) for group, last in begun]
 
     def begin(self, operation: Operation) -> HorovodWork:
         """Start an operation as soon as its name is free."""
@@ -136,7 +136,6 @@ class HorovodContext:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
         exchanges.sources.remove(self.exchanges)
         # The last value is of an exception that ends this process.
         has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
@@ -196,6 +195,8 @@ class Contexts:
 
     def open(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         """Start Horovod: see `HorovodContext`."""
+        if self._num_starts == 0:
+            atexit.register(self.close)
         self._num_starts += 1
         self._context = HorovodContext(self.own_keys(store), rank, size, timeout)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hvd_trainer.backends import Backend
 from hvd_trainer.errors import OptionError
@@ -117,7 +118,8 @@ def _export(metric: Any) -> Any:
             f"The metric {type(metric).__name__} is neither torchmetrics' nor has a merge_state(other): what the "
             f"ranks gathered cannot be brought together."
         )
-    return vars(metric)
+    # Containers and tensors of its own: `merge_state` may change them, and all ranks compute on the same device.
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(vars(metric)))
 
 
 def _with_attributes(kind: type[Any], attributes: Mapping[str, Any]) -> Any:

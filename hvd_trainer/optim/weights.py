@@ -75,7 +75,7 @@ def mean_loss(loss: LossFunction, outputs: Any, targets: Any, weight: Tensor | N
     if weight is not None:
         is_counted = weight != 0
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a hook of a parameter would stay for other batches
                 tensor.register_hook(lambda gradient: gradient.where(is_counted, 0.0))
     value = loss(outputs, targets)
     if value.numel() != 1:

@@ -7,7 +7,7 @@ nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,25 +24,33 @@ def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """
     groups, tensors = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
-    for ours, loaded in zip(groups, optimizer.param_groups, strict=True):
-        _assign(ours, loaded)
-    if optimizer.state is not tensors:
-        _assign(tensors, optimizer.state)
-        for parameter in tensors.keys() - optimizer.state.keys():
+    loaded_groups, loaded_tensors = optimizer.param_groups, optimizer.state
+    for ours, loaded in zip(groups, loaded_groups, strict=True):
+        # The optimizer has not moved its settings, such as a learning rate on a GPU, to where they were.
+        _assign(ours, loaded, ("shape", "dtype", "layout"))
+    if loaded_tensors is not tensors:
+        _assign(tensors, loaded_tensors, ("shape", "dtype", "layout", "device"))
+        for parameter in tensors.keys() - loaded_tensors.keys():
             del tensors[parameter]
+        loaded_tensors.clear()
+        loaded_tensors.update(tensors)
+    if loaded_groups is not groups:
+        # An optimizer within this one may have taken the new list.
+        loaded_groups[:] = groups
     optimizer.param_groups, optimizer.state = groups, tensors
 
 
-def _assign(ours: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+def _assign(ours: MutableMapping[Any, Any], loaded: Mapping[Any, Any], alike: Sequence[str]) -> None:
+    """Take over values, tensors into ours if these attributes are equal."""
     for key, value in loaded.items():
         old = ours.get(key)
         if type(old) is dict and type(value) is dict:
-            _assign(old, value)
-        elif isinstance(old, Tensor) and type(old) is type(value) and _are_alike(old, value):
+            _assign(old, value, alike)
+        elif (
+            isinstance(old, Tensor)
+            and type(old) is type(value)
+            and all(getattr(old, name) == getattr(value, name) for name in alike)
+        ):
             old.detach().copy_(value)
         else:
             ours[key] = value
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ("shape", "dtype", "device", "layout"))

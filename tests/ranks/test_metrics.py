@@ -14,6 +14,7 @@ from torch import Tensor
 from hvd_trainer import backends
 from hvd_trainer.backends import Backend, EngineOptions
 from hvd_trainer.errors import OptionError
+from hvd_trainer.observe.metric_objects import compute_over_ranks
 from hvd_trainer.observe.metrics import Meter, accuracy
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -39,6 +40,25 @@ class LargestSeen:
 
     def merge_state(self, other: LargestSeen) -> None:
         self.value = max(self.value, other.value)
+
+
+class AllSeen:
+    """A user's own metric with much state, to which others' is added in place."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.outputs.append(outputs)
+
+    def compute(self) -> float:
+        return float(sum(len(part) for part in self.outputs))
+
+    def reset(self) -> None:
+        self.outputs = []
+
+    def merge_state(self, other: AllSeen) -> None:
+        self.outputs += other.outputs
 
 
 class Correlation(torchmetrics.PearsonCorrCoef):  # type: ignore[misc,name-defined]
@@ -95,6 +115,20 @@ def test_metrics_of_ranks_equal_one_process(alone: list[dict[str, float]]) -> No
     for rank in run_ranks(measure, num_processes=3, args=("ddp",)):
         for here, there in zip(rank, alone, strict=True):
             assert here == pytest.approx(there, rel=1e-5, nan_ok=True)
+
+
+def measure_again(backend_name: str) -> tuple[int, list[float]]:
+    """Return a metric over all ranks, computed twice, and what it is on this rank afterwards."""
+    with backends.create(EngineOptions(backend=backend_name)) as backend:  # type: ignore[arg-type]
+        seen = AllSeen()
+        seen.update(torch.zeros(20_000), torch.zeros(()))
+        values = [compute_over_ranks({"seen": seen}, backend)["seen"] for _ in range(2)]
+        return backend.world.rank, [*values, seen.compute()]
+
+
+def test_computing_over_ranks_leaves_a_metric_as_it_is() -> None:
+    """Of so much state a rank gets its own back, and no copy of it."""
+    assert run_ranks(measure_again, num_processes=2, args=("ddp",)) == [[40_000, 40_000, 20_000]] * 2
 
 
 def test_metrics_equal_their_definitions(alone: list[dict[str, float]]) -> None:

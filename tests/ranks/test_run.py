@@ -242,6 +242,20 @@ SMALL_SCRIPTS = [
         "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', rank=0, world_size=1)",
         *(("--np", 2), 2, "as rank 0 of 1, but run has started rank"),
     ),
+    # A fork has the rank's memory and connections, and is no rank.
+    pytest.param(
+        "import os, sys, torch.distributed as dist\ndist.init_process_group('gloo')\nchild = os.fork()\n"
+        "if child == 0: sys.exit(0)\nos.waitpid(child, 0)\ndist.barrier()\n"
+        "if dist.get_rank() == 0: print('its child has ended')",
+        *(("--np", 2), 0, "its child has ended"),
+    ),
+    # A rank may leave by a thread that sees to it that it ends.
+    pytest.param(
+        "import os, threading, time, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0: print('it leaves', flush=True)\nthreading.Timer(0.5, os._exit, (0,)).start()\n"
+        "time.sleep(1000)",
+        *(("--np", 2), 0, "it leaves"),
+    ),
 ]
 
 

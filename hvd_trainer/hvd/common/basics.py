@@ -315,16 +315,16 @@ def start(process_sets: Sequence[Sequence[int]]) -> bool:
         if not _state.runtime.has_ended:
             return False
         shutdown()
+    if not _state.is_registered:
+        _state.is_registered = True
+        atexit.register(shutdown)
+        sys.excepthook = functools.partial(_fail, sys.excepthook)
     if _state.elastic is None:
         session = Session(engine_options(os.environ))
         _start(session, process_sets)
         _state.elastic = session if session.driver is not None else None
     else:
         _state.elastic.rejoin(functools.partial(_start, _state.elastic, process_sets))
-    if not _state.is_registered:
-        _state.is_registered = True
-        atexit.register(shutdown)
-        sys.excepthook = functools.partial(_fail, sys.excepthook)
     return True
 
 

@@ -114,8 +114,6 @@ def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
     def start_processes(*args: Any, **kwargs: Any) -> Any:
         world = detect(os.environ)
         if world.size > 1 and session.is_own_process and not session.has_started:
-            if not world.is_first:
-                sys.exit(2)  # all ranks come here, and one says it
             raise LaunchError(
                 f"The script starts its ranks itself, and {world.launcher} has started it {world.size} times. "
                 f"Start it once, without -np or a launcher: {COMMAND} run -- {' '.join(sys.argv)}"
@@ -211,6 +209,8 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
             original(**given)
         finally:
             STARTED_BY_TORCH.reset(token)
+        if engine == "horovod" and session is not None and session.is_own_process:
+            session.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
         name_backend(module.group.WORLD)
 
     @functools.wraps(original_group)

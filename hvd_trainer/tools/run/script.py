@@ -94,9 +94,11 @@ def _warn_of_local_rank(job: Sequence[str]) -> None:
 
 def _exit(session: ScriptSession, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
     """Leave by `os._exit`; a rank that is done waits until all are: its end would be taken for a failure."""
-    if status == 0 and session.is_own_process:
-        session.finish()
-    leave(status)
+    try:
+        if status == 0:
+            session.finish()
+    finally:
+        leave(status)
 
 
 def _set_variables(engine: str) -> None:

@@ -39,7 +39,7 @@ def in_own_folder(start: Start, place: Path) -> Start:
     cwd = files.joinpath(*user.parts[1:])
     if not folder.exists():
         folder.mkdir(parents=True)
-        _link_folders(user, files, place.parent)
+        _link_folders(user, files, place if place.parent == user else place.parent)
     trial = TrialFiles(str(place), str(user), psutil.Process().create_time())
     path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
     return start._replace(

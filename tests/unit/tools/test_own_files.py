@@ -171,3 +171,11 @@ def test_a_script_that_resumed_and_had_nothing_left_is_told_so(user: Path) -> No
         in run.note
     )
     assert why_it_failed(running(user / "out"), 0).endswith("no optimizer step that counts")
+
+
+def test_tool_may_write_to_the_working_folder(user: Path) -> None:
+    """As with --out . ; the trial's place is in the folder that it stands for."""
+    start = in_own_folder(Start([sys.executable, "script.py"]), user / "running")
+    assert start.cwd is not None
+    assert (Path(start.cwd) / "log.csv").read_text() == "of the user"
+    assert not (Path(start.cwd) / "running").exists()

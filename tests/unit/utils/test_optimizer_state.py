@@ -69,3 +69,24 @@ def test_settings_of_this_process_stay_and_state_that_is_gone_goes() -> None:
     load_in_place(optimizer, fresh.state_dict())
     assert not optimizer.state
     assert [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups] == [(0.1, 0.3)] * 2
+
+
+class Wrapper(torch.optim.SGD):
+    """An optimizer around another one, which takes the groups that are loaded, as SAM's usual code does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=0.1)
+        self.inner = inner
+        inner.param_groups = self.param_groups
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
+def test_optimizer_within_another_one_sees_the_rates_that_are_set() -> None:
+    _, inner = trained(torch.optim.SGD, 1, lr=0.3)
+    wrapper = Wrapper(inner)
+    load_in_place(wrapper, copy.deepcopy(wrapper.state_dict()))
+    wrapper.param_groups[0]["lr"] = 0.7
+    assert inner.param_groups[0]["lr"] == 0.7

@@ -21,16 +21,19 @@ def run_next() -> None:
 
 
 run_next()
-# Where the package is not installed, it is where this file is.
-sys.path.append(str(Path(__file__).parents[4]))
-if "HVD_TRAINER_TRIAL" in os.environ:
-    from hvd_trainer.tools.probe.trial_files import guard_files
+# Where the package is not installed, it is where this file is; an older Python cannot read it.
+package = str(Path(__file__).parents[4])
+sys.path.append(package)
+try:
+    if "HVD_TRAINER_TRIAL" in os.environ and sys.version_info >= (3, 10):
+        from hvd_trainer.tools.probe.trial_files import guard_files
 
-    guard_files(os.environ)
-if "HVD_TRAINER_ENGINE" in os.environ:
-    from hvd_trainer.launch.launchers import forget_outer_launchers
-    from hvd_trainer.tools.run.engines import import_hooks
+        guard_files(os.environ)
+    if "HVD_TRAINER_ENGINE" in os.environ and sys.version_info >= (3, 10):
+        from hvd_trainer.launch.launchers import forget_outer_launchers
+        from hvd_trainer.tools.run.engines import import_hooks
 
-    forget_outer_launchers(os.environ)
-    import_hooks(os.environ["HVD_TRAINER_ENGINE"], None).install()
-sys.path.pop()
+        forget_outer_launchers(os.environ)
+        import_hooks(os.environ["HVD_TRAINER_ENGINE"], None).install()
+finally:
+    sys.path.remove(package)
