@@ -14,6 +14,8 @@ import pytest
 from combinations import case
 from launchers import SCRIPTS
 
+from hvd_trainer.tools.probe.options import SITE
+
 GIVEN = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|HOROVOD_(LOCAL_)?(RANK|SIZE)|HVD_TRAINER_\w+)")
 """Variables that `run` adds for scripts that read them, and for their children."""
 RUN = ("-m", "hvd_trainer", "run", "-np")
@@ -39,7 +41,7 @@ def observe(words: list[str], ending: str, folder: Path, size: int = 1) -> tuple
 def without_given(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that are not given by `run`; PYTHONPATH, too, as it was without."""
     kept = {name: value for name, value in environment.items() if not GIVEN.fullmatch(name)}
-    before = [folder for folder in kept.pop("PYTHONPATH", "").split(os.pathsep) if "/tools/run/site" not in folder]
+    before = [folder for folder in kept.pop("PYTHONPATH", "").split(os.pathsep) if folder != str(SITE)]
     return kept | {"PYTHONPATH": os.pathsep.join(before)}
 
 
