@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
@@ -38,7 +39,8 @@ def read_words(kind: type[T], words: Sequence[str], *, program: str, **how: Any)
 def _parts(box: str) -> Iterator[str]:
     """Yield the texts between the rules of a box that tyro has printed, without its title and its line on help."""
     part: list[str] = []
-    for row in box.splitlines()[1:]:
+    # Where stdout is a terminal, it is coloured.
+    for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
         text = row.strip(" │")
         if {*text} == {"-"} or {*text} == {"─"}:
             if part:

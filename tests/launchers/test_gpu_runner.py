@@ -142,7 +142,8 @@ def test_quick_runs_the_first_checks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_documented_stages_are_complete() -> None:
     rows = [line.split("|")[1] for line in documents.text_of("docs/gpu.md").splitlines() if line.startswith("| ")]
-    assert [name.strip() for row in rows[1:] for name in row.split(",")] == list(run.STAGES)
+    names = [name.strip() for row in rows for name in row.split(",")]
+    assert names[names.index("stage") + 1 :] == list(run.STAGES)
 
 
 # All other tests, and benchmarks.

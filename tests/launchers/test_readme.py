@@ -200,6 +200,7 @@ OF_OTHERS = {
         *("--elastic-timeout", "--host-discovery-script", "--max-np", "--min-np", "--network-interfaces"),
     },
     "py-spy": {"--pid"},
+    "scripts for torch.distributed.launch": {"--local_rank"},
     "pytest": {"--cold"},
     "a script of the reader": {"--snapshot"},
     "docker": {

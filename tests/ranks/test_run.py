@@ -6,6 +6,7 @@ import importlib
 import re
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,9 +385,8 @@ def test_ranks_that_a_script_starts_are_those_of_the_nearest_launcher(
 def test_horovod_run_starts_its_own_ranks_on_horovod(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     # Horovod's own imports the script in processes of its own.
-    script.write_text(
-        CALLER.format(words="np=2", start=7).replace("print(", 'if __name__ == "__main__":\n    print(')
-    )
+    functions, call = CALLER.format(words="np=2", start=7).split("\ntry:")
+    script.write_text(f"{functions}\nif __name__ == '__main__':\n" + textwrap.indent(f"try:{call}", "    "))
     result = run("--backend", "horovod", "--", script)
     assert "[(7, 2, 'horovod.torch'), (12, 2, 'horovod.torch')]" in result.stdout
 
@@ -554,12 +554,13 @@ def test_ranks_go_on_without_one_that_has_made_all_their_exchanges(engine: str, 
 
 
 SLOW_SCRIPT = """
+import importlib
 import time
 import torch
 import torch.distributed as dist
-from hvd_trainer.backends import script_session
 
-script_session.REPORT_AFTER_S = 3.0
+# Not by a statement, by which the script would be taken for a job on the Trainer.
+importlib.import_module("hvd_trainer.backends.script_session").REPORT_AFTER_S = 3.0
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     time.sleep(9)
@@ -812,6 +813,8 @@ def test_hook_is_called_once_the_module_is_executed() -> None:
 @pytest.mark.parametrize("installed", [pytest.param(True, marks=requires("horovod")), False])
 def test_horovod_runner_has_the_same_run(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was that of an installed Horovod, which failed, and missing without one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
     if not installed:
         monkeypatch.setattr(engines, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     engines.import_hooks("ddp", None).install()
