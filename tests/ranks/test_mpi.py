@@ -16,7 +16,8 @@ from launchers import QUICKEST, SUPPORT, launch, requires
 from hvd_trainer.tools.runner.command import OPEN_MPI
 from hvd_trainer.tools.runner.records import read_runs
 
-pytestmark = [pytest.mark.long, requires("mpirun", "mpicxx")]
+# Most of the time is that of the build.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), requires("mpirun", "mpicxx")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ours = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()]
     (packages / "ours.pth").write_text("".join(ours))
     install = [venv / "bin/python", "-m", "hvd_trainer", "install-horovod", "--mpi", "--gpu", "none"]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {"PYTHONPATH": str(packages), **OPEN_MPI}
 

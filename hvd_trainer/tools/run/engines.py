@@ -10,6 +10,7 @@ Whichever it is, the ranks meet as those of a `Trainer` do, and are monitored.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -245,7 +246,10 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_initialized() or STARTED_BY_TORCH.get():
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if session is not None and session.is_own_process:
+                atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
+            return result
         from hvd_trainer.backends.horovod_start import rank_variables
         from hvd_trainer.rendezvous.ranks import check_world
 
