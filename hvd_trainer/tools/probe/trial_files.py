@@ -24,6 +24,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -78,6 +79,7 @@ class FileGuard:
         # Before it looks: finding that folder writes to it.
         self._temporary = tempfile.gettempdir()
         self._noted: set[tuple[str, str]] = set()
+        self._detaching = threading.RLock()
 
     def install(self) -> None:
         """Begin to look."""
@@ -143,8 +145,9 @@ class FileGuard:
         return real.startswith(self._trial.place + os.sep)
 
     def _detach(self, link: str, content: str | None) -> None:
-        """Replace a link by a file, with or without the content of another one, once among all processes."""
-        with open(os.path.join(self._trial.place, ".lock"), "w") as lock:
+        """Replace a link by a file, with or without the content of another one, once among threads and processes."""
+        # A process's own threads do not wait for each other at a file's lock.
+        with self._detaching, open(os.path.join(self._trial.place, ".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not os.path.islink(link):
                 return
