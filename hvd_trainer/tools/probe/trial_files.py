@@ -145,7 +145,7 @@ class FileGuard:
         return real.startswith(self._trial.place + os.sep)
 
     def _detach(self, link: str, content: str | None) -> None:
-        """Replace a link by a file, with or without the content of another one, once among threads and processes."""
+        """Replace a link by a file, once among threads and processes; `content`: the file to copy, or None."""
         # A process's own threads do not wait for each other at a file's lock.
         with self._detaching, open(os.path.join(self._trial.place, ".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
