@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
-from hvd_trainer.tools.probe.options import ProbeOptions
+from hvd_trainer.measure.message import Message
 from hvd_trainer.tools.runner.command import OPEN_MPI, command_for
 from hvd_trainer.tools.runner.processes import Start, run_to_end
 from hvd_trainer.tools.runner.step_stats import read_steps
@@ -41,8 +41,8 @@ def python_path() -> dict[str, str]:
 def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> Start:
     """The contestant's command under its launcher, with the probe in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
-    command = command_for(contestant.launcher, ranks, ["-m", "hvd_trainer.tools.probe", *words])
-    probed = ProbeOptions(log_dir=str(log_dir / "probed")).variables()
+    command = command_for(contestant.launcher, ranks, ["-m", "hvd_trainer.measure", *words])
+    probed = Message(log_dir=str(log_dir / "probed")).variables()
     return Start(command, {**NO_GPUS, **OPEN_MPI, **python_path(), **probed}, threads=1)
 
 

@@ -48,18 +48,28 @@ class ScriptSession:
         """the session that the script has begun last"""
         self._num_written = 0
         self._pid = os.getpid()
+        self._has_trainer = False
         self._is_ending = threading.Event()
         self._watcher: threading.Thread | None = None
 
     @property
-    def is_own_process(self) -> bool:
-        """Whether this process is the rank, and not one that the script has started or forked."""
-        return os.getpid() == self._pid
+    def has_trainer(self) -> bool:
+        """Whether the script trains by a `Trainer`, which has a session of its own."""
+        return self._has_trainer
+
+    @property
+    def is_in_charge(self) -> bool:
+        """Whether this process is the rank itself, not a fork of it, and trains without a `Trainer`."""
+        return os.getpid() == self._pid and not self._has_trainer
 
     @property
     def has_started(self) -> bool:
         """Whether the script has started an engine."""
-        return self._session is not None or self._engine is not None
+        return self._session is not None or self._engine is not None or self._has_trainer
+
+    def hand_over(self) -> None:
+        """Leave engine, monitoring and end to the `Trainer` that the script is about to make."""
+        self._has_trainer = True
 
     def attach(self, engine: ModuleType) -> None:
         """Watch the sessions that an engine starts by itself, and end it with the script.
@@ -150,7 +160,7 @@ class ScriptSession:
         Args:
             leaving: by which the script has ended, if that was not after its last line.
         """
-        if not self.is_own_process:
+        if not self.is_in_charge:
             return  # a fork of it, which has the session's memory and connections
         self._is_ending.set()
         if self._watcher is not None:
@@ -175,7 +185,7 @@ class ScriptSession:
             PeerError: another rank is to blame.
             SystemExit: this rank has left by it, and the monitor has reported that.
         """
-        if not self.is_own_process:
+        if not self.is_in_charge:
             return
         if self._watched is not None and raised_in_exchange(error):
             self._watched.activity.phase = EXCHANGE

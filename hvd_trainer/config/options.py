@@ -217,20 +217,11 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What a step's time goes to, and what it computes."""
+    """What a step's time goes to."""
 
-    record_steps: bool = False
-    """keep in the log folder, for each rank, how long each part of each step took"""
-    sample_stacks: bool = False
-    """keep in the log folder, for each rank, at which lines of code its time goes, as `diagnose` shows it"""
     profile: Annotated[str | None, ParsedBy(ProfilePlan.parse), COMMON] = None
     """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
     table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""
-    trace_steps: Annotated[int | None, Ge(1)] = None
-    """keep in the log folder, for each rank, what its first so many steps compute, as `parity` compares it"""
-    leave_out: tuple[Literal["exchange", "data"], ...] = ()
-    """train without it, to see what it costs: the exchange of gradients; fetching data (the first batch comes
-    again and again). What is trained so is of no use, and not saved"""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import inspect
 import io
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
@@ -131,6 +131,18 @@ def flatten(options: Any) -> dict[str, Any]:
     for name, value in asdict(options).items():
         flat |= value if is_dataclass(getattr(options, name)) else {name: value}
     return flat
+
+
+def with_values(options: T, values: Mapping[str, Any]) -> T:
+    """Return the same options with other values, by their flat names, in whichever group they are."""
+    changes: dict[str, Any] = {}
+    for entry in fields(options):  # type: ignore[arg-type]  # T is a dataclass
+        value = getattr(options, entry.name)
+        if is_dataclass(value):
+            changes[entry.name] = with_values(value, values)
+        elif entry.name in values:
+            changes[entry.name] = values[entry.name]
+    return replace(options, **changes)  # type: ignore[type-var]  # T is a dataclass
 
 
 def _take_config(args: list[str]) -> tuple[str | None, list[str]]:

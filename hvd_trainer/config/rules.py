@@ -117,11 +117,7 @@ NOT_IN_STAGES = (
 CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     "The log folder": (
         Conflict(given("--quiet", "--verbose"), "--quiet and --verbose contradict each other"),
-        *_each(
-            given(without="--log-dir"),
-            "{option} writes to the log folder: add --log-dir DIR",
-            ("--record-steps", "--sample-stacks", "--profile", "--trace-steps"),
-        ),
+        Conflict(given("--profile", without="--log-dir"), "--profile writes to the log folder: add --log-dir DIR"),
         Conflict(
             given("--requeue", without="--log-dir"),
             "--requeue needs a log folder to go on from: add --log-dir DIR",
@@ -180,7 +176,7 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             (
                 *("--accumulate", "--reproducible", "--precision fp16", "--non-finite skip"),
                 *("--compile-mode {train.compile_mode}", "--stages, --chunks and --devices-per-rank"),
-                *("--shard {parallel.shard}", "--activation-checkpointing", "--trace-steps"),
+                *("--shard {parallel.shard}", "--activation-checkpointing"),
                 *("--backend data-parallel", "--transport gloo", "--compression powersgd"),
                 # By these a step is not the same each time, or is Horovod's own.
                 *("--find-unused-parameters", "--sync-batch-norm", "--adasum", "--num-groups"),
@@ -259,24 +255,11 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
             (*NOT_IN_STAGES, "--compression"),
         ),
     ),
-    "Measuring without a part of the step (`--leave-out`)": (
-        Conflict(
-            given("--leave-out", "--resume"), "--leave-out trains nothing of use: leave out --resume {save.resume}"
-        ),
-        Conflict(
-            given("--leave-out exchange", "--shard full"),
-            "--shard full cannot compute without exchanging parameters: leave out --leave-out exchange",
-        ),
-        Conflict(
-            given("--leave-out exchange", "--reproducible"),
-            "--reproducible sums gradients itself, so --leave-out exchange has nothing to leave out",
-        ),
-    ),
     "Other engines and gradients": (
         Conflict(
-            given("--backend data-parallel", any_of=(CUT, "--shard", "--reproducible", "--leave-out exchange")),
+            given("--backend data-parallel", any_of=(CUT, "--shard", "--reproducible")),
             "--backend data-parallel goes with whole models that are trained as they are: leave out "
-            "--reproducible, --shard, --chunks, --devices-per-rank and --leave-out exchange",
+            "--reproducible, --shard, --chunks and --devices-per-rank",
         ),
         Conflict(
             given("--non-finite skip", "--compression powersgd"),

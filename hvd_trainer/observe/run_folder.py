@@ -12,12 +12,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TextIO
 
-from hvd_trainer.observe import stack_record
 from hvd_trainer.utils.files import find_unsafe_path, read_regular
 
 METRICS, FACTS, LOCK, JOB, CONFIG = "metrics.jsonl", "run.json", ".lock", ".job", "config.yaml"
-FOLDERS = ("failures", "steps", "profile", stack_record.FOLDER)
-WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", "trace", *FOLDERS)
+FOLDERS = ("failures", "profile")
+WRITTEN = (METRICS, FACTS, LOCK, JOB, CONFIG, "tokenizer.json", *FOLDERS)
 """Files that a run writes in place, and not by renaming a finished one."""
 SET_ASIDE = (METRICS, FACTS, CONFIG, "model.safetensors", "checkpoints", *FOLDERS)
 """Files of an earlier run that are moved away when another begins."""

@@ -47,10 +47,6 @@ def startup_summary(run: RunView, layout: Mapping[str, str]) -> str:
     }
     if command := _launch_command(run):
         lines["launch"] = f"one rank; with one for each {command}"
-    if options.measure.leave_out:
-        lines["measure"] = (
-            f"without {' and '.join(options.measure.leave_out)}: nothing is saved, for it is of no use"
-        )
     if options.log.verbose:
         lines["hosts"] = ", ".join(f"{i}: {peer.host}" for i, peer in enumerate(backend.session.peers))
         lines["torch"] = f"{torch.__version__}, {accelerator.built_for()}"

@@ -22,15 +22,15 @@ from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
 from hvd_trainer.faults.preemption import Requeue
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.trainer import observers
 from hvd_trainer.observe.callback import Callback, Observer
+from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.profiler.profiler import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
-from hvd_trainer.observe.stacks import StackSamples
-from hvd_trainer.observe.step_timer import FirstStep, StepTimes
-from hvd_trainer.observe.step_trace import StepTrace
 from hvd_trainer.optim.captured_step import CapturedStep
 from hvd_trainer.optim.learning_rate import Scheduler, StepRate, check_decay, count_warmup_steps, make_scheduler
 from hvd_trainer.optim.non_finite import NonFiniteGuard
@@ -65,10 +65,14 @@ def build_run(
     *,
     options: TrainerOptions,
     backend: Backend,
+    message: Message | None,
     requeue: Requeue,
     snapshot: InMemorySnapshot,
 ) -> TrainingRun:
     """Build all parts of a training, alike on all ranks. A collective.
+
+    Args:
+        message: of the tool that measures the job; None: no tool does.
 
     Raises:
         OptionError, DataError, BackendError, CheckpointError: the parts do not fit each other, or the ranks.
@@ -79,7 +83,7 @@ def build_run(
     if inputs.weight is not None and options.engine.adasum:
         raise OptionError("--adasum combines whole updates, and weight= weighs gradients: leave one out")
     with ExitStack() as resources:  # closes what is open if a later part cannot be built
-        builder = _RunBuilder(inputs, options, backend, resources)
+        builder = _RunBuilder(inputs, options, backend, message, resources)
         return builder.build(stop_condition, requeue, snapshot)
 
 
@@ -90,9 +94,18 @@ class _RunBuilder:
         resources: gets what closes each part.
     """
 
-    def __init__(self, inputs: FitInputs, options: TrainerOptions, backend: Backend, resources: ExitStack) -> None:
+    def __init__(
+        self,
+        inputs: FitInputs,
+        options: TrainerOptions,
+        backend: Backend,
+        message: Message | None,
+        resources: ExitStack,
+    ) -> None:
         self._inputs, self._options, self._backend, self._resources = inputs, options, backend, resources
-        exchange = "exchange" not in options.measure.leave_out
+        self._message = message
+        self._leave_out = () if message is None else message.leave_out
+        exchange = "exchange" not in self._leave_out
         self._layout = make_layout(backend, options.parallel, options.train, exchange=exchange)
         resources.callback(self._layout.close)
         self._plan = BatchPlan.of(options.train, self._layout.shard.size * backend.num_replicas)
@@ -105,8 +118,8 @@ class _RunBuilder:
         peak_memory = PeakMemory(backend)
         log = self._open_log()
         first_step = FirstStep(backend.device)
-        observers = [first_step, *self._build_observers(log)]
-        callbacks = [*inputs.callbacks, *observers]
+        listeners = [first_step, *self._build_observers(log)]
+        callbacks = [*inputs.callbacks, *listeners]
         train_loader = self._build_loader(inputs.train_data, shuffle=True)
         test_loader = None if inputs.test_data is None else self._build_loader(inputs.test_data, shuffle=False)
         step = self._build_step(train_loader, needs_norm=any(callback.needs_norm for callback in callbacks))
@@ -133,8 +146,9 @@ class _RunBuilder:
             log=log,
             peak_memory=peak_memory,
             first_step=first_step,
-            observers=observers,
+            observers=listeners,
             callbacks=callbacks,
+            leave_out=self._leave_out,
             resources=self._resources.pop_all(),
         )
 
@@ -147,18 +161,12 @@ class _RunBuilder:
         return log
 
     def _build_observers(self, log: RunLog) -> Iterator[Observer]:
-        """Yield the observers that the options ask for, which write to the log folder."""
-        measure, backend, log_dir = self._options.measure, self._backend, self._options.log.log_dir
-        if log_dir is None:
-            return
-        if measure.record_steps:
-            yield StepTimes(backend, log_dir)
-        if measure.sample_stacks:
-            yield StackSamples(log_dir, backend.world.rank)
-        if measure.trace_steps is not None:
-            yield StepTrace(backend, log_dir, measure.trace_steps)
-        if measure.profile is not None:
-            yield Profile(backend, log, log_dir, ProfilePlan.parse(measure.profile))
+        """Yield the observers that the options, or a tool, ask for."""
+        plan, log_dir = self._options.measure.profile, self._options.log.log_dir
+        if plan is not None and log_dir is not None:
+            yield Profile(self._backend, log, log_dir, ProfilePlan.parse(plan))
+        if self._message is not None:
+            yield from observers(self._message, self._backend.world.rank)
 
     def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
         train = self._options.train
@@ -198,7 +206,7 @@ class _RunBuilder:
             precision=train.precision,
             needs_norm=needs_norm,
             weight=inputs.weight,
-            exchange="exchange" not in self._options.measure.leave_out,
+            exchange="exchange" not in self._leave_out,
         )
         step = self._make_step(parts, stream, is_uniform=train_loader.in_memory)
         self._resources.callback(step.close)
@@ -249,7 +257,7 @@ class _RunBuilder:
             backend=self._backend,
             options=options.save,
             log=log,
-            is_enabled=options.log.log_dir is not None and not options.measure.leave_out,
+            is_enabled=options.log.log_dir is not None and not self._leave_out,
             state=state,
             progress=self._progress,
             before_save=step.guard.check,

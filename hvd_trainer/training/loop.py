@@ -19,7 +19,7 @@ import torch
 from hvd_trainer.backends import StepResult
 from hvd_trainer.data import Batch, samples_in
 from hvd_trainer.data.step_batches import StepBatches, repeat_first
-from hvd_trainer.errors import NonFiniteError, OptionError
+from hvd_trainer.errors import NonFiniteError
 from hvd_trainer.observe.metrics import Meter
 from hvd_trainer.observe.progress import Bar
 from hvd_trainer.observe.summary import epoch_line, summary_line
@@ -116,9 +116,7 @@ class TrainingLoop:
         """Return the rest of this rank's batches of the epoch."""
         run = self._run
         batches = run.train_loader.epoch(run.progress.epoch, run.progress.consumed)
-        if "data" in run.options.measure.leave_out:
-            if run.train_loader.batches_per_epoch is None and run.options.train.max_steps is None:
-                raise OptionError("--leave-out data: this stream does not tell where it ends; add --max-steps N")
+        if "data" in run.leave_out:
             batches = repeat_first(batches, run.train_loader.batches_per_epoch)
         for observer in run.observers:
             batches = observer.on_batches(batches)
@@ -201,7 +199,7 @@ class TrainingLoop:
         run.manager.wait()
         memory = run.peak_memory.figures()
         last = self._records[-1] if self._records else {}
-        if not run.options.measure.leave_out:
+        if not run.leave_out:
             run.state.export(run.log.folder)
         if not run.log.ended:
             end = {key: value for key, value in last.items() if key != "seconds"}

@@ -11,7 +11,7 @@ progress, metrics, log, callbacks, manager
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,9 +22,9 @@ from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.observe.callback import Callback, Observer, RunView
+from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
-from hvd_trainer.observe.step_timer import FirstStep
 from hvd_trainer.optim.learning_rate import StepRate
 from hvd_trainer.optim.step import TrainStep
 from hvd_trainer.parallel.layout import Layout
@@ -53,6 +53,8 @@ class TrainingRun(RunView):
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
     """those of `fit`, then the observers"""
+    leave_out: Collection[str]
+    """parts that a tool wants left out, to see what they cost: `exchange`, `data`"""
     resources: ExitStack
     """closes step, log and layout"""
 

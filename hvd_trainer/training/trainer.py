@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from hvd_trainer.config.parser import flatten
 from hvd_trainer.config.rules import check
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.launch.world import World
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.trainer import obey
 from hvd_trainer.observe.callback import Callback
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.summary import facts, startup_summary
@@ -69,6 +72,9 @@ class Trainer:
 
     def __init__(self, options: TrainerOptions | None = None) -> None:
         self.options = options or TrainerOptions()
+        self._message = Message.read(os.environ)
+        if self._message is not None:
+            self.options = obey(self._message, self.options)
         check(self.options)
         if self.options.train.reproducible is not None:
             set_cublas_workspace()
@@ -183,6 +189,7 @@ class Trainer:
             inputs,
             options=self.options,
             backend=self.backend,
+            message=self._message,
             requeue=self._requeue,
             snapshot=snapshot,
         )

@@ -63,6 +63,10 @@ class ImportHooks(MetaPathFinder):
                 hook(sys.modules[name])
         sys.meta_path.insert(0, self)
 
+    def uninstall(self) -> None:
+        """Let these hooks change nothing that is imported from now on."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+
     @classmethod
     def uninstall_all(cls) -> None:
         """Let no hooks change what is imported from now on."""

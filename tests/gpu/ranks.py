@@ -164,18 +164,22 @@ def check_refusal_of_stages(bench: Bench) -> dict[str, Any]:
 
 def check_engines(bench: Bench) -> dict[str, Any]:
     """Equal weights on DDP, and on Horovod with asynchronous completion and without; the median step of each."""
+    from hvd_trainer.measure.message import Message
     from hvd_trainer.tools.runner.step_stats import read_steps
 
     digests, figures = {}, {}
     for name, text, on in (("ddp", "ddp", "1"), ("horovod", "horovod", "1"), ("it waits", "horovod", "0")):
         log_dir = bench.folder(name)
-        job = (*DETERMINISTIC, "--backend", text, "--device", bench.device, "--record-steps", "--log-dir", log_dir)
-        env = {"HOROVOD_ENABLE_ASYNC_COMPLETION": on, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        job = (*DETERMINISTIC, "--backend", text, "--device", bench.device, "--log-dir", log_dir)
+        env = Message(log_dir=log_dir).variables() | {
+            "HOROVOD_ENABLE_ASYNC_COMPLETION": on,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
         bench.two_ranks(*job, *STEPS, env=env)
         digests[name] = digest(log_dir)
         ranks = read_steps(Path(log_dir))
         if not ranks:
-            raise MissingError("records of the steps in --log-dir")
+            raise MissingError("records of the steps")
         seconds = sorted(ranks[0]["seconds"].sum(axis=1)[5:])
         figures[f"step, ms, {name}"] = round(1000 * float(seconds[len(seconds) // 2]), 3)
     return equal(digests, digests["ddp"]) | figures

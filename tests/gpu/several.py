@@ -63,15 +63,18 @@ def check_same_bits(bench: Bench, engine: str) -> dict[str, Any]:
 
 def measure_scaling(bench: Bench, engine: str) -> dict[str, Any]:
     """Return samples a second on 1, 2, 4, 8 GPUs, and what of the exchange is not hidden on the most."""
+    from hvd_trainer.measure.message import Message
+
     figures: dict[str, Any] = {}
     speed = {}
     counts = [ranks for ranks in (1, 2, 4, 8) if ranks <= bench.gpus]
-    for ranks, options in [*((ranks, ()) for ranks in counts), (counts[-1], ("--leave-out", "exchange"))]:
+    for ranks, left_out in [*((ranks, ()) for ranks in counts), (counts[-1], ("exchange",))]:
         log_dir = bench.folder(f"{engine}{ranks}")
         job = (str(HERE / "speed_job.py"), "scaling", log_dir, "--backend", engine, "--device", bench.device)
         began = time.monotonic()
-        bench.torchrun(ranks, *job, *options)
-        name = f"{ranks} without exchange" if options else str(ranks)
+        env = Message(log_dir=log_dir, leave_out=left_out).variables() if left_out else {}
+        bench.torchrun(ranks, *job, env=env)
+        name = f"{ranks} without exchange" if left_out else str(ranks)
         speed[name] = records(log_dir, "epoch")[-1]["samples_per_s"]
         figures[f"samples/s on {name}"] = round(speed[name])
         figures[f"seconds in all, {name}"] = round(time.monotonic() - began)

@@ -15,13 +15,13 @@ from combinations import case
 from launchers import QUICKEST, SCRIPTS, SUPPORT, launch, requires
 from torch import nn
 
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.script_trace import ScriptTrace
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import details, verdict
 from hvd_trainer.tools.parity.traced_runs import global_batch_options
 from hvd_trainer.tools.parity.traces import EVENTS, Moment, Trace, read_trace
-from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.probe.trace import ScriptTrace
 
 pytestmark = pytest.mark.warm
 
@@ -66,7 +66,7 @@ def trace_run(folder: Path, engine: str, job: str, *words: str, ranks: int = 2, 
     else:
         given = [*(["--fault"] if fault and job == HOROVOD else []), *([fault] if fault else [])]
         argv = ["-m", "hvd_trainer", "run", "-np", str(ranks), "--backend", engine, "--", job, *words, *given]
-        launch("python", 1, argv, env=ProbeOptions(log_dir=str(log), max_steps=7, trace_steps=7).variables())
+        launch("python", 1, argv, env=Message(log_dir=str(log), max_steps=7, trace_steps=7).variables())
     found = read_trace(engine, log)
     assert found is not None
     return found

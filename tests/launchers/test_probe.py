@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from launchers import SCRIPTS
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_trainer.observe.phases import PARTS
-from hvd_trainer.tools.probe.leave_out import leave_out
-from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.probe.step_times import ScriptStepTimes
+from hvd_trainer.measure.leave_out import leave_out
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.script_steps import ScriptSteps
+from hvd_trainer.observe.phases import PARTS, Clock
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.step_stats import read_steps
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
@@ -49,21 +50,21 @@ for epoch in range(3):
 
 def recorded(folder: Path) -> float:
     """Return the peak memory of one step, in MB, as the probe records it."""
-    times = ScriptStepTimes(folder, 0)
+    times = ScriptSteps(folder, 0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     times.on_start(optimizer)
     times.on_step_end(optimizer)
     times._write()
     with np.load(folder / "steps" / "rank-0.npz") as found:
-        return float(found["peak_memory_mb"])
+        return float(json.loads(str(found["results"]))["peak_memory_mb"])
 
 
 def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's memory was compared with a trainer's memory on a GPU."""
     assert recorded(tmp_path) > 50, "of the process, which has imported PyTorch"
-    clock = ScriptStepTimes(tmp_path, 0)._clock
+    clock = Clock(torch.device("cpu"))
     StandIn(monkeypatch).peak = 3 * 2**20
-    monkeypatch.setattr("hvd_trainer.tools.probe.step_times.Clock", lambda device: clock)
+    monkeypatch.setattr("hvd_trainer.measure.steps.Clock", lambda device: clock)
     assert recorded(tmp_path) == 3
 
 
@@ -94,7 +95,7 @@ def test_probe_records_steps_and_samples_of_a_script(tmp_path: Path, max_steps: 
     """Batches of the evaluation are not trained on; a step without a backward pass is none."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    probe = ProbeOptions(log_dir=str(tmp_path / "log"), max_steps=max_steps)
+    probe = Message(log_dir=str(tmp_path / "log"), max_steps=max_steps)
     command = [sys.executable, "-m", "hvd_trainer", "run", "--", str(script)]
     subprocess.run(command, env={**os.environ, **probe.variables()}, check=True, timeout=120)
     with np.load(tmp_path / "log" / "steps" / "rank-0.npz") as found:

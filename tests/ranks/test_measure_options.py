@@ -1,8 +1,9 @@
-"""--max-steps, --until, --record-steps and --leave-out."""
+"""--max-steps and --until; what a tool's message makes a job on the Trainer do and record."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import numpy as np
 import pytest
 from launchers import QUICKEST, SUPPORT, launch, requires
 from records import records
+
+from hvd_trainer import TrainerOptions, parse
+from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.trainer import obey
+from hvd_trainer.tools.runner.step_stats import read_figures
 
 ENGINES = ("ddp", "horovod")
 pytestmark = [requires("horovod"), pytest.mark.warm]
@@ -64,19 +71,29 @@ def test_until_refuses_an_unknown_figure(tmp_path: Path) -> None:
     assert f"--until accuracy=0.9: this job has no accuracy, but {known}" in result.stderr
 
 
+def measured(log: Path, words: Sequence[str], *, ranks: int = 2, backend: str = "ddp", **message: Any) -> str:
+    """Run a job as the tools do, with recordings in `log`; return what it printed."""
+    variables = Message(log_dir=str(log), engine=backend, **message).variables()
+    return launch(QUICKEST, ranks, ["-m", "hvd_trainer", "run", "--", *words], env=variables).stdout
+
+
 def steps_of(log: Path, rank: int) -> dict[str, Any]:
     with np.load(log / "steps" / f"rank-{rank}.npz") as arrays:
         return dict(arrays)
 
 
+DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
+
+
 @pytest.mark.parametrize("backend", ENGINES)
-def test_record_steps_keeps_times_of_every_rank(tmp_path: Path, backend: str) -> None:
-    train(tmp_path, "--epochs", "2", "--log-every", "1", "--record-steps", backend=backend)
+def test_steps_of_every_rank_are_recorded(tmp_path: Path, backend: str) -> None:
+    words = (*DIGITS, "--epochs", "2", "--log-every", "1", "--log-dir", str(tmp_path / "own"))
+    said = measured(tmp_path, words, backend=backend)
+    assert f"backend  {backend}" in said
     ranks = [steps_of(tmp_path, rank) for rank in range(2)]
-    lines = [record for record in records(tmp_path) if record["event"] == "step"]
+    lines = [record for record in records(tmp_path / "own") if record["event"] == "step"]
     for its in ranks:
         assert its["step"].tolist() == list(range(1, 13))
-        assert its["epoch"].tolist() == [1] * 6 + [2] * 6
         assert its["samples"].sum() == 2 * 1438
         assert its["lr"].tolist() == [line["lr"] for line in lines]
         assert not its["skipped"].any()
@@ -89,20 +106,22 @@ def test_record_steps_keeps_times_of_every_rank(tmp_path: Path, backend: str) ->
         assert (its["cpu_s"] > 0).all()
     means = (ranks[0]["loss"] + ranks[1]["loss"]) / 2
     assert means == pytest.approx([line["train_loss"] for line in lines], rel=1e-6)
-    assert ranks[0]["grad_norm"].tolist() == ranks[1]["grad_norm"].tolist()
+    figures = read_figures(tmp_path, 2, 0)
+    assert figures is not None
+    assert figures["work"]["on_trainer"]
+    assert figures["test_accuracy"] == records(tmp_path / "own")[-1]["test_accuracy"]
 
 
-def test_record_steps_counts_a_small_first_step(tmp_path: Path) -> None:
+def test_a_small_first_step_is_counted(tmp_path: Path) -> None:
     """The first step holds all digits, fewer than the batch size, which was recorded instead."""
-    train(tmp_path, "--epochs", "2", "--batch-size", "1000", "--record-steps")
+    measured(tmp_path, (*DIGITS, "--epochs", "2", "--batch-size", "1000"))
     assert steps_of(tmp_path, 0)["samples"].tolist() == [1438, 1438]
 
 
-def test_record_steps_shows_a_slow_phase(tmp_path: Path) -> None:
+def test_a_slow_phase_is_recorded(tmp_path: Path) -> None:
     """Each batch of rank 1 takes 30 ms to fetch: rank 1 has that time under data, and rank 0 waits in reduce."""
-    job = [str(SUPPORT / "slow_rank_job.py"), "--backend", "ddp", "--epochs", "1", "--log-dir", "log"]
-    launch(QUICKEST, 2, [*job, "--record-steps"], cwd=tmp_path)
-    waited, fetched = (steps_of(tmp_path / str(rank) / "log", rank) for rank in range(2))
+    measured(tmp_path, (str(SUPPORT / "slow_rank_job.py"), "--epochs", "1"))
+    waited, fetched = (steps_of(tmp_path, rank) for rank in range(2))
     column = fetched["parts"].tolist().index
     assert np.median(fetched["seconds"][:, column("data")]) > 0.03
     assert np.median(waited["seconds"][:, column("data")]) < 0.012
@@ -110,32 +129,66 @@ def test_record_steps_shows_a_slow_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_leave_out_exchange_trains_ranks_apart(tmp_path: Path, backend: str) -> None:
-    said = train(tmp_path, "--epochs", "1", "--leave-out", "exchange", "--record-steps", backend=backend)
-    assert "without" in next(line for line in said.splitlines() if line.startswith("measure"))
+def test_without_the_exchange_ranks_train_apart(tmp_path: Path, backend: str) -> None:
+    words = (*DIGITS, "--epochs", "1", "--log-dir", str(tmp_path / "own"))
+    measured(tmp_path, words, backend=backend, leave_out=("exchange",))
     first, second = (steps_of(tmp_path, rank) for rank in range(2))
-    assert (first["grad_norm"] != second["grad_norm"]).all()
-    kept = {path.name for path in tmp_path.iterdir()}
+    assert str(first["weights"]) != str(second["weights"])
+    kept = {path.name for path in (tmp_path / "own").iterdir()}
     assert not kept & {"model.safetensors", "checkpoints"}
 
 
-def test_leave_out_data_repeats_one_batch(tmp_path: Path) -> None:
+def test_without_data_one_batch_is_repeated(tmp_path: Path) -> None:
     """The loss falls from step to step, however random the model is, over as many steps as usual."""
-    options = ("--epochs", "2", "--leave-out", "data", "--record-steps", "--optimizer", "sgd", "--lr", "0.05")
-    train(tmp_path, *options, "--model", "mlp", "--momentum", "0", ranks=1)
-    its = steps_of(tmp_path, 0)
-    assert len(its["step"]) == 24
-    for epoch in (1, 2):
-        assert (np.diff(its["loss"][its["epoch"] == epoch]) < 0).all()
+    options = ("--epochs", "2", "--optimizer", "sgd", "--lr", "0.05", "--model", "mlp", "--momentum", "0")
+    measured(tmp_path, (*DIGITS, *options), ranks=1, leave_out=("data",))
+    losses = steps_of(tmp_path, 0)["loss"]
+    assert len(losses) == 24
+    for epoch in range(2):
+        assert (np.diff(losses[12 * epoch : 12 * (epoch + 1)]) < 0).all()
 
 
-def test_leave_out_data_of_a_stream_needs_max_steps(tmp_path: Path) -> None:
-    script = tmp_path / "stream.py"
-    script.write_text(STREAM)
-    result = launch("python", 1, [str(script), "--leave-out", "data"], check=False)
-    assert result.returncode == 2
-    assert "add --max-steps" in result.stderr
-    assert "done: 7 steps" in launch("python", 1, [str(script), "--leave-out", "data", "--max-steps", "7"]).stdout
+def test_a_message_changes_steps_engine_and_options(tmp_path: Path) -> None:
+    """A job that is typed with an engine and few epochs trains as a tool wants it."""
+    words = (*DIGITS, "--epochs", "1", "--backend", "horovod", "--max-steps", "3")
+    said = measured(tmp_path, words, max_steps=20, endless=True, options={"batch_size": 32})
+    assert "backend  ddp" in said
+    assert "batch    32 x 2 ranks" in said
+    assert steps_of(tmp_path, 0)["samples"].tolist() == [64] * 20
+    measured(tmp_path, words, max_steps=20)
+    assert len(steps_of(tmp_path, 0)["step"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--reproducible", "2"), {"leave_out": ("exchange",)}),
+        (("--shard", "full"), {"leave_out": ("exchange",)}),
+        (("--capture-step",), {"trace_steps": 1}),
+    ],
+)
+def test_options_that_a_measurement_cannot_have_are_refused(
+    option: tuple[str, ...], message: dict[str, Any]
+) -> None:
+    options = parse(TrainerOptions, option)
+    with pytest.raises(OptionError, match=option[0]):
+        obey(Message(log_dir="", **message), options)
+
+
+@pytest.mark.parametrize("words", [(), ("--backend", "ddp"), ("--backend", "horovod")])
+def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """No import at the top says so, and the job lies in a package that only PYTHONPATH knows."""
+    package = tmp_path / "src" / "library"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "training.py").write_text(STREAM)
+    job = tmp_path / "job.py"
+    job.write_text("import importlib\nimportlib.import_module('library.training').start()\n")
+    command = ["-m", "hvd_trainer", "run", *words, "--", str(job), "--max-steps", "3"]
+    env = {"PYTHONPATH": str(tmp_path / "src")}
+    said = launch(QUICKEST, 2, command, env=env).stdout
+    assert f"backend  {words[-1] if words else 'horovod'}:" in said
+    assert "done: 3 steps" in said
 
 
 STREAM = """
@@ -153,6 +206,6 @@ def main(options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, Stream())
 
-if __name__ == "__main__":
+def start():
     run_job(TrainerOptions, main)
 """

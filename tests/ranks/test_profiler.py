@@ -143,9 +143,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @requires("horovod")
 @pytest.mark.parametrize("backend", ENGINES)
 def test_profile_merges_all_ranks_on_one_clock(plain: Path, tmp_path: Path, backend: str) -> None:
-    """The profile spans the end of an epoch, beside --record-steps, and training keeps its bits."""
+    """The profile spans the end of an epoch, and training keeps its bits."""
     profiled = tmp_path / "profiled"
-    said = train(profiled, "--epochs", "3", "--profile", "steps=10", "--record-steps", backend=backend)
+    said = train(profiled, "--epochs", "3", "--profile", "steps=10", backend=backend)
     assert (plain / "model.safetensors").read_bytes() == (profiled / "model.safetensors").read_bytes()
     assert results(plain) == results(profiled)
 

@@ -14,7 +14,7 @@ import pytest
 from combinations import case
 from launchers import SCRIPTS
 
-from hvd_trainer.tools.probe.options import SITE
+from hvd_trainer.measure.message import SITE
 
 GIVEN = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|HOROVOD_(LOCAL_)?(RANK|SIZE)|HVD_TRAINER_\w+)")
 """Variables that `run` adds for scripts that read them, and for their children."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_trainer.observe.trace_format import checksum
+from hvd_trainer.measure.trace_format import checksum
 from hvd_trainer.tools.parity.traces import Moment, Snapshot, Trace
 
 Change = Callable[[int, dict[str, Any], dict[str, Tensor]], None]

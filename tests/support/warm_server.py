@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 from child_environment import STARTUP
 from process_tree import MARK
 
-from hvd_trainer.tools.probe.options import SITE
-from hvd_trainer.tools.probe.trial_files import guard_files
+from hvd_trainer.measure.message import SITE
+from hvd_trainer.measure.trial_files import guard_files
 
 NEEDED = (
     *("torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard", "tyro", "pytest"),

@@ -28,7 +28,6 @@ from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, threads_per_rank, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import describe_speed
 from hvd_trainer.tools.runner.records import read_runs
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0 if all that is possible was measured, 1 if a run failed, 130 after Ctrl-C.
+        The exit code: 0 if all that is trials was measured, 1 if a run failed, 130 after Ctrl-C.
 
     Raises:
         OptionError: an option is out of its range, or unknown to the job; the runs have not done the same work.
@@ -95,14 +94,9 @@ def main(argv: Sequence[str]) -> int:
     if options.vary and options.baseline:
         raise OptionError("--vary changes options of the job, which a --baseline has not: leave one out")
     check_installed()
-    is_script = not is_trainer_job(job)
-    if is_script and "data-parallel" in options.engines:
-        raise OptionError(
-            "--engines data-parallel takes a job that is built on the Trainer. Leave it out: --engines horovod,ddp"
-        )
     axes, machine = read_axes(options.vary), describe_machine()
     trials = plan_trials(job, axes, options, machine)
-    strong = not is_script and any(word.startswith("--global-batch-size") for word in job)
+    strong = any(word.startswith("--global-batch-size") for word in job)
     interrupted = False
     with locked_folder(options.out) as folder:
         try:
@@ -152,12 +146,11 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
         OptionError: two runs have not done the same work, or one has no steps that count.
     """
     runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=are_figures)
-    possible = [trial for trial in trials if trial.reason is None]
     # What failed will fail again, and take as long to do so.
-    to_do = runner.to_do(possible, options.rounds, retry_failed=options.retry_failed)
-    planned = f"{plural(len(possible) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"
+    to_do = runner.to_do(trials, options.rounds, retry_failed=options.retry_failed)
+    planned = f"{plural(len(trials) * options.rounds, 'run')} in {plural(options.rounds, 'round')}"
     print(f"{_listed(trials)}, {planned}, {len(to_do)} to do; all is kept in {folder}", flush=True)
-    if count := 0 if options.retry_failed else sum(map(runner.has_failed, possible)):
+    if count := 0 if options.retry_failed else sum(map(runner.has_failed, trials)):
         print(f"{plural(count, 'trial')} failed before: --retry-failed starts them again", flush=True)
     if to_do:
         warn_if_busy()
@@ -172,9 +165,8 @@ def measure(trials: Sequence[Trial], folder: Path, options: Options, *, strong: 
 
 
 def _listed(trials: Sequence[Trial]) -> str:
-    """Return `2 trials (horovod x 2, ddp x 2)`, or how many of them are impossible."""
+    """Return `2 trials (horovod x 2, ddp x 2)`, or how many there are."""
     text = plural(len(trials), "trial")
     if len(trials) <= MAX_NAMED:
         text += f" ({'; '.join(trial.label for trial in trials)})"
-    impossible = sum(trial.reason is not None for trial in trials)
-    return f"{text}, {impossible} of them impossible" if impossible else text
+    return text

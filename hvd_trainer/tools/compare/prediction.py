@@ -48,8 +48,8 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, trial: Trial) -> Shape | None:
         """Return the shape of a trial; None if its options are not known, or cannot be."""
-        options = trial.job_options
-        if options is None or trial.reason is not None:
+        options = None
+        if options is None:
             return None
         parallel = options.parallel
         replicas, chunks = trial.ranks // parallel.stages, parallel.num_chunks

@@ -52,8 +52,6 @@ class TrialResult:
     @classmethod
     def of(cls, trial: Trial, runs: Sequence[RunRecord]) -> TrialResult:
         """Collect the runs of a trial from all runs in a folder; the last one of each round counts."""
-        if trial.reason is not None:
-            return cls(trial, {}, "impossible", trial.reason)
         last = {run.round: run for run in runs if run.key == trial.key}
         done = {number: run for number, run in sorted(last.items()) if run.state == "done"}
         bad = [run for run in last.values() if run.state != "done"]

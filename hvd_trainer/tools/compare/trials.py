@@ -8,21 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer import backends
-from hvd_trainer.config.batch_plan import BatchPlan
-from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.rules import check
-from hvd_trainer.errors import OptionError, UserError
-from hvd_trainer.parallel.grid import check_stages
-from hvd_trainer.parallel.schedule import check_chunks
-from hvd_trainer.tools.compare.variants import Variant, with_values
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.compare.variants import Variant
 from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_engines, script_checksum
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
@@ -89,16 +82,6 @@ class Trial(MeasuredTrial):
     entry: Entry
     threads: int
     variant: Variant
-
-    @cached_property
-    def job_options(self) -> TrainerOptions | None:
-        """The job's options on its engine; None without `--vary`."""
-        return self.variant.options and with_values(self.variant.options, {"backend": self.entry.engine})
-
-    @cached_property
-    def reason(self) -> str | None:
-        """Why it cannot be; None if it can, as far as is known without starting it."""
-        return None if self.job_options is None else why_impossible(self.job_options, self.ranks)
 
     @property
     def series(self) -> str:
@@ -179,33 +162,9 @@ def make_trials(
                 threads=threads,
                 steps=steps,
                 warmup_steps=conditions["warmup_steps"],
-                options=() if is_trainer_job(variant.words) else SAME_NUMBERS,
                 native=not entry.is_job,
                 label=", ".join(filter(None, (f"{entry.name} x {ranks}", variant.label))),
                 identity={**own, **job, **conditions},
             )
         )
     return trials
-
-
-def why_impossible(options: TrainerOptions, ranks: int) -> str | None:
-    """Return why a job with these options cannot be started so; None if nothing is known against it."""
-    parallel = options.parallel
-    try:
-        check(options)
-        check_stages(parallel.stages, ranks)
-        _check_engine(options.engine)
-        batch_size = BatchPlan.of(options.train, ranks // parallel.stages).batch_size
-        if parallel.is_staged:
-            check_chunks(parallel.schedule, parallel.stages, parallel.num_chunks)
-    except UserError as error:
-        return str(error)
-    if parallel.is_staged and parallel.num_chunks > batch_size:
-        return f"{parallel.num_chunks} chunks cut a batch of {batch_size} into less than one sample"
-    return None
-
-
-@cache
-def _check_engine(options: backends.EngineOptions) -> None:
-    """Create the engine, which checks its options, without starting it."""
-    backends.create(options, {})

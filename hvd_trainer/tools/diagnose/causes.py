@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from hvd_trainer.observe.stack_record import MAIN, WORKER
+from hvd_trainer.measure.stack_record import MAIN, WORKER
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NOISE, NORMAL, SIGMAS, TWICE, Cause, Evidence
 from hvd_trainer.tools.diagnose.profile import (
     Blame,

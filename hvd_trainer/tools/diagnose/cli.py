@@ -31,7 +31,7 @@ from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import warn_if_busy
-from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.tools.runner.ratio import MIN_ROUNDS, ratio
 from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.utils.text import plural
@@ -173,7 +173,7 @@ def try_action(trials: Trials, action: Action, step_s: float, limit_s: float) ->
         trials.normal,
         label=f"with {action.title}",
         threads=action.threads or trials.normal.threads,
-        options=action.words,
+        run_options=(*SAME_NUMBERS, *action.words),
     )
     steps = steps_of(RUN_S, step_s)
     print(f"{plural(2 * MIN_ROUNDS, 'run')} of the job with {action.title} and without it", flush=True)

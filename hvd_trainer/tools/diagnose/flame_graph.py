@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.observe.stack_record import Frame
+from hvd_trainer.measure.stack_record import Frame
 from hvd_trainer.tools.diagnose.profile import RankProfile
 from hvd_trainer.tools.runner.formats import render_page
 

@@ -1,4 +1,4 @@
-"""Read the stacks that the ranks have sampled (`observe/stacks.py`), and tell by them what the time went to."""
+"""Read the stacks that the ranks have sampled (`measure/stacks.py`), and tell by them what the time went to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Frame, Record, StackCount
-from hvd_trainer.observe.stacks import slow_from
+from hvd_trainer.measure.stack_record import FOLDER, MAIN, WORKER, Frame, Record, StackCount
+from hvd_trainer.measure.stacks import slow_from
 
 BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
 """Phases that are no part of a step."""

@@ -15,8 +15,6 @@ from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
 from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
-from hvd_trainer.tools.runner.command import NOT_SAVED
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
@@ -44,7 +42,6 @@ class Trials:
         self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget", resume=False)
         self._kept = folder / "log"
         shutil.rmtree(self._kept, ignore_errors=True)
-        self._is_trainer_job = is_trainer_job(normal.job)
         self._runs = 0
         self.figures: dict[str, list[Mapping[str, Any]]] = {}
         """by the trials' labels"""
@@ -64,12 +61,13 @@ class Trials:
 
     def evidence(self) -> Evidence:
         """Return all that is known so far."""
+        facts = self._facts
         return Evidence(
             profiles=merge(self.profiles),
             machine=self._machine,
             cores=len(cpu_ids()),
-            is_trainer_job=self._is_trainer_job,
-            facts=self._facts,
+            is_trainer_job=bool(facts.get("on_trainer")),
+            facts=facts,
             runs=self.figures,
             line=self._line,
         )
@@ -82,11 +80,8 @@ class Trials:
             steps: that count.
             limit_s: after so many seconds it is ended; None: at the end of the budget.
         """
-        is_normal, options = trial.label == NORMAL, trial.options
-        if self._is_trainer_job:
-            options = (*NOT_SAVED, *options, *(("--sample-stacks",) if is_normal else ()))
-        probe = {"sample_stacks": is_normal}
-        trial = replace(trial, steps=WARMUP_STEPS + steps, options=options, probe=probe)
+        is_normal = trial.label == NORMAL
+        trial = replace(trial, steps=WARMUP_STEPS + steps, record={"sample_stacks": is_normal})
         watch = MachineWatch() if is_normal else None
         has_ended = False
         try:
@@ -132,8 +127,8 @@ def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTri
         alone = min(facts["threads"], share) if facts["device"] == "cpu" else normal.threads
         single = replace(normal, engine="single", ranks=1, threads=alone)
         for label, factor in ((ALONE, 1), (TWICE, 2)):
-            words = ("--global-batch-size", "None", "--batch-size", str(factor * facts["batch_size"]))
-            found.append(replace(single, label=label, options=words))
+            sizes = {"global_batch_size": None, "batch_size": factor * facts["batch_size"]}
+            found.append(replace(single, label=label, options=sizes))
         if facts["device"] == "cpu" and facts["threads"] > 1:
             found.append(replace(normal, label=ONE_THREAD, threads=1))
     # Last, for if the budget is short, its stacks are known already.

@@ -1,6 +1,6 @@
 """Run `python -m hvd_trainer parity`: train a job on each engine, and compare the traces of its first steps.
 
-The job is started by the engine's own launcher, and writes a trace (`observe/trace_format.py`); a script that is
+The job is started by the engine's own launcher, and writes a trace (`measure/trace_format.py`); a script that is
 not built on the Trainer as `run` starts it, with a probe that traces.
 """
 
@@ -15,8 +15,8 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.tools.parity.comparison import compare_all
 from hvd_trainer.tools.parity.report import print_report
-from hvd_trainer.tools.parity.traced_runs import parse_engines, steps_of, trace_all
-from hvd_trainer.tools.runner.command import OURS, read_command
+from hvd_trainer.tools.parity.traced_runs import parse_engines, trace_all
+from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.machine import threads_per_rank
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or there is no job.
     """
     # All runs are new ones, from their first step.
-    options, job = read_command("parity", Options, argv, reserved=(*OURS, "--trace-steps", "--resume"))
-    engines = parse_engines(options.engines, job)
-    threads, steps = options.threads or threads_per_rank(options.np), steps_of(job, options.steps)
+    options, job = read_command("parity", Options, argv)
+    engines = parse_engines(options.engines)
+    threads, steps = options.threads or threads_per_rank(options.np), options.steps
     with locked_folder(options.out) as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvd_trainer.observe.trace_format import SMALL
+from hvd_trainer.measure.trace_format import SMALL
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples

@@ -10,9 +10,8 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import NOT_SAVED, option_values, read_engines
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
-from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
+from hvd_trainer.tools.runner.command import read_engines
+from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
@@ -34,26 +33,15 @@ class TracedRun:
         return self.run.state == "done"
 
 
-def steps_of(job: Sequence[str], steps: int) -> int:
-    """Return the number of steps of each run: at most the --max-steps of a job that is built on the Trainer."""
-    own = option_values(job, "--max-steps") if is_trainer_job(job) else []
-    return min([steps, *(int(text) for text in own if text.isdecimal() and int(text) > 0)])
-
-
-def parse_engines(text: str, job: Sequence[str]) -> list[str]:
+def parse_engines(text: str) -> list[str]:
     """Parse the list of engines; `single` comes last, as it takes its global batch from the others.
 
     Raises:
-        OptionError: an unknown one, one that comes twice, fewer than two, or `single` for a script.
+        OptionError: an unknown one, one that comes twice, or fewer than two.
     """
     names = read_engines(text, ENGINES)
     if len(names) < 2:
         raise OptionError(f"--engines {text}: name two or three, such as --engines horovod,ddp")
-    if "single" in names and not is_trainer_job(job):
-        raise OptionError(
-            f"--engines {text}: single takes the ranks' batches together by options of the Trainer, on which "
-            f"{' '.join(job[:2]) if job[0] == '-m' else job[0]} is not built. Type: --engines horovod,ddp"
-        )
     return sorted(names, key=lambda name: name == "single")
 
 
@@ -70,21 +58,19 @@ class TracedTrial(MeasuredTrial):
         Args:
             like: for `single`: a run on many ranks, whose global batch it takes.
         """
-        options, is_script = [*SAME_NUMBERS], not is_trainer_job(job)
-        if not is_script:  # which ends with its data, as by itself
-            options = [*NOT_SAVED, "--max-steps", str(steps), "--trace-steps", str(steps)]
-            options += [] if like is None or engine != "single" else global_batch_options(like)
+        options = {} if like is None or engine != "single" else global_batch_options(like)
         ranks = 1 if engine == "single" else ranks
         return cls(
             job=job,
             engine=engine,
             ranks=ranks,
             threads=threads,
-            steps=steps if is_script else None,
+            steps=steps,
+            endless=False,
             options=options,
-            probe={"trace_steps": steps},
+            record={"trace_steps": steps},
             label=f"{engine} on {plural(ranks, 'rank')}",
-            identity={"engine": engine, "ranks": ranks, "words": [*job, *options]},
+            identity={"engine": engine, "ranks": ranks, "words": [*job], "options": options},
         )
 
     def read(self, log: Path) -> dict[str, Any] | None:
@@ -93,18 +79,26 @@ class TracedTrial(MeasuredTrial):
         return None if trace is None or trace.size != self.ranks else {"steps": len(trace.steps)}
 
 
-def global_batch_options(like: Trace) -> list[str]:
+def global_batch_options(like: Trace) -> dict[str, Any]:
     """Return options with which one process takes as many samples in a step as the ranks of `like` do together.
 
     It takes them in further passes, each as large as a rank's batch: so they fit in memory where that does, and
     scaling of the learning rate gives the same rate. Batch norm over the global batch needs one large pass.
+
+    Raises:
+        OptionError: the job is not built on the Trainer, which has such options.
     """
+    if like.is_script:
+        raise OptionError(
+            "--engines with single takes the ranks' batches together by options of the Trainer, on which this job "
+            "is not built. Type: --engines horovod,ddp"
+        )
     options, size = like.options, like.start["copies"]
     if options["reproducible"] is not None:  # its virtual ranks fix the global batch
-        return []
+        return {}
     if options["sync_batch_norm"]:
-        return ["--batch-size", str(int(like.facts["batch_size"]) * size)]
-    return ["--accumulate", str(int(options["accumulate"]) * size)]
+        return {"batch_size": int(like.facts["batch_size"]) * size}
+    return {"accumulate": int(options["accumulate"]) * size}
 
 
 def trace_all(

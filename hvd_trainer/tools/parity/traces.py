@@ -1,4 +1,4 @@
-"""Read what a job has computed, step by step, on all of its ranks (written by `observe/trace_format.py`)."""
+"""Read what a job has computed, step by step, on all of its ranks (written by `measure/trace_format.py`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from torch import Tensor
 
-from hvd_trainer.observe.run_folder import CONFIG, FACTS
-from hvd_trainer.observe.trace_format import FOLDER
+from hvd_trainer.measure.trace_format import FACTS, FOLDER
 
 EVENTS = ("start", "step", "evaluation")
 """In the order of the events of one step."""
-SCRIPT_OPTIONS: Mapping[str, Any] = {
+SCRIPT_OPTIONS: dict[str, Any] = {
     "precision": "fp32",
     "reproducible": None,
     "compression": "none",
@@ -76,7 +74,7 @@ class Trace:
     @property
     def is_script(self) -> bool:
         """Whether the job was not built on the Trainer."""
-        return self.options is SCRIPT_OPTIONS
+        return "options" not in self.facts
 
     @property
     def size(self) -> int:
@@ -131,9 +129,9 @@ def _weighted(line: Mapping[str, Any]) -> list[tuple[float, float]]:
 def read_trace(name: str, log: Path) -> Trace | None:
     """Read the trace in a run's log folder, also of a failed run; None if a rank has none."""
     with suppress(OSError, ValueError, KeyError, IndexError):
-        facts, config = json.loads((log / FACTS).read_text()), log / CONFIG
+        facts = json.loads((log / FACTS).read_text())
         ranks = [_read_rank(log / FOLDER / f"rank-{rank}") for rank in range(facts["world_size"])]
-        options = yaml.safe_load(config.read_text()) if config.exists() else SCRIPT_OPTIONS
+        options = SCRIPT_OPTIONS | facts.get("options", {})
         if all(ranks):
             return Trace(name, facts, options, ranks)
     return None

@@ -29,7 +29,6 @@ from hvd_trainer.launch.world import detect, may_be_first
 from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
 from hvd_trainer.tools.runner.command import option_values, read_command
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
@@ -111,12 +110,6 @@ def check_syntax(job: Sequence[str]) -> None:
         raise SystemExit(CRASH_EXIT_CODE) from None
 
 
-def _with_engine(job: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """Return a Trainer job's words with the engine that was typed for `run`; the job has one of its own if not."""
-    engine = option_values(argv[: argv.index("--")], "--backend")
-    return [*job, "--backend", engine[-1]] if engine and not option_values(job, "--backend") else [*job]
-
-
 def _python_options() -> list[str]:
     """Return the options of Python itself that this process was started with, such as -u."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and -m and a module, or a program's file
@@ -133,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     """
     # Below a script of another `run` this process has that one's engine.
     ImportHooks.uninstall_all()
-    options, job = read_command("run", Options, argv, reserved=())
+    options, job = read_command("run", Options, argv)
     if options.backend == "horovod" and importlib.util.find_spec("horovod") is None:
         raise BackendError(
             f"--backend horovod needs Horovod, and there is none here. Type: {INSTALL_HOROVOD}, or: {COMMAND} run "
@@ -146,13 +139,11 @@ def main(argv: Sequence[str]) -> int:
     check_syntax(job)
     world = detect(os.environ)
     python = [sys.executable, *_python_options()]
-    # A job on the Trainer starts its engine itself. A script's ranks are the same command again, which there finds
-    # itself started by a launcher.
-    is_trainer = is_trainer_job(job)
-    command = [*python, *_with_engine(job, argv)] if is_trainer else [*python, "-m", "hvd_trainer", "run", *argv]
     if world.launcher == "python" and options.np not in (None, 1):
         assert options.np is not None
         os.environ.update(options.variables())
+        # The ranks are the same command again, which there finds itself started by a launcher.
+        command = [*python, "-m", "hvd_trainer", "run", *argv]
         return run_guarded(functools.partial(run_ranks, command, options.np, is_guard=True))
     if options.np not in (None, world.size):
         raise LaunchError(
@@ -160,9 +151,11 @@ def main(argv: Sequence[str]) -> int:
             f"launcher each of its processes is a rank"
         )
     os.environ.update(options.variables())
-    if is_trainer:
-        os.execv(sys.executable, command)
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
     engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
-    return run_script(job, engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb)
+    typed = option_values(argv[: argv.index("--")], "--backend")
+    trainer_engine = options.backend if typed else None
+    return run_script(
+        job, engine, trainer_engine=trainer_engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb
+    )

@@ -24,9 +24,11 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hvd_trainer.config.parser import with_values
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.launch.world import detect, is_elastic
+from hvd_trainer.tools.runner.command import option_values
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
@@ -56,13 +58,20 @@ ABSENT = {
 """Parts of Horovod that have no counterpart, and what to type."""
 
 
-def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | None = None) -> ImportHooks:
+def import_hooks(
+    engine: str,
+    session: ScriptSession | None,
+    *,
+    trainer_engine: str | None = None,
+    bucket_mb: float | None = None,
+) -> ImportHooks:
     """Return the hooks that put a script on an engine.
 
     Args:
         engine: `horovod` or `ddp`.
         session: to be started when the script starts its engine; None in a process that is not the rank itself,
             but was started by it.
+        trainer_engine: of a `Trainer` that the script makes; None: its own.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
@@ -81,13 +90,41 @@ def import_hooks(engine: str, session: ScriptSession | None, bucket_mb: float | 
             after["horovod.torch.mpi_ops"] = functools.partial(_mark_waits, session=session)
             after["horovod.torch.optimizer"] = _hook_inner_step
     if engine == "horovod":
-        return ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
+        hooks = ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
+    else:
+        hooks = ImportHooks(aliases=ALIASES, single=_single(after), absent=ABSENT, after=after)
+    if session is not None:
+        after["hvd_trainer.training.trainer"] = functools.partial(
+            _hand_over_to_trainer, session=session, engine=trainer_engine, hooks=hooks
+        )
+    return hooks
+
+
+def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:
+    """Return what stands for the package `horovod`; the launcher below it is that of an installed Horovod."""
     single = {"horovod": PACKAGE}
     if PathFinder.find_spec("horovod") is None:
         single["horovod.runner"] = PACKAGE
     else:
         after["horovod.runner"] = _start_by_own_run
-    return ImportHooks(aliases=ALIASES, single=single, absent=ABSENT, after=after)
+    return single
+
+
+def _hand_over_to_trainer(
+    module: ModuleType, session: ScriptSession, engine: str | None, hooks: ImportHooks
+) -> None:
+    """Let a `Trainer` have its own session, and the engine that was asked for unless its job is typed with one."""
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def init(trainer: Any, options: Any = None) -> None:
+        session.hand_over()
+        hooks.uninstall()  # it takes the engines as they are
+        if engine is not None and not option_values(sys.argv, "--backend"):
+            options = with_values(options or module.TrainerOptions(), {"backend": engine})
+        original(trainer, options)
+
+    module.Trainer.__init__ = init
 
 
 def _start_by_own_run(runner: ModuleType) -> None:
@@ -114,7 +151,7 @@ def _wrap_spawn(module: ModuleType, session: ScriptSession) -> None:
     @functools.wraps(original)
     def start_processes(*args: Any, **kwargs: Any) -> Any:
         world = detect(os.environ)
-        if world.size > 1 and session.is_own_process and not session.has_started:
+        if world.size > 1 and session.is_in_charge and not session.has_started:
             raise LaunchError(
                 f"The script starts its ranks itself, and {world.launcher} has started it {world.size} times. "
                 f"Start it once, without -np or a launcher: {COMMAND} run -- {' '.join(sys.argv)}"
@@ -193,12 +230,15 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         nonlocal asked
+        if session is not None and session.has_trainer:
+            original(*args, **kwargs)
+            return
         given = signature.bind(*args, **kwargs).arguments
         backend = str(given.get("backend") or module.Backend.UNDEFINED)
         if engine == "horovod":
             importlib.import_module("hvd_trainer.c10d")
             given["backend"], asked = HOROVOD, str(module.Backend(backend))
-        if session is not None and session.is_own_process:
+        if session is not None and session.is_in_charge:
             world = session.start(uses_nccl="nccl" in backend).world
             session.check(given.get("rank", -1), given.get("world_size", -1))
             if given.get("store") is None and given.get("init_method") in (None, "env://"):
@@ -210,7 +250,7 @@ def _wrap_torch(module: ModuleType, engine: str, session: ScriptSession | None) 
             original(**given)
         finally:
             STARTED_BY_TORCH.reset(token)
-        if engine == "horovod" and session is not None and session.is_own_process:
+        if engine == "horovod" and session is not None and session.is_in_charge:
             session.attach_groups(importlib.import_module("hvd_trainer.c10d.context").contexts.close)
         name_backend(module.group.WORLD)
 
@@ -245,15 +285,16 @@ def _wrap_horovod(module: ModuleType, session: ScriptSession | None) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_initialized() or STARTED_BY_TORCH.get():
+        by_trainer = session is not None and session.has_trainer
+        if self.is_initialized() or STARTED_BY_TORCH.get() or by_trainer:
             result = original(self, *args, **kwargs)
-            if session is not None and session.is_own_process:
+            if session is not None and session.is_in_charge:
                 atexit.unregister(self.shutdown)  # others may still exchange: the session ends it
             return result
         from hvd_trainer.backends.horovod_start import rank_variables
         from hvd_trainer.rendezvous.ranks import check_world
 
-        if session is None or not session.is_own_process:
+        if session is None or not session.is_in_charge:
             result = original(self, *args, **kwargs)
             check_world(detect(os.environ), "Horovod", self.rank(), self.size())
             return result

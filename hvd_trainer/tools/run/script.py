@@ -16,27 +16,34 @@ from hvd_trainer.backends.script_session import ScriptSession
 from hvd_trainer.config.options import EngineOptions
 from hvd_trainer.launch.launchers import TORCH_NAMES, choose_launcher
 from hvd_trainer.launch.world import detect, rank_variables
-from hvd_trainer.tools.probe.execute import execute, finish_threads_and_handlers
-from hvd_trainer.tools.probe.options import SITE, ProbeOptions
+from hvd_trainer.measure.message import SITE, Message
 from hvd_trainer.tools.run import engines
 from hvd_trainer.tools.runner.command import option_values
 from hvd_trainer.training.job import run_and_end
+from hvd_trainer.utils.execute import execute, finish_threads_and_handlers
+from hvd_trainer.utils.import_hooks import ImportHooks
 
 ENGINE = "HVD_TRAINER_ENGINE"
-"""Variable by which Python processes that the script starts find the engine, in probe/site/sitecustomize.py."""
+"""Variable by which Python processes that the script starts find the engine, in measure/site/sitecustomize.py."""
 LOCAL_RANK = "{local_rank}"
 """In a script's words: the rank's number on its machine."""
 logger = logging.getLogger(__name__)
 
 
 def run_script(
-    job: Sequence[str], options: EngineOptions, *, timeout_s: float | None, bucket_mb: float | None
+    job: Sequence[str],
+    options: EngineOptions,
+    *,
+    trainer_engine: str | None,
+    timeout_s: float | None,
+    bucket_mb: float | None,
 ) -> NoReturn:
     """Run a script or a module as this process's program, and end the process.
 
     Args:
         job: the words behind `python`: a file, or -m and a module, and its arguments.
         options: with the engine, `horovod` or `ddp`.
+        trainer_engine: of a `Trainer` that the script makes; None: its own.
         timeout_s: as in `ScriptSession`.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
 
@@ -44,16 +51,17 @@ def run_script(
     """
     job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
     session = ScriptSession(options, timeout_s=timeout_s)
-    run_and_end(functools.partial(_run, job, options.backend, session, bucket_mb), finish_threads_and_handlers)
+    hooks = engines.import_hooks(options.backend, session, trainer_engine=trainer_engine, bucket_mb=bucket_mb)
+    run_and_end(functools.partial(_run, job, options.backend, session, hooks), finish_threads_and_handlers)
 
 
-def _run(job: Sequence[str], engine: str, session: ScriptSession, bucket_mb: float | None) -> None:
+def _run(job: Sequence[str], engine: str, session: ScriptSession, hooks: ImportHooks) -> None:
     _set_variables(engine)
-    engines.import_hooks(engine, session, bucket_mb).install()
-    if (probe := ProbeOptions.read(os.environ)) is not None:
-        from hvd_trainer.tools.probe.install import install_probe  # with torch
+    hooks.install()
+    if (message := Message.read(os.environ)) is not None:
+        from hvd_trainer.measure.script import measure_script  # with torch
 
-        install_probe(probe)
+        measure_script(message)
     left: SystemExit | None = None
     _warn_of_local_rank(job)
     os._exit = functools.partial(_exit, session, os._exit)

@@ -13,7 +13,6 @@ from typing import TypeVar
 from hvd_trainer.config.checks import range_errors, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.utils.text import COMMAND, INSTALL_HOROVOD
 
 T = TypeVar("T")
@@ -25,24 +24,15 @@ OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
 """Variables by which Open MPI's mpirun starts ranks for root, and more of them than there are cores."""
-OURS = ("--backend", "--log-dir", "--record-steps")
-"""Options that the tools give to the job themselves."""
-NOT_SAVED = ("--save-every-epochs", "None", "--save-every-steps", "None", "--save-every-s", "None")
-"""Options that save nothing: a checkpoint takes time that is no engine's."""
-ENDLESS = ("--epochs", "1000000", "--until", "None")
-"""Options with which a job trains until --max-steps, however much data it has."""
 
 
-def read_command(
-    name: str, kind: type[T], argv: Sequence[str], reserved: Sequence[str] = OURS
-) -> tuple[T, tuple[str, ...]]:
+def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tuple[str, ...]]:
     """Return the options of a tool, and the words that follow `python` of the job behind `--`.
 
     Args:
         name: of the tool.
         kind: the dataclass of its options.
         argv: the words behind the tool's name.
-        reserved: options that the tool gives to a job that is built on the Trainer.
 
     Raises:
         OptionError: an option is out of its range, or there is no job.
@@ -57,7 +47,7 @@ def read_command(
     own = ["--np" if word == "-np" else word for word in words[:place]]
     options = read_words(kind, own, program=f"{COMMAND} {name}")
     refuse(range_errors(options))
-    return options, read_job(words[place + 1 :], reserved)
+    return options, read_job(words[place + 1 :])
 
 
 def read_engines(text: str, known: Collection[str]) -> list[str]:
@@ -74,11 +64,11 @@ def read_engines(text: str, known: Collection[str]) -> list[str]:
     return names
 
 
-def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str, ...]:
+def read_job(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words that follow `python`, of the job behind `--`.
 
     Raises:
-        OptionError: there is none, its file or module is missing, or it is given what the tool gives.
+        OptionError: there is none, or its file or module is missing.
     """
     job = list(words)
     if job and Path(job[0]).name.startswith("python"):
@@ -92,10 +82,6 @@ def read_job(words: Sequence[str], reserved: Sequence[str] = OURS) -> tuple[str,
         raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
-    # A script may have such options of its own: its words stay as they are.
-    taken = [word for word in job if option_of(word) in reserved] if is_trainer_job(job) else []
-    if taken:
-        raise OptionError(f"Leave {' and '.join(taken)} out of the job: each run gets its own")
     return tuple(job)
 
 
@@ -108,19 +94,6 @@ def script_checksum(job: Sequence[str]) -> str | None:
 def option_of(word: str) -> str:
     """Return the option in a word of a command line, as it is usually typed: `--max-steps` for `--max_steps=5`."""
     return word.partition("=")[0].replace("_", "-")
-
-
-def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the job's words with further ones; options that come again replace the job's."""
-    replaced = {option_of(word) for word in words if word.startswith("--")}
-    kept: list[str] = []
-    dropping = False
-    for word in job:
-        if word.startswith("--"):
-            dropping = option_of(word) in replaced
-        if not dropping:
-            kept.append(word)
-    return [*kept, *words]
 
 
 def option_values(job: Sequence[str], option: str) -> list[str]:

@@ -7,8 +7,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from hvd_trainer.tools.probe.options import NO_STEPS
-from hvd_trainer.tools.probe.trial_files import FOLDER, LOADED
+from hvd_trainer.measure.message import NO_STEPS
+from hvd_trainer.measure.trial_files import FOLDER, LOADED
 
 REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's

@@ -1,7 +1,6 @@
-"""A trial whose steps are recorded, of any job.
+"""A trial whose steps are recorded, of any job: on the Trainer, for horovod.torch, or for torch.distributed.
 
-Trainer job    LAUNCHER python JOB --backend ENGINE --log-dir LOG --record-steps ...
-script         LAUNCHER python -m hvd_trainer run --backend ENGINE -- SCRIPT, and the variable of ProbeOptions
+LAUNCHER python -m hvd_trainer run --backend ENGINE -- JOB, and a `Message` in the environment
 """
 
 from __future__ import annotations
@@ -12,22 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hvd_trainer.tools.probe.options import ProbeOptions
-from hvd_trainer.tools.runner.command import (
-    ENDLESS,
-    LAUNCHER_OF,
-    NOT_SAVED,
-    OPEN_MPI,
-    command_for,
-    launcher_of,
-    option_of,
-    with_options,
-)
+from hvd_trainer.measure.message import Message
+from hvd_trainer.tools.runner.command import OPEN_MPI, command_for, launcher_of
 from hvd_trainer.tools.runner.formats import number
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.step_stats import read_figures, read_probed
+from hvd_trainer.tools.runner.step_stats import read_figures
 
 SAME_NUMBERS = ("--exactly-horovod",)
 """Options of `run` with which a script for Horovod computes the same on both engines."""
@@ -49,59 +38,52 @@ class MeasuredTrial:
     warmup_steps: int = 0
     """steps at its beginning that do not count"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()
-    """as in `MeasureOptions`"""
-    options: Sequence[str] = ()
-    """further options of a Trainer job; for a script, of `run`"""
+    """as in `Message`"""
+    run_options: Sequence[str] = SAME_NUMBERS
+    """further options of `run`, for a script"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """further options of a job on the Trainer, by their names in YAML"""
+    endless: bool = True
+    """as in `Message`"""
     native: bool = False
     """take the job for a script, whose own engine is not replaced"""
-    probe: Mapping[str, Any] = field(default_factory=dict)
-    """further fields of `ProbeOptions`, for a script"""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """further fields of `Message`: what to record besides the steps"""
     label: str = ""
     identity: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def _is_trainer_job(self) -> bool:
-        return not self.native and is_trainer_job(self.job)
-
     def start(self, log: Path) -> Start:
-        """Return how to start a run, whose log folder is `log`.
+        """Return how to start a run, whose recordings are in `log`.
 
         Raises:
             OptionError: the launcher is not installed.
         """
-        if self._is_trainer_job:
-            words = self._trainer_words(log)
-            launcher = launcher_of(self.engine, words)
-            command = command_for(launcher, self.ranks, words)
-            variables = OPEN_MPI if launcher == "mpirun" else {}
-            if self.engine == "data-parallel":  # it takes all GPUs that it sees
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
-                variables = {"CUDA_VISIBLE_DEVICES": ",".join(visible[: self.ranks])}
-            return Start(command, variables, self.threads)
-        backend = "ddp" if self.engine == "single" else self.engine
-        words = ["-m", "hvd_trainer", "run", "--backend", backend, *self.options, "--"]
+        backend = "horovod" if self.engine == "horovod" else "ddp"
+        words = ["-m", "hvd_trainer", "run", "--backend", backend, *self.run_options, "--"]
         if self.native:
-            words = ["-m", "hvd_trainer.tools.probe"]
-        asked = ProbeOptions(log_dir=str(log), max_steps=self.steps, leave_out=self.leave_out, **self.probe)
-        command = command_for(LAUNCHER_OF[self.engine], self.ranks, [*words, *self.job])
-        return Start(command, asked.variables(), self.threads)
-
-    def _trainer_words(self, log: Path) -> list[str]:
-        words = [*self.options, *(("--leave-out", *self.leave_out) if self.leave_out else ())]
-        if self.steps is not None:
-            words = [*ENDLESS, *words, "--max-steps", str(self.steps)]
-        words = with_options(self.job, words)
-        given = {option_of(word) for word in words}
-        for name, value in zip(NOT_SAVED[::2], NOT_SAVED[1::2], strict=True):
-            words += () if name in given else (name, value)
-        return [*words, "--backend", self.engine, "--log-dir", str(log), "--record-steps"]
+            words = ["-m", "hvd_trainer.measure"]
+        message = Message(
+            log_dir=str(log),
+            engine=self.engine,
+            max_steps=self.steps,
+            endless=self.endless,
+            leave_out=self.leave_out,
+            options=self.options,
+            **self.record,
+        )
+        launcher = launcher_of(self.engine, self.job)
+        variables = dict(OPEN_MPI) if launcher == "mpirun" else {}
+        if self.engine == "data-parallel":  # it takes all GPUs that it sees
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.ranks)))).split(",")
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: self.ranks])
+        command = command_for(launcher, self.ranks, [*words, *self.job])
+        return Start(command, {**variables, **message.variables()}, self.threads)
 
     def read(self, log: Path) -> dict[str, Any] | None:
         """Return the figures of a run; None if it did not come to its end."""
         # The ranks of DataParallel are GPUs of one process.
         processes = 1 if self.engine == "data-parallel" else self.ranks
-        read = read_figures if self._is_trainer_job else read_probed
-        return read(log, processes, self.warmup_steps)
+        return read_figures(log, processes, self.warmup_steps)
 
 
 def describe_speed(run: RunRecord) -> str:

@@ -1,4 +1,4 @@
-"""Compute the figures of one run from the step times that its ranks have recorded (`step_timer.py`).
+"""Compute the figures of one run from the step times that its ranks have recorded (`measure/steps.py`).
 
 Waiting for other ranks has two causes. The last rank to arrive at an exchange waits only for the exchange itself;
 what the others wait beyond that, they wait for it:
@@ -20,14 +20,11 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from hvd_trainer.checkpoint.export import NAME as WEIGHTS
+from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.observe.phases import PARTS
 from hvd_trainer.observe.profiler.breakdown import REDUCE, exchange_s
-from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS
-from hvd_trainer.observe.step_timer import FOLDER
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """The parts of a step's time, over all ranks."""
@@ -48,7 +45,6 @@ RESULTS = (
     "train_accuracy",
     "test_accuracy",
     "peak_memory_mb",
-    "base_memory_mb",
 )
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -56,7 +52,7 @@ Steps = Mapping[str, Any]
 
 
 class Work(Struct):
-    """What `read_figures` and `read_probed` say of a run's work, as far as it is computed with."""
+    """What `read_figures` says of a run's work, as far as it is computed with."""
 
     steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)]
     rates: list[tuple[float, int]]
@@ -105,71 +101,64 @@ def read_steps(log: Path) -> list[Steps]:
 
 
 def read_figures(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """Return all figures of a run of a job, in plain JSON; None if the run did not come to its end.
+    """Return all figures of a run, in plain JSON; None if the run did not come to its end.
 
     Args:
-        log: its log folder.
+        log: the folder of its recordings.
         ranks: how many it was started with.
         warmup_steps: that do not count.
     """
-    with suppress(OSError, ValueError, KeyError, IndexError):
-        end = json.loads((log / METRICS).read_text().splitlines()[-1])
+    with suppress(OSError, ValueError, KeyError):
         everyone = read_steps(log)
-        if end["event"] != "end" or len(everyone) != ranks:
+        if len(everyone) != ranks:
             return None
-        first = everyone[0]
-        samples, skipped = int(first["samples"].sum()), int(first["skipped"].sum())
-        work = {**json.loads((log / FACTS).read_text()), "samples": samples, "skipped_steps": skipped}
-        results = {name: end[name] for name in RESULTS if isinstance(end.get(name), int | float)}
-        figures = {**_common(everyone, work), "weights": checksum(log), **results, **speed(everyone, warmup_steps)}
-        length = yaml.safe_load((log / CONFIG).read_text()).get("sequence_length")
-        if isinstance(length, int) and "samples_per_s" in figures:
+        facts = [json.loads(str(rank["facts"])) for rank in everyone]
+        results = [json.loads(str(rank["results"])) for rank in everyone]
+        work = dict(facts[0])
+        on_trainer, sees_exchange = work["on_trainer"], work.pop("sees_exchange")
+        in_parts, length = work.pop("in_parts", False), work.pop("sequence_length", None)
+        # The Trainer counts those of all ranks; of a script each rank has its own, and none without a DataLoader.
+        samples = everyone[0]["samples"] if on_trainer else sum(rank["samples"] for rank in everyone)
+        everyone = [{name: rank[name] for name in rank if name != "samples"} for rank in everyone]
+        if samples.all():
+            everyone = [{**rank, "samples": samples} for rank in everyone]
+            work["samples"] = int(samples.sum())
+            work.setdefault("global_batch_size", int(samples.max()))
+        rates = [[rate, len(list(same))] for rate, same in itertools.groupby(everyone[0]["lr"].tolist())]
+        work |= {
+            "steps": len(everyone[0]["step"]),
+            "rates": rates,
+            "skipped_steps": int(everyone[0]["skipped"].sum()),
+        }
+        losses = curve(everyone)
+        figures = {
+            "work": work,
+            "curve": losses,
+            "first_step_at": max(float(rank["first_step_at"]) for rank in everyone),
+            "weights": _weights(everyone, in_parts=in_parts),
+            **({"last_loss": losses[-1][1]} if losses else {}),
+            **results[0],
+            "peak_memory_mb": max(its["peak_memory_mb"] for its in results),
+            **speed(everyone, warmup_steps),
+        }
+        if not sees_exchange:  # DistributedDataParallel waits within the backward pass
+            for part in (figures, figures.get("typical", {})):
+                part.pop("computing_s", None)
+                for name in EXCHANGE_PARTS:
+                    part.get("parts", {}).pop(name, None)
+        if length is not None and "samples_per_s" in figures:
             # Padding counts: it is computed like any other token.
             figures["tokens_per_s"] = figures["samples_per_s"] * length
         return figures
     return None
 
 
-def read_probed(log: Path, ranks: int, warmup_steps: int) -> dict[str, Any] | None:
-    """Return the figures of a script that is not built on the Trainer, as far as `tools/probe` records them."""
-    with suppress(OSError, ValueError, KeyError):
-        everyone = read_steps(log)
-        if len(everyone) != ranks:
-            return None
-        first = everyone[0]
-        work = {"parameters": int(first["parameters"]), "world_size": int(first["world_size"])}
-        # Each rank has its own; `speed` counts those of all. Without a DataLoader none are seen.
-        samples = sum(rank["samples"] for rank in everyone)
-        known = {"samples": samples} if samples.all() else {}
-        if known:
-            work |= {"samples": int(samples.sum()), "global_batch_size": int(samples.max())}
-        everyone = [{name: rank[name] for name in rank if name != "samples"} | known for rank in everyone]
-        figures = speed(everyone, warmup_steps)
-        for its in (figures, figures.get("typical", {})):
-            if its.get("parts", {}).get("exchange") == 0:  # DistributedDataParallel waits within the backward pass
-                del its["computing_s"]
-                for part in EXCHANGE_PARTS:
-                    del its["parts"][part]
-        common = _common(everyone, work | json.loads(str(first["facts"])))
-        weights = {str(rank["weights"]) for rank in everyone}
-        return {
-            **common,
-            "weights": weights.pop() if len(weights) == 1 else RANKS_DIFFER,
-            **({"last_loss": common["curve"][-1][1]} if common["curve"] else {}),
-            "peak_memory_mb": max(float(rank["peak_memory_mb"]) for rank in everyone),
-            **figures,
-        }
-    return None
-
-
-def _common(ranks: Sequence[Steps], work: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that both kinds of job have; steps and learning rates are added to the work."""
-    rates = [[rate, len(list(same))] for rate, same in itertools.groupby(ranks[0]["lr"].tolist())]
-    return {
-        "work": {**work, "steps": len(ranks[0]["step"]), "rates": rates},
-        "curve": curve(ranks),
-        "first_step_at": max(float(rank["first_step_at"]) for rank in ranks),
-    }
+def _weights(ranks: Sequence[Steps], *, in_parts: bool) -> str:
+    """Return a digest of the final weights, or of all ranks' parts of them."""
+    digests = [str(rank["weights"]) for rank in ranks]
+    if in_parts:
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+    return digests[0] if len(set(digests)) == 1 else RANKS_DIFFER
 
 
 def are_figures(figures: Mapping[str, Any]) -> bool:
@@ -237,10 +226,3 @@ def curve(ranks: Sequence[Steps]) -> list[list[float]]:
         [float(steps[piece].mean()), float(means[piece].mean())]
         for piece in np.array_split(np.arange(len(means)), groups)
     ]
-
-
-def checksum(log: Path) -> str | None:
-    """Return the SHA-256 of the final weights; None if there are none."""
-    with suppress(OSError):
-        return hashlib.sha256((log / WEIGHTS).read_bytes()).hexdigest()
-    return None

@@ -23,7 +23,6 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.runner.command import (
-    NOT_SAVED,
     option_of,
     option_values,
     read_command,
@@ -32,7 +31,6 @@ from hvd_trainer.tools.runner.command import (
 )
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import check_installed, to_json
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial, describe_speed
 from hvd_trainer.tools.runner.records import RunRecord, key_of
@@ -108,7 +106,7 @@ class Job:
             OptionError: it cannot be read.
         """
         own: dict[str, Any] = {}
-        is_script = not is_trainer_job(words)
+        is_script = False
         for file in () if is_script else option_values(words, "--config"):
             own |= read_yaml(Path(file))
         return cls(tuple(words), own, is_script)
@@ -172,7 +170,6 @@ class SettingsRunner:
         }
         self.used[key_of(identity)] += 1
         left_out = settings.get("leave_out")
-        changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
         trial = MeasuredTrial(
             identity=identity,
             job=words,
@@ -181,7 +178,7 @@ class SettingsRunner:
             steps=steps,
             warmup_steps=warm_up,
             leave_out=() if left_out is None else (left_out,),
-            options=changed if self.job.is_script else [*NOT_SAVED, *changed],
+            options={k: v for k, v in settings.items() if k != "leave_out"},
         )
         return self.runner.run(trial, self.used[key_of(identity)])
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import LaunchError, OptionError
-from hvd_trainer.tools.probe.after_steps import MARK
+from hvd_trainer.measure.after_steps import MARK
 from hvd_trainer.tools.runner.failure_reason import why_no_step
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
@@ -32,11 +31,6 @@ def check_script(job: Sequence[str], launcher: str | None) -> None:
     Raises:
         OptionError: it is not.
     """
-    if is_trainer_job(job):
-        raise OptionError(
-            "A job that is built on the Trainer resumes as the job of this command does: leave out -- and all "
-            "behind it"
-        )
     if launcher is not None:
         raise OptionError("--launcher is for the job of this command: a script is started by its engine's own")
 
@@ -51,7 +45,7 @@ class Script:
 
     def trial(self, hold: tuple[int, int] | None = None) -> MeasuredTrial:
         """Return how it is run."""
-        return MeasuredTrial(job=self.job, engine=self.engine, ranks=self.ranks, probe={"hold": hold})
+        return MeasuredTrial(job=self.job, engine=self.engine, ranks=self.ranks, record={"hold": hold})
 
     def finish(self, place: Path) -> dict[str, Any]:
         """Run it to its end in `place`, that of one start in the run's, and return its figures."""

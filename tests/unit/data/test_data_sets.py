@@ -26,7 +26,7 @@ from hvd_trainer.data import DataShard, LoaderPlan, make_loader, samples_in
 from hvd_trainer.data.batch import first_samples, to_device
 from hvd_trainer.errors import DataError, OptionError
 from hvd_trainer.faults import preemption
-from hvd_trainer.observe.stacks import count_elements
+from hvd_trainer.measure.stacks import count_elements
 
 
 def fit(

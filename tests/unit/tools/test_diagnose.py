@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 from pages import open_page
 
+from hvd_trainer.measure.stack_record import Frame, Record, StackCount, called_expression
+from hvd_trainer.measure.stacks import StackSampler
 from hvd_trainer.observe import stacks
-from hvd_trainer.observe.stack_record import Frame, Record, StackCount, called_expression
-from hvd_trainer.observe.stacks import StackSampler
 from hvd_trainer.tools.diagnose import machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvd_trainer.observe.stack_record import describe_frame
+from hvd_trainer.measure.stack_record import describe_frame
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import running
 from hvd_trainer.tools.runner.own_files import MAX_FILES, in_own_folder

@@ -23,7 +23,7 @@ from made_traces import (
 from torch import nn
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.observe.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
+from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.tools.parity import cli, fits
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
 from hvd_trainer.tools.parity.comparison import Pair, compare_all

@@ -16,22 +16,18 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.message import Message
 from hvd_trainer.tools.parity.cli import Options
-from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.formats import to_json
-from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
 from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
-
-TRAINER = "from hvd_trainer import Trainer\n"
-JOB = ("-m", "hvd_trainer.mnist")
 
 
 def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:
@@ -99,56 +95,27 @@ def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"job.py": "import hvd_trainer"}, True),
-        ({"job.py": "import torch\nfrom horovod import torch as hvd\n"}, False),
-        ({"job.py": "import hvd_trainer.hvd as hvd\nfrom hvd_trainer import c10d\n"}, False),
-        ({"job.py": "from hvd_trainer import hvd, Trainer\n"}, True),
-        ({"job.py": "def main():\n    import library\n", "library.py": TRAINER}, True),
-        ({"job.py": "import library.model\n", "library/__init__.py": "", "library/model.py": TRAINER}, True),
-        ({"job.py": "import library\n", "library/__init__.py": "from . import x", "library/x.py": TRAINER}, True),
-        ({"job.py": "import json\n", "library.py": TRAINER}, False),
-        ({"job.py": "import tensorflow as tf; print 'Python 2'"}, False),
-    ],
-)
-def test_trainer_job_is_known_by_its_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], expected: bool
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    assert is_trainer_job([str(tmp_path / "job.py"), "--lr", "1"]) is expected
-    assert is_trainer_job(["-m", "job"]) is expected
-
-
-def test_modules_of_the_package_are_trainer_jobs() -> None:
-    assert is_trainer_job(["-m", "hvd_trainer.mnist"])
-
-
-def test_start_of_a_script_leaves_its_words_as_they_are(tmp_path: Path) -> None:
-    """A script may have options of its own that are called like those of a Trainer job."""
+def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
+    """A script may have options that are called like those of a Trainer job; what a tool wants is in the message."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     words = (str(script), "--log-dir", "here", "--epochs", "2")
     assert read_job(words) == words
     log = tmp_path / "log"
-    start = MeasuredTrial(job=words, engine="ddp", ranks=2, steps=7, leave_out=("data",)).start(log)
-    expected = ["--nproc-per-node", "2", "-m", "hvd_trainer", "run", "--backend", "ddp", "--", *words]
-    assert start.command[-len(expected) :] == expected
-    assert ProbeOptions.read(start.variables) == ProbeOptions(log_dir=str(log), max_steps=7, leave_out=("data",))
-
-
-def test_start_of_a_trainer_job_gives_it_options(tmp_path: Path) -> None:
-    trial = MeasuredTrial(job=JOB, engine="single", ranks=1, steps=7, leave_out=("data", "exchange"))
-    start = trial.start(tmp_path)
-    words = " ".join(start.command)
-    assert "--max-steps 7" in words
-    assert "--leave-out data exchange" in words
-    assert f"--log-dir {tmp_path}" in words
-    assert not start.variables
+    trial = MeasuredTrial(
+        job=words, engine="ddp", ranks=2, steps=7, leave_out=("data",), options={"batch_size": 8}
+    )
+    start = trial.start(log)
+    run = ["-m", "hvd_trainer", "run", "--backend", "ddp", "--exactly-horovod", "--", *words]
+    assert start.command[-len(run) - 2 :] == ["--nproc-per-node", "2", *run]
+    assert Message.read(start.variables) == Message(
+        log_dir=str(log),
+        engine="ddp",
+        max_steps=7,
+        endless=True,
+        leave_out=("data",),
+        options={"batch_size": 8},
+    )
 
 
 def trial_of(

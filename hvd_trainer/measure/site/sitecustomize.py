@@ -1,6 +1,6 @@
 """Begin a process of a trial, or one that a script under `run` has started; run the next `sitecustomize`, too.
 
-A trial is kept out of its user's files (`probe/trial_files.py`); what a script starts is put on its engine.
+A trial is kept out of its user's files (`measure/trial_files.py`); what a script starts is put on its engine.
 """
 
 import importlib.machinery
@@ -22,11 +22,11 @@ def run_next() -> None:
 
 run_next()
 # Where the package is not installed, it is where this file is; an older Python cannot read it.
-package = str(Path(__file__).parents[4])
+package = str(Path(__file__).parents[3])
 sys.path.append(package)
 try:
     if "HVD_TRAINER_TRIAL" in os.environ and sys.version_info >= (3, 10):
-        from hvd_trainer.tools.probe.trial_files import guard_files
+        from hvd_trainer.measure.trial_files import guard_files
 
         guard_files(os.environ)
     if "HVD_TRAINER_ENGINE" in os.environ and sys.version_info >= (3, 10):

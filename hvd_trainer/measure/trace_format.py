@@ -29,6 +29,8 @@ from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.tensors import parameters_of
 
 FOLDER = "trace"
+FACTS = "run.json"
+"""The file beside it with the facts of the run, and of a job on the Trainer with its options."""
 KEPT_BYTES = 2 * 2**30
 """Limit of the values on all ranks together; of a model that is too large for it, every n-th element is kept."""
 COPIES = 4
@@ -123,6 +125,11 @@ class TraceWriter:
         # Closed after each line, so that a run that fails leaves whole lines.
         with self._folder.with_suffix(".jsonl").open("a") as lines:
             lines.write(json.dumps({"event": event, "step": step, **figures, "checksums": checksums}) + "\n")
+
+
+def write_facts(log: Path, facts: Mapping[str, Any]) -> None:
+    """Write what was traced, for rank 0."""
+    (log / FACTS).write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def draws(module: nn.Module) -> bool:

@@ -1,9 +1,8 @@
-"""Trace the first steps of a script, in the format of `observe/trace_format.py`."""
+"""Trace the first steps of a script, in the format of `trace_format.py`."""
 
 from __future__ import annotations
 
 import gc
-import json
 import random
 import re
 import weakref
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.observe.run_folder import FACTS
-from hvd_trainer.observe.trace_format import ModelParts, TraceWriter, sample_checksums, stride
-from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.measure.events import ScriptListener
+from hvd_trainer.measure.trace_format import ModelParts, TraceWriter, sample_checksums, stride, write_facts
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of
 
@@ -102,7 +100,7 @@ class ScriptTrace(ScriptListener):
                 "parameters": sum(tensor.numel() for tensor in parts.parameters.values()),
                 "exchanged_by": self._exchanged_by(optimizer),
             }
-            (self._log / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+            write_facts(self._log, facts)
         return writer
 
     def _exchanged_by(self, optimizer: Optimizer) -> str | None:

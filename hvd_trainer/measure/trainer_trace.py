@@ -10,24 +10,33 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_trainer.backends import Backend, StepResult
+from hvd_trainer.backends import StepResult
+from hvd_trainer.config.parser import flatten
 from hvd_trainer.data import Batch
+from hvd_trainer.measure.trace_format import (
+    ModelParts,
+    TraceWriter,
+    host_copies,
+    sample_checksums,
+    stride,
+    write_facts,
+)
 from hvd_trainer.observe.callback import Observer, RunView
-from hvd_trainer.observe.trace_format import ModelParts, TraceWriter, host_copies, sample_checksums, stride
+from hvd_trainer.observe.summary import facts
 
 
-class StepTrace(Observer):
+class TrainerTrace(Observer):
     """Writes what this rank computes in the first steps of a training, in the format of `trace_format.py`.
 
     Args:
-        log_dir: the log folder, on this rank's node.
+        log: the folder of the recordings.
     """
 
     needs_norm = True
 
-    def __init__(self, backend: Backend, log_dir: str, steps: int) -> None:
+    def __init__(self, log: Path, rank: int, steps: int) -> None:
         self._steps = steps
-        self._log, self._rank = Path(log_dir).expanduser(), backend.world.rank
+        self._log, self._rank = log, rank
         self._writer: TraceWriter | None = None
         self._first = 0
         self._drawn: deque[list[str]] = deque()
@@ -57,6 +66,8 @@ class StepTrace(Observer):
         }
         start = {**place, **parts.describe(run.optimizer)}
         self._writer.write("start", self._first, start, **parts.state(run.optimizer))
+        if run.world.is_first:
+            write_facts(self._log, facts(run) | {"options": flatten(run.options)})
         try:
             yield
         finally:

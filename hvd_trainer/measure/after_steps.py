@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.measure.events import ScriptListener
 from hvd_trainer.utils.files import atomic_write
 
 MARK = "held"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,9 @@ FORWARD = "forward"
 
 class ScriptListener:
     """Is told what a script does; does nothing."""
+
+    def stop(self) -> None:
+        """Record nothing from now on: a Trainer has begun in the script, and tells its steps itself."""
 
     def on_start(self, optimizer: Optimizer) -> None:
         """Take note of the first optimizer step, at its end."""
@@ -54,16 +57,20 @@ class ScriptEvents:
     """
 
     def __init__(self, *listeners: ScriptListener) -> None:
-        self._listeners = listeners
+        self._listeners: tuple[ScriptListener, ...] = listeners
         self._depth = 0
         self._phases = [FORWARD]
         self._has_gradients, self._has_started = False, False
         self._is_fetching = False
+        self._undo = ExitStack()
 
     def install(self) -> None:
         """Add hooks to every optimizer and loader that this process will make, and to `backward`."""
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._undo.callback(handle.remove)
         # Tensor.backward calls it, too.
         backward: Any = torch.autograd.backward
         fetch: Any = _BaseDataLoaderIter.__next__
@@ -80,14 +87,25 @@ class ScriptEvents:
         def observed_fetch(iterator: Any) -> Any:
             return self._fetch(fetch, iterator)
 
-        torch.autograd.backward = observed_backward
-        _BaseDataLoaderIter.__next__ = observed_fetch  # type: ignore[assignment, method-assign]
+        self._replace(torch.autograd, "backward", observed_backward)
+        self._replace(_BaseDataLoaderIter, "__next__", observed_fetch)
         after = {
             "accelerate.data_loader": self._observe_accelerate,
             "horovod.torch.optimizer": lambda module: self._observe_synchronize(module._DistributedOptimizer),
             "hvd_trainer.hvd.optimizer": lambda module: self._observe_synchronize(module._ReducingOptimizer),
         }
         ImportHooks(aliases={}, absent={}, after=after).install()
+
+    def uninstall(self) -> None:
+        """Remove the hooks, and stop the listeners."""
+        self._undo.close()
+        for listener in self._listeners:
+            listener.stop()
+        self._listeners = ()
+
+    def _replace(self, holder: Any, name: str, function: Any) -> None:
+        self._undo.callback(setattr, holder, name, getattr(holder, name))
+        setattr(holder, name, function)
 
     def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         if self._is_fetching:

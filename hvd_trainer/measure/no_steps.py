@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.tools.probe.options import NO_STEPS
-from hvd_trainer.tools.probe.script_events import ScriptListener
+from hvd_trainer.measure.events import ScriptListener
+from hvd_trainer.measure.message import NO_STEPS
 
 BY_HAND = (
     "its backward() was seen, and no step() of a torch.optim.Optimizer after it: a tool sees no update by hand"
@@ -37,6 +37,9 @@ class NoSteps(ScriptListener):
             self._reason = NO_BACKWARD
 
     def on_start(self, optimizer: Optimizer) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         atexit.unregister(self._write)
 
     def _write(self) -> None:

@@ -1,15 +1,18 @@
-"""The options of a probe, which a tool hands to the ranks of a script by an environment variable."""
+"""What a tool asks a job to do and to record. The tool hands it to all ranks by an environment variable.
+
+A job on the Trainer (`measure/trainer.py`) and any other script (`measure/script.py`) obey the same message.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-VARIABLE = "HVD_TRAINER_PROBE"
+VARIABLE = "HVD_TRAINER_MEASURE"
 NO_STEPS = "no-steps"
 """The file in the log folder that says why a script has ended without a step that counts."""
 SITE = Path(__file__).with_name("site")
@@ -17,13 +20,17 @@ SITE = Path(__file__).with_name("site")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """The options of a probe: what to record of a script, and where to write it."""
+class Message:
+    """A tool's message to a job: what to record, and where to write it."""
 
     log_dir: str
-    """the log folder, on this rank's node"""
+    """the folder of the recordings, on this rank's node"""
+    engine: str | None = None
+    """the engine of a job on the Trainer, whatever it is typed with; None: its own"""
     max_steps: int | None = None
-    """optimizer steps after which the script ends; None: its own end"""
+    """optimizer steps after which the job ends; None: its own end"""
+    endless: bool = False
+    """a job on the Trainer makes these steps however few epochs it has; another script ends with its data"""
     hold: tuple[int, int] | None = None
     """hold this rank after so many optimizer steps, so that it can be killed there: (rank, steps)"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()
@@ -32,13 +39,15 @@ class ProbeOptions:
     """optimizer steps whose samples, gradients and weights are written, for `parity`; None: none"""
     sample_stacks: bool = False
     """keep in the log folder at which lines of code a rank's time goes"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """further options of a job on the Trainer, by their names in YAML"""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variable by which the ranks find these options."""
+        """Return the environment variable by which the ranks find this message."""
         return {VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> ProbeOptions | None:
-        """Return the options that a tool has set; None if no tool has started this process."""
+    def read(cls, environ: Mapping[str, str]) -> Message | None:
+        """Return the message of the tool that has started this process; None if no tool has."""
         text = environ.get(VARIABLE)
         return None if text is None else msgspec.json.decode(text, type=cls)

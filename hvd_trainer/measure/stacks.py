@@ -15,8 +15,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hvd_trainer.backends import StepResult
-from hvd_trainer.data import Batch
-from hvd_trainer.observe.callback import Observer, RunView
-from hvd_trainer.observe.stack_record import FOLDER, MAIN, WORKER, Place, Record, StackCount, describe_frame
+from hvd_trainer.measure.stack_record import MAIN, WORKER, Place, Record, StackCount, describe_frame
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.tensors import tensors_in
@@ -125,6 +122,10 @@ class StackSampler:
         """Sample the main thread of each process that is forked from now on, too."""
         os.register_at_fork(after_in_child=self._sample_child)
 
+    def spare_children(self) -> None:
+        """Sample no process that is forked from now on."""
+        self._is_stopped.set()
+
     def _sample_child(self) -> None:
         if self._is_stopped.is_set() or self.phase == WORKER:
             return
@@ -145,7 +146,7 @@ class StackSampler:
 
     def stop(self) -> None:
         """End sampling, and write the counts."""
-        self._is_stopped.set()
+        self.spare_children()
         self._thread.join()
 
     @property
@@ -269,42 +270,6 @@ def _places(frame: FrameType | None) -> tuple[Place, ...]:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(reversed(found))
-
-
-class StackSamples(Observer):
-    """Samples the stacks of this rank while the training loop runs.
-
-    Args:
-        log_dir: the log folder, on this rank's node.
-    """
-
-    def __init__(self, log_dir: str, rank: int) -> None:
-        self._sampler = StackSampler(Path(log_dir).expanduser() / FOLDER / f"rank-{rank}.json")
-
-    @contextmanager
-    def around_training(self, run: RunView) -> Iterator[None]:
-        """Sample while the context is open, and write the counts on exit."""
-        listeners = run.backend.activity.listeners
-        listeners.append(self._enter)
-        self._sampler.device = run.device
-        self._sampler.sample_children()
-        self._sampler.start()
-        try:
-            yield
-        finally:
-            listeners.remove(self._enter)
-            self._sampler.stop()
-
-    def _enter(self, phase: str) -> None:
-        self._sampler.phase = phase
-
-    def on_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            self._sampler.elements += count_elements(batch)
-            yield batch
-
-    def on_step_end(self, run: RunView, result: StepResult) -> None:
-        self._sampler.end_step()
 
 
 def count_elements(batch: Any) -> int:
