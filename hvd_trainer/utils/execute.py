@@ -38,7 +38,9 @@ def execute(job: Sequence[str]) -> None:
         # Absolute: the script may change the folder.
         main.__file__ = path = os.path.abspath(name)
         main.__loader__ = loader = SourceFileLoader("__main__", path)
-        main.__dict__.update(__cached__=None, __annotations__={})
+        main.__dict__["__cached__"] = None
+        if sys.version_info < (3, 14):  # from then on a module has them once it is asked for them
+            main.__dict__["__annotations__"] = {}
         with open(path, "rb") as file:
             code = pkgutil.read_code(file)
         exec(code or loader.source_to_code(loader.get_data(path), path), main.__dict__)

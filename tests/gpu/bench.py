@@ -168,10 +168,12 @@ class Bench:
         """Run it as `run` does; raise `FailedError` unless it ended well."""
         return require_success(self.run(*argv, **more))
 
-    def torchrun(self, ranks: int, *argv: str, limit_s: float = 120.0) -> Ran:
+    def torchrun(
+        self, ranks: int, *argv: str, limit_s: float = 120.0, env: Mapping[str, str] | None = None
+    ) -> Ran:
         """Run so many ranks by torchrun; raise `FailedError` unless they ended well."""
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-        return self.ok(*launcher, *argv, limit_s=limit_s)
+        return self.ok(*launcher, *argv, limit_s=limit_s, env=env)
 
     def ranks(
         self,

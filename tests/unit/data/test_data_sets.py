@@ -225,7 +225,11 @@ def fork_server() -> Iterator[None]:
     multiprocessing.set_start_method("forkserver", force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
-    # As Python's own tests do: the next test may want a server of its own.
+    # As Python's own tests do: the next test may want a server of its own. It waits for its processes, of which a
+    # test that has failed may have left some.
+    for server in psutil.Process().children():
+        for process in server.children() if server.pid == forkserver._forkserver._forkserver_pid else ():  # type: ignore[attr-defined]
+            process.kill()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
@@ -254,7 +258,8 @@ def test_a_signal_to_all_processes_leaves_the_loader(number: signal.Signals, lon
     started = set(psutil.Process().children()) - before
     everyone = started | {child for each in started for child in each.children()}
     # By another process: SIGTERM from the rank itself ends a loader process.
-    subprocess.run(["kill", f"-{number.name[3:]}", *(str(process.pid) for process in everyone)], check=True)
+    code = f"import os, sys; [os.kill(int(pid), {int(number)}) for pid in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *(str(process.pid) for process in everyone)], check=True)
 
     assert len(list(batches)) == 199
     assert all(process.is_running() for process in started)

@@ -96,7 +96,7 @@ def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
 
 
 def test_start_of_a_job_leaves_its_words_as_they_are(tmp_path: Path) -> None:
-    """A script may have options that are called like those of a Trainer job; what a tool wants is in the message."""
+    """A script may have options like those of a Trainer job; what a tool wants is in the message."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     words = (str(script), "--log-dir", "here", "--epochs", "2")
@@ -213,8 +213,6 @@ def test_launched_ends_all_processes(tmp_path: Path) -> None:
         (["nowhere.py"], "there is no such file. A module is named by -m: -- -m nowhere.py"),
         (["-m", "nowhere.job"], "-m nowhere.job: there is no such module"),
         (["-m", ".job"], "-m .job: there is no such module"),
-        ([*JOB, "--backend", "ddp"], "Leave --backend out of the job"),
-        ([*JOB, "--log_dir=x"], "Leave --log_dir=x out of the job"),
     ],
 )
 def test_read_job_refuses_impossible_jobs(words: Sequence[str], message: str) -> None:
@@ -224,7 +222,8 @@ def test_read_job_refuses_impossible_jobs(words: Sequence[str], message: str) ->
 
 
 def test_read_job_accepts_python_in_front() -> None:
-    assert read_job(["python", *JOB, "--epochs", "1"]) == (*JOB, "--epochs", "1")
+    job = ("-m", "hvd_trainer.mnist", "--epochs", "1")
+    assert read_job(["python", *job]) == job
 
 
 def recorded(seconds: Sequence[Sequence[Sequence[float]]], **more: Any) -> list[dict[str, Any]]:
