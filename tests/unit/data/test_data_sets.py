@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import subprocess
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Iterator
@@ -227,10 +228,10 @@ def fork_server() -> Iterator[None]:
     multiprocessing.set_start_method(before, force=True)
     # As Python's own tests do: the next test may want a server of its own. It waits for its processes, of which a
     # test that has failed may have left some.
-    for server in psutil.Process().children():
-        for process in server.children() if server.pid == forkserver._forkserver._forkserver_pid else ():  # type: ignore[attr-defined]
-            process.kill()
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    for process in psutil.Process(server._forkserver_pid).children():
+        process.kill()
+    server._stop()
 
 
 @pytest.mark.usefixtures("fork_server")
