@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -39,11 +40,11 @@ def python_path() -> dict[str, str]:
 
 
 def start_of(contestant: Contestant, ranks: int, data_dir: Path, log_dir: Path) -> Start:
-    """The contestant's command under its launcher, with the probe in front of its script."""
+    """The contestant's command under its launcher, with a recorder in front of its script."""
     words = [word.format(data=data_dir, log=log_dir) for word in contestant.arguments.split()]
     command = command_for(contestant.launcher, ranks, ["-m", "hvd_trainer.measure", *words])
-    probed = Message(log_dir=str(log_dir / "probed")).variables()
-    return Start(command, {**NO_GPUS, **OPEN_MPI, **python_path(), **probed}, threads=1)
+    recorded = Message(log_dir=str(log_dir / "recorded")).variables()
+    return Start(command, {**NO_GPUS, **OPEN_MPI, **python_path(), **recorded}, threads=1)
 
 
 def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -> Measurement:
@@ -59,8 +60,8 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
         output = folder / "output"
         started = time.time()
         exit_code = run_to_end(start, folder, output, limit_s=limit_s)
-        probed = read_steps(folder / "log" / "probed")
-        done = [len(rank["step"]) for rank in probed]
+        recorded = read_steps(folder / "log" / "recorded")
+        done = [len(rank["step"]) for rank in recorded]
         if done != [steps] * ranks:
             raise RunError(
                 f"{contestant.name}: asked for {ranks} ranks of {steps} steps in "
@@ -68,8 +69,8 @@ def run(contestant: Contestant, ranks: int, data_dir: Path, *, limit_s: float) -
                 f"{' '.join(start.command)}\n{output.read_text(errors='replace')[-4000:]}"
             )
     return Measurement(
-        images_per_s=sum(job.timed_samples(ranks) / rank["seconds"][job.warmup :].sum() for rank in probed),
-        startup_s=max(float(rank["first_step_at"]) for rank in probed) - started,
-        peak_mb=max(float(rank["peak_memory_mb"]) for rank in probed),
+        images_per_s=sum(job.timed_samples(ranks) / rank["seconds"][job.warmup :].sum() for rank in recorded),
+        startup_s=max(float(rank["first_step_at"]) for rank in recorded) - started,
+        peak_mb=max(json.loads(str(rank["results"]))["peak_memory_mb"] for rank in recorded),
         exit_code=exit_code,
     )

@@ -24,7 +24,8 @@ from hvd_trainer.config.rules import CONFLICTS, check, find_mistakes
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.errors import OptionError
 from hvd_trainer.jobs.options import MnistOptions
-from hvd_trainer.tools.runner.command import ENDLESS
+from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.trainer import obey
 
 COMMON = (
     *("--backend", "--epochs", "--batch-size", "--global-batch-size", "--lr", "--lr-scaling", "--optimizer"),
@@ -302,11 +303,12 @@ def test_until_is_reached_at_its_value(text: str, reached: Sequence[float], miss
     assert not condition.is_reached({})
 
 
-def test_endless_arguments_of_tools_override_until(tmp_path: Path) -> None:
+def test_a_tool_that_wants_steps_overrides_until(tmp_path: Path) -> None:
     """With --until typed or in YAML, a measured job ended after its first good epoch and made too few steps."""
     (tmp_path / "job.yaml").write_text("until: test_loss=9\n")
-    job = ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10", *ENDLESS]
-    assert parse(MnistOptions, job).train.until is None
+    options = parse(MnistOptions, ["--config", str(tmp_path / "job.yaml"), "--until", "test_loss=10"])
+    train = obey(Message(log_dir="", max_steps=7, endless=True), options).train
+    assert (train.until, train.max_steps) == (None, 7)
 
 
 def test_messages_of_conflicts_name_options_that_exist() -> None:
