@@ -28,9 +28,10 @@ pytestmark = pytest.mark.warm
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 TRAINER = str(SUPPORT / "parity_job.py")
 HOROVOD, DDP = str(SCRIPTS / "faulty_horovod.py"), str(SCRIPTS / "faulty_ddp.py")
-BASE = ("--batch-size", "32", "--batch-norm")
-ON = {"sent buffers": ["ddp"], "seed by rank on both": ["horovod", "ddp"]}
-"""Engines on which a mistake is planted; others on Horovod."""
+BASE = ("--batch-size", "32", "--batch-norm", "--non-finite", "skip")
+BOTH = ["horovod", "ddp"]
+ON = {"sent buffers": ["ddp"], "seed by rank on both": BOTH, "passes": BOTH, "clipping": BOTH}
+"""Engines that are told of a mistake; of others only Horovod is."""
 FAULTS = [
     # Each is planted once: what shows alike in a script and in a Trainer job, in one of them.
     (TRAINER, "fake step", "parameters", 0, "0.weight", "horovod has made a step before training"),
@@ -38,6 +39,27 @@ FAULTS = [
     (TRAINER, "buffers", "buffers", 5, "1.running_mean", "horovod does not average the statistics of batch norm"),
     (TRAINER, "sent buffers", "buffers", 2, "1.running_mean", "one side sends them round while it trains (as DDP"),
     (TRAINER, "other start", "parameters", 0, "0.weight", "the weights were drawn from other random numbers"),
+    (
+        TRAINER,
+        "infinite gradient",
+        "skipped",
+        2,
+        "",
+        "a gradient was not finite, and one side leaves this step out",
+    ),
+    (HOROVOD, "compression", "set-up", 0, "the type in which gradients are sent", "sets itself up by the engine"),
+    (HOROVOD, "batch", "samples", 1, "", "a step takes 32 samples on one side, and 16 on the other"),
+    (HOROVOD, "dropout", "loss", 1, "rank 0, pass 1", "dropout (3) after one side has drawn random numbers more"),
+    (HOROVOD, "summed loss", "loss", 1, "rank 0, pass 1", "the loss of horovod is larger by its batch"),
+    (HOROVOD, "passes", "loss", 1, "rank 0, pass 1", "larger by its number of ranks or its number of passes"),
+    (
+        HOROVOD,
+        "clipping",
+        "gradients",
+        1,
+        "0.weight",
+        "ddp clips the gradients to a norm of 0.1, and horovod does",
+    ),
     (HOROVOD, "rate", "learning rate", 1, "", "horovod multiplies the learning rate by its number of ranks"),
     (HOROVOD, "no set_epoch", "samples", 5, "", "horovod goes through its data in the same order in each epoch"),
     (HOROVOD, "no exchange", "gradients", 1, "0.weight", "horovod does not average its gradients"),
@@ -226,7 +248,7 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
     [
         case(DIGITS, ("--steps", "7"), 0, ["horovod and ddp: the same bits through 7 steps"], when="long"),
         case(
-            *((TRAINER, "--batch-size", "32"), ("--steps", "3", "--engines", "horovod,ddp,single"), 1),
+            *((TRAINER, "--batch-size", "32"), ("--steps", "3", "--backend", "horovod,ddp,single"), 1),
             [
                 "First: the learning rate: 0.05 on horovod, 0.1 on ddp.",
                 "ddp multiplies the learning rate by its number of ranks",
@@ -251,7 +273,7 @@ def test_parity_from_the_command_to_the_exit_code(
     kept = json.loads((tmp_path / "parity.json").read_text())
     assert kept["same"] == (code == 0)
     assert {run["state"] for run in kept["runs"]} == {"done"}
-    assert len(kept["steps"]) == int(options[1])
+    assert {len(pair["losses"]) for pair in kept["pairs"]} == {int(options[1])}
     assert not list(tmp_path.rglob("checkpoints"))
 
 

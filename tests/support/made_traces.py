@@ -30,7 +30,6 @@ OPTIONS = {
     "leave_out": (),
     "accumulate": 1,
     "sync_batch_norm": False,
-    "lr_scaling": "none",
 }
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.parity.cli import Options
+from hvd_trainer.tools.parity.cli import ParityOptions
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
@@ -35,7 +35,7 @@ JOB = ("-m", "hvd_trainer.mnist")
 
 
 def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:
-    options, job = read_command("parity", Options, ["-np", "3", "--", "setup.cfg", "-np", "5"])
+    options, job = read_command("parity", ParityOptions, ["-np", "3", "--", "setup.cfg", "-np", "5"])
     assert options.np == 3
     assert job == ("setup.cfg", "-np", "5")
 
