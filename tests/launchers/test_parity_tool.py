@@ -50,7 +50,14 @@ FAULTS = [
     (HOROVOD, "compression", "set-up", 0, "the type in which gradients are sent", "sets itself up by the engine"),
     (HOROVOD, "batch", "samples", 1, "", "a step takes 32 samples on one side, and 16 on the other"),
     (HOROVOD, "dropout", "loss", 1, "rank 0, pass 1", "dropout (3) after one side has drawn random numbers more"),
-    (HOROVOD, "summed loss", "loss", 1, "rank 0, pass 1", "the loss of horovod is larger by its batch"),
+    (
+        HOROVOD,
+        "summed loss",
+        "loss",
+        1,
+        "rank 0, pass 1",
+        "the loss of horovod is larger by the size of its batch",
+    ),
     (HOROVOD, "passes", "loss", 1, "rank 0, pass 1", "larger by its number of ranks or its number of passes"),
     (
         HOROVOD,
@@ -89,14 +96,16 @@ def trace_run(folder: Path, engine: str, job: str, *words: str, ranks: int = 2, 
         given = [*(["--fault"] if fault and job == HOROVOD else []), *([fault] if fault else [])]
         argv = ["-m", "hvd_trainer", "run", "-np", str(ranks), "--backend", engine, "--", job, *words, *given]
         launch("python", 1, argv, env=ProbeOptions(log_dir=str(log), max_steps=7, trace_steps=7).variables())
-    found = read_trace(engine, log)
-    assert found is not None
-    return found
+    trace = read_trace(engine, log)
+    assert trace is not None
+    return trace
 
 
 def compare_engines(folder: Path, job: str, *words: str, fault: str = "") -> Pair:
     engines = {name: fault if name in ON.get(fault, ["horovod"]) else "" for name in ("horovod", "ddp")}
-    return Pair.compare(*(trace_run(folder, name, job, *words, fault=its) for name, its in engines.items()))
+    return Pair.compare(
+        *(trace_run(folder, name, job, *words, fault=planted) for name, planted in engines.items())
+    )
 
 
 @requires("horovod")
@@ -202,7 +211,7 @@ def test_one_process_is_within_1e_5(folder: Path) -> None:
 
 def test_tracing_changes_no_bits(tmp_path: Path, folder: Path) -> None:
     trace = trace_run(folder, "ddp", TRAINER, *BASE)
-    log = next(folder.glob("ddp-parity_job-2-batch-size-32-batch-norm-"))
+    log = next(folder.glob("ddp-parity_job-2-batch-size-32-batch-norm-non-finite-skip-"))
     launch(QUICKEST, 2, [TRAINER, "--backend", "ddp", "--log-dir", str(tmp_path), "--max-steps", "7", *BASE])
     assert (log / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     assert not (tmp_path / "trace").exists()
@@ -233,9 +242,9 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
             trace.before_step(optimizer)
             optimizer.step()
             trace.on_step_end(optimizer)
-        found = read_trace("ddp", tmp_path / name)
-        assert found is not None
-        return found
+        written = read_trace("ddp", tmp_path / name)
+        assert written is not None
+        return written
 
     ahead = traced("ahead", [[(0, training), (1, training)], [(2, training)], [(3, evaluation), (4, training)]])
     direct = traced("direct", [[(0, training)], [(1, training)], [(4, training)]])

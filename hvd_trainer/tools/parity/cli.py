@@ -14,6 +14,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
+from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import print_report
 from hvd_trainer.tools.parity.traced_runs import parse_engines, steps_of, trace_all
@@ -61,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
     options, job = read_command("parity", ParityOptions, argv, reserved=(*OURS, "--trace-steps", "--resume"))
     engines = parse_engines(options.backend, job)
     threads, steps = options.threads or threads_per_rank(options.np), steps_of(job, options.steps)
-    with locked_folder(options.out / RUNS_FOLDER) as folder:
+    place = options.out.expanduser().resolve() / RUNS_FOLDER
+    if place.is_symlink():
+        raise OptionError(f"--out {options.out}: {place} is a link, behind which runs of others may be. Remove it")
+    with locked_folder(place) as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
         runs = trace_all(engines, job, options.np, threads, steps, runner)

@@ -84,14 +84,6 @@ class Pair:
         return not self.findings
 
     @property
-    def equal_bits(self) -> bool:
-        return self.same and self.allowed.exact
-
-    @property
-    def sizes_differ(self) -> bool:
-        return self.one.size != self.other.size
-
-    @property
     def at_start(self) -> bool:
         """Whether the runs differ before the first step."""
         return not self.same and self.findings[0].when.name == "start"
@@ -262,17 +254,13 @@ def _settings(one: Trace, other: Trace) -> dict[str, tuple[Any, Any]]:
         shapes = {name: shape for rank in trace.ranks for name, shape in rank[min(rank)].line["shapes"].items()}
         options = {flag(name): value for name, value in trace.options.items() if name not in unlike}
         sent = {"the type in which gradients are sent": trace.compression} if trace.is_script else {}
-        return {**facts, **shapes, **options, **sent, **_optimizer_settings(trace)}
+        optimizer = {
+            key if number == 0 else f"{key} of group {number}": value
+            for number, group in enumerate(trace.start["settings"])
+            for key, value in group.items()
+        }
+        return {**facts, **shapes, **options, **sent, **optimizer}
 
     exchanged_by = one.facts.get("exchanged_by"), other.facts.get("exchanged_by")
     # It comes first, as the others may follow from it.
     return {**({EXCHANGE: exchanged_by} if all(exchanged_by) else {}), **_paired(settings(one), settings(other))}
-
-
-def _optimizer_settings(trace: Trace) -> dict[str, str]:
-    """Return the optimizer's settings by name: `weight_decay`, and `weight_decay of group 1`."""
-    return {
-        key if number == 0 else f"{key} of group {number}": value
-        for number, group in enumerate(trace.start["settings"])
-        for key, value in group.items()
-    }

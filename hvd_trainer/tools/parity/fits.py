@@ -93,19 +93,20 @@ def other_batch_size(pair: Pair, finding: Finding) -> Fit:
 
 def scaled(pair: Pair, finding: Finding) -> Fit:
     """Return by which number of the runs a figure is larger in one than in the other."""
-    left, right = (value[0] if isinstance(value, tuple) else value for value in finding.values)
+    sides = (value if isinstance(value, tuple) else (value,) for value in finding.values)
+    left, right = next(((a, b) for a, b in zip(*sides, strict=False) if a != b), (1.0, 1.0))
     large, small = pair.runs if abs(left) >= abs(right) else pair.runs[::-1]
     ratio = max(abs(left), abs(right)) / (min(abs(left), abs(right)) or math.inf)
     if finding.run or (finding.quantity == "gradient norm" and pair.finding("loss") is not None):
         return None
     line, ranks = large.lines(finding.when)[0], max(pair.one.size, pair.other.size)
     passes = len(line["losses"]) if large.is_script else int(large.options["accumulate"])
-    numbers = {"number of ranks": ranks, "number of passes": passes}
+    numbers = {"its number of ranks": ranks, "its number of passes": passes}
     if finding.quantity == "learning rate":
-        numbers = {"number of ranks": ranks, "root of the number of ranks": ranks**0.5}
+        numbers = {"its number of ranks": ranks, "the root of its number of ranks": ranks**0.5}
     elif finding.quantity == "loss":
-        numbers |= {"batch": max(line["counts"], default=1)}
-    factors = [f"its {name}" for name, number in numbers.items() if _is_near(ratio, number)]
+        numbers |= {"the size of its batch": max(line["counts"], default=1)}
+    factors = [name for name, number in numbers.items() if _is_near(ratio, number)]
     return {"large": large.name, "small": small.name, "factor": " or ".join(factors)} if factors else None
 
 
@@ -120,7 +121,7 @@ def layers_by_rank(pair: Pair, finding: Finding) -> Fit:
         "batch norm ({}) normalises the batch of each rank by itself": "batch_norm",
     }
     texts = [text.format(names) for text, kind in kinds.items() if (names := _first_few(pair.one, kind))]
-    if not (pair.sizes_differ and texts):
+    if pair.one.size == pair.other.size or not texts:
         return None
     virtual = 2 ** math.ceil(math.log2(max(pair.one.size, pair.other.size)))
     return {"layers": " and ".join(texts), "virtual": virtual}

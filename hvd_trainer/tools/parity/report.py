@@ -52,7 +52,7 @@ def conclusions(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path) 
         lines += [verdict(pair), *(f"  {line}" for line in details(pair))]
     lines += [f"{run.engine} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
     stride = max([run.trace.start["stride"] for run in runs if run.trace is not None], default=1)
-    if stride > 1 and not all(pair.equal_bits for pair in pairs):
+    if stride > 1 and not all(pair.same and pair.allowed.exact for pair in pairs):
         lines.append(
             f"The model is large: of tensors of more than {SMALL:,} elements every {stride}th was kept, and is "
             "in the differences; equal bits are of all elements."

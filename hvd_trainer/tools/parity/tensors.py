@@ -73,7 +73,9 @@ def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float
     They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
     """
     if one.size == other.size:
-        pairs = [pair for rank in range(one.size) for pair in _on_rank(one, other, when, kind, rank)]
+        sides = enumerate(zip(one.ranks, other.ranks, strict=True))
+        sums = [(rank, left[when].checksums(kind), right[when].checksums(kind)) for rank, (left, right) in sides]
+        pairs = [(name, rank, rank) for rank, left, right in sums for name in {**left, **right}]
     else:
         left, right = (_first_holders(trace, when, kind) for trace in (one, other))
         pairs = [(name, left.get(name, 0), right.get(name, 0)) for name in {**left, **right}]
@@ -86,11 +88,6 @@ def largest_difference(one: Trace, other: Trace, when: Moment) -> float:
     sums = left.checksums("parameters"), right.checksums("parameters")
     names = [name for name in {**sums[0], **sums[1]} if sums[0].get(name) != sums[1].get(name)]
     return max((_distance(left, right, "parameters", name).relative for name in names), default=0.0)
-
-
-def _on_rank(one: Trace, other: Trace, when: Moment, kind: str, rank: int) -> list[TensorPair]:
-    left, right = (trace.ranks[rank][when].checksums(kind) for trace in (one, other))
-    return [(name, rank, rank) for name in {**left, **right}]
 
 
 def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:

@@ -79,11 +79,11 @@ CASES: list[tuple[str, Change, str, str]] = [
     ("step 2", lambda rank, line, values: line["samples"].pop(), "samples", "a step takes 6 samples on one side"),
     # within a step
     ("step 3", set_line(lr=[0.2]), "learning rate", "horovod multiplies the learning rate by its number"),
-    ("step 1", set_line(lr=[0.1 * 2**0.5]), "learning rate", "by its root of the number"),
-    ("step 2", set_line(lr=[0.07]), "learning rate", "None of the known causes fits."),
+    ("step 1", set_line(lr=[0.1 * 2**0.5]), "learning rate", "by the root of its number"),
+    ("step 2", set_line(lr=[0.1, 0.07]), "learning rate", "None of the known causes fits."),
     ("step 1", rate_by_rank, "learning rate", "None of the known causes fits."),
     ("step 2", set_line(skipped=True), "skipped", "one side leaves this step out"),
-    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is larger by its batch"),
+    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is larger by the size of its batch"),
     ("step 1", set_line(losses=[1.1]), "loss", "another loss for the same samples: train()"),
     ("step 1", APART, "gradients", "horovod does not average its gradients"),
     ("step 1", multiply(1.5, "gradients/a.bias", only=1), "gradients", "1 of 3 gradients, such as that of a.bias"),
@@ -173,11 +173,11 @@ def test_equal_runs_with_the_same_mistake_are_warned_of(samples: Any, suspect: s
 
 def test_finding_has_values_and_distance() -> None:
     """Describe the first tensor, its elements that are farthest apart, the distance, and the number of tensors."""
-    one, other = (set_tensor("gradients/a.bias", 1.0, 2.0, its) for its in (2.0, 2.5))
+    one, other = (set_tensor("gradients/a.bias", 1.0, 2.0, number) for number in (2.0, 2.5))
     pair = Pair.compare(make_trace("horovod", {"step 2": one}), make_trace("ddp", {"step 2": other}))
-    (found,) = pair.findings
-    assert (found.name, found.values, found.count, found.total) == ("a.bias", (2.0, 2.5), 1, 3)
-    assert found.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
+    (finding,) = pair.findings
+    assert (finding.name, finding.values, finding.count, finding.total) == ("a.bias", (2.0, 2.5), 1, 3)
+    assert finding.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
     assert verdict(pair) == "horovod and ddp differ in step 2, after 1 step of the same bits."
     assert next(details(pair)) == (
         "First: the gradients (1 of 3 differ). Of a.bias the elements that are farthest apart are 2 on horovod, "
@@ -194,13 +194,13 @@ def test_finding_names_the_rank_of_each_side() -> None:
 
     staged = make_trace("ddp", {"start 0": drop})
     single = make_trace("single", {"start 0": multiply(2, "parameters/a.bias")}, ranks=1)
-    (found,) = Pair.compare(staged, single, asked=0).findings
-    assert (found.name, found.sides) == ("a.bias", ("ddp, rank 1", "single"))
+    (finding,) = Pair.compare(staged, single, asked=0).findings
+    assert (finding.name, finding.sides) == ("a.bias", ("ddp, rank 1", "single"))
 
 
 def test_run_that_ends_early() -> None:
     whole = make_trace("horovod")
-    ranks = [{when: its for when, its in rank.items() if when.step < 3} for rank in whole.ranks]
+    ranks = [{when: snapshot for when, snapshot in rank.items() if when.step < 3} for rank in whole.ranks]
     pair = Pair.compare(replace(whole, ranks=ranks), make_trace("ddp"))
     assert pair.findings[0].values == (2, 4)
     assert next(details(pair)) == "First: the number of steps: 2 on horovod, 4 on ddp."
@@ -335,8 +335,8 @@ def test_distances_of_tensors() -> None:
 
 def test_what_is_only_rounding_beside_others_is_not_measured_by_its_own_size() -> None:
     traces = [
-        make_trace(name, {"step 1": combine(multiply(100, "gradients"), set_tensor("gradients/a.bias", its))})
-        for name, its in (("horovod", 1e-6), ("ddp", -1e-6))
+        make_trace(name, {"step 1": combine(multiply(100, "gradients"), set_tensor("gradients/a.bias", number))})
+        for name, number in (("horovod", 1e-6), ("ddp", -1e-6))
     ]
     assert Pair.compare(*traces).findings[0].relative < 1e-5
 
@@ -413,6 +413,10 @@ def test_nothing_of_others_in_the_folder_is_removed(tmp_path: Path, monkeypatch:
     assert [(tmp_path / name).read_text() for name in others] == [*others]
     added = {path.name for path in tmp_path.iterdir()} - {Path(name).parts[0] for name in others}
     assert added == {"parity.json", "parity-runs"}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "parity-runs").symlink_to(tmp_path)
+    with pytest.raises(OptionError, match="is a link, behind which"):
+        cli.main(["--out", str(tmp_path / "other"), "--", *DIGITS])
 
 
 # What ranks keep.
