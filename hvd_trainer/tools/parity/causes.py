@@ -31,8 +31,6 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
     ranks if there is any"""
     text: str
     advice: str
-    in_script: str = ""
-    """advice for a script that is not built on the Trainer, where it is another"""
 
 
 @cache
@@ -50,8 +48,7 @@ def find_causes(pair: Pair) -> list[Cause]:
             continue
         fit: fits.Fit = getattr(fits, known.when)(pair, finding)
         if fit is not None:
-            advice = known.in_script if pair.one.is_script and known.in_script else known.advice
             one, other = finding.values
             values = {"run": finding.run, "name": finding.name, "one": one, "other": other, **fit}
-            causes[known.quantity] = Cause(known.text.format(**values), advice.format(**values))
+            causes[known.quantity] = Cause(known.text.format(**values), known.advice.format(**values))
     return list(causes.values())
