@@ -28,9 +28,10 @@ pytestmark = pytest.mark.warm
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
 TRAINER = str(SUPPORT / "parity_job.py")
 HOROVOD, DDP = str(SCRIPTS / "faulty_horovod.py"), str(SCRIPTS / "faulty_ddp.py")
-BASE = ("--batch-size", "32", "--batch-norm")
-ON = {"sent buffers": ["ddp"], "seed by rank on both": ["horovod", "ddp"]}
-"""Engines on which a mistake is planted; others on Horovod."""
+BASE = ("--batch-size", "32", "--batch-norm", "--non-finite", "skip")
+BOTH = ["horovod", "ddp"]
+ON = {"sent buffers": ["ddp"], "seed by rank on both": BOTH, "passes": BOTH, "clipping": BOTH}
+"""Engines that are told of a mistake; of others only Horovod is."""
 FAULTS = [
     # Each is planted once: what shows alike in a script and in a Trainer job, in one of them.
     (TRAINER, "fake step", "parameters", 0, "0.weight", "horovod has made a step before training"),
@@ -38,6 +39,34 @@ FAULTS = [
     (TRAINER, "buffers", "buffers", 5, "1.running_mean", "horovod does not average the statistics of batch norm"),
     (TRAINER, "sent buffers", "buffers", 2, "1.running_mean", "one side sends them round while it trains (as DDP"),
     (TRAINER, "other start", "parameters", 0, "0.weight", "the weights were drawn from other random numbers"),
+    (
+        TRAINER,
+        "infinite gradient",
+        "skipped",
+        2,
+        "",
+        "a gradient was not finite, and one side leaves this step out",
+    ),
+    (HOROVOD, "compression", "set-up", 0, "the type in which gradients are sent", "sets itself up by the engine"),
+    (HOROVOD, "batch", "samples", 1, "", "a step takes 32 samples on one side, and 16 on the other"),
+    (HOROVOD, "dropout", "loss", 1, "rank 0, pass 1", "dropout (3) after one side has drawn random numbers more"),
+    (
+        HOROVOD,
+        "summed loss",
+        "loss",
+        1,
+        "rank 0, pass 1",
+        "the loss of horovod is larger by the size of its batch",
+    ),
+    (HOROVOD, "passes", "loss", 1, "rank 0, pass 1", "larger by its number of ranks or its number of passes"),
+    (
+        HOROVOD,
+        "clipping",
+        "gradients",
+        1,
+        "0.weight",
+        "ddp clips the gradients to a norm of 0.1, and horovod does",
+    ),
     (HOROVOD, "rate", "learning rate", 1, "", "horovod multiplies the learning rate by its number of ranks"),
     (HOROVOD, "no set_epoch", "samples", 5, "", "horovod goes through its data in the same order in each epoch"),
     (HOROVOD, "no exchange", "gradients", 1, "0.weight", "horovod does not average its gradients"),
@@ -67,14 +96,16 @@ def trace_run(folder: Path, engine: str, job: str, *words: str, ranks: int = 2, 
         given = [*(["--fault"] if fault and job == HOROVOD else []), *([fault] if fault else [])]
         argv = ["-m", "hvd_trainer", "run", "-np", str(ranks), "--backend", engine, "--", job, *words, *given]
         launch("python", 1, argv, env=Message(log_dir=str(log), max_steps=7, trace_steps=7).variables())
-    found = read_trace(engine, log)
-    assert found is not None
-    return found
+    trace = read_trace(engine, log)
+    assert trace is not None
+    return trace
 
 
 def compare_engines(folder: Path, job: str, *words: str, fault: str = "") -> Pair:
     engines = {name: fault if name in ON.get(fault, ["horovod"]) else "" for name in ("horovod", "ddp")}
-    return Pair.compare(*(trace_run(folder, name, job, *words, fault=its) for name, its in engines.items()))
+    return Pair.compare(
+        *(trace_run(folder, name, job, *words, fault=planted) for name, planted in engines.items())
+    )
 
 
 @requires("horovod")
@@ -169,6 +200,8 @@ def test_one_process_is_within_1e_5(folder: Path) -> None:
     assert pair.same
     assert Pair.compare(ranks, single, asked=1e-5).same
     assert max(pair.gaps.values()) < 1e-6
+    (cause,) = find_causes(Pair.compare(ranks, single, asked=0))
+    assert cause.text.startswith("sums are taken in another order (fp32, on 2 and 1 ranks)")
     words = (*BASE, "--reproducible", "2")
     both = trace_run(folder, "ddp", TRAINER, *words), trace_run(folder, "single", TRAINER, *words, ranks=1)
     assert verdict(Pair.compare(*both)) == "ddp and single: the same bits through 7 steps"
@@ -180,7 +213,7 @@ def test_one_process_is_within_1e_5(folder: Path) -> None:
 
 def test_tracing_changes_no_bits(tmp_path: Path, folder: Path) -> None:
     trace = trace_run(folder, "ddp", TRAINER, *BASE)
-    log = next(folder.glob("ddp-parity_job-2-batch-size-32-batch-norm-"))
+    log = next(folder.glob("ddp-parity_job-2-batch-size-32-batch-norm-non-finite-skip-"))
     launch(QUICKEST, 2, [TRAINER, "--backend", "ddp", "--log-dir", str(tmp_path), "--max-steps", "7", *BASE])
     assert (log / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     assert not (tmp_path / "trace").exists()
@@ -211,9 +244,9 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
             trace.before_step(optimizer)
             optimizer.step()
             trace.on_step_end(optimizer)
-        found = read_trace("ddp", tmp_path / name)
-        assert found is not None
-        return found
+        written = read_trace("ddp", tmp_path / name)
+        assert written is not None
+        return written
 
     ahead = traced("ahead", [[(0, training), (1, training)], [(2, training)], [(3, evaluation), (4, training)]])
     direct = traced("direct", [[(0, training)], [(1, training)], [(4, training)]])
@@ -226,7 +259,7 @@ def test_step_takes_the_batch_that_was_fetched_first(tmp_path: Path) -> None:
     [
         case(DIGITS, ("--steps", "7"), 0, ["horovod and ddp: the same bits through 7 steps"], when="long"),
         case(
-            *((TRAINER, "--batch-size", "32"), ("--steps", "3", "--engines", "horovod,ddp,single"), 1),
+            *((TRAINER, "--batch-size", "32"), ("--steps", "3", "--backend", "horovod,ddp,single"), 1),
             [
                 "First: the learning rate: 0.05 on horovod, 0.1 on ddp.",
                 "ddp multiplies the learning rate by its number of ranks",
@@ -251,7 +284,7 @@ def test_parity_from_the_command_to_the_exit_code(
     kept = json.loads((tmp_path / "parity.json").read_text())
     assert kept["same"] == (code == 0)
     assert {run["state"] for run in kept["runs"]} == {"done"}
-    assert len(kept["steps"]) == int(options[1])
+    assert {len(pair["losses"]) for pair in kept["pairs"]} == {int(options[1])}
     assert not list(tmp_path.rglob("checkpoints"))
 
 

@@ -83,8 +83,8 @@ def train_in_bfloat16(backend: str, compression: str) -> tuple[int, tuple[float,
     """Train a model in bfloat16, or one whose gradients are sent in it; return the final loss and weights."""
     with Trainer(options_of(backend, **LENGTH, compression=compression)) as trainer:
         dtype = torch.bfloat16 if compression == "none" else torch.float32
-        model, its = small_net().to(dtype), data((16,))
-        train_data = TensorData(its.inputs.to(dtype), its.targets)
+        model, points = small_net().to(dtype), data((16,))
+        train_data = TensorData(points.inputs.to(dtype), points.targets)
         history = trainer.fit(model, sgd(model), nn.functional.cross_entropy, train_data)
         return trainer.world.rank, (history.epochs[-1]["train_loss"], model.state_dict())
 

@@ -27,10 +27,8 @@ OPTIONS = {
     "precision": "fp32",
     "reproducible": None,
     "compression": "none",
-    "leave_out": (),
     "accumulate": 1,
     "sync_batch_norm": False,
-    "lr_scaling": "none",
 }
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
 
@@ -48,15 +46,15 @@ def multiply(factor: float, *names: str, only: int | None = None) -> Change:
 
     def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
         if only in (None, rank):
-            values.update({name: its * factor for name, its in values.items() if name.startswith(names)})
+            values.update({name: value * factor for name, value in values.items() if name.startswith(names)})
 
     return change
 
 
 def combine(*changes: Change) -> Change:
     def change(rank: int, line: Any, values: dict[str, Tensor]) -> None:
-        for its in changes:
-            its(rank, line, values)
+        for one in changes:
+            one(rank, line, values)
 
     return change
 
@@ -75,20 +73,20 @@ def draw_tensor(text: str, count: int) -> Tensor:
 
 def make_line(rank: int, ranks: int, moment: Moment) -> dict[str, Any]:
     """Make the line of a rank at a moment, without its checksums."""
-    its: dict[str, Any] = {"event": moment.name, "step": moment.step}
+    line: dict[str, Any] = {"event": moment.name, "step": moment.step}
     if moment.name == "start":
         shapes = {name: str(shape) for name, shape in SHAPES.items()}
         settings = [{"momentum": "0.9", "weight_decay": "0.0"}]
-        its |= {"copy": rank, "copies": ranks, "stride": 1, "shapes": shapes, "settings": settings}
-        return its | {"sliced": [], "dropout": [], "batch_norm": []}
+        line |= {"copy": rank, "copies": ranks, "stride": 1, "shapes": shapes, "settings": settings}
+        return line | {"sliced": [], "dropout": [], "batch_norm": []}
     if moment.name == "evaluation":
-        return its | {"figures": {"test_loss": 0.5, "test_accuracy": 0.75}}
+        return line | {"figures": {"test_loss": 0.5, "test_accuracy": 0.75}}
     # Of each step of 8, rank r of n takes every n-th sample.
     samples = [
         f"x{number}-y{number % 4}" for number in range((moment.step - 1) * 8 + rank, moment.step * 8, ranks)
     ]
-    its |= {"samples": samples, "counts": [len(samples)], "losses": [1.0 / moment.step]}
-    return its | {"lr": [0.1], "grad_norm": 2.0, "skipped": False}
+    line |= {"samples": samples, "counts": [len(samples)], "losses": [1.0 / moment.step]}
+    return line | {"lr": [0.1], "grad_norm": 2.0, "skipped": False}
 
 
 def make_tensors(rank: int, moment: Moment) -> dict[str, Tensor]:
@@ -121,7 +119,7 @@ def make_trace(
     moments = [Moment(0, 0), *(Moment(step, 1) for step in range(1, steps + 1)), Moment(steps, 2)]
     everyone = []
     for rank in range(ranks):
-        its = {}
+        snapshots = {}
         for moment in moments:
             line, values = make_line(rank, ranks, moment), make_tensors(rank, moment)
             if (change := (changes or {}).get(f"{moment.name} {moment.step}")) is not None:
@@ -130,6 +128,6 @@ def make_trace(
             for key, value in values.items():
                 kind, _, rest = key.partition("/")
                 sums.setdefault(kind, {})[rest] = checksum(value)
-            its[moment] = Snapshot({**line, "checksums": sums}, lambda values=values: values)  # type: ignore[misc]
-        everyone.append(its)
+            snapshots[moment] = Snapshot({**line, "checksums": sums}, lambda values=values: values)  # type: ignore[misc]
+        everyone.append(snapshots)
     return Trace(name, {**FACTS, **(facts or {})}, {**OPTIONS, "backend": name, **options}, everyone)

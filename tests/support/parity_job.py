@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,15 @@ def plant(fault: str, backend: Any) -> None:
         backend.average_buffers = lambda model: None
     elif fault == "sent buffers":
         backend.prepare = sending
+    elif fault == "infinite gradient":
+        finish, steps = backend._finish_exchange, itertools.count(1)
+
+        def finish_with_infinity(optimizer: torch.optim.Optimizer) -> None:
+            finish(optimizer)
+            if next(steps) == 2:
+                optimizer.param_groups[0]["params"][0].grad.fill_(float("inf"))
+
+        backend._finish_exchange = finish_with_infinity
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
     ranks if there is any"""
     text: str
     advice: str
-    in_script: str = ""
-    """advice for a script that is not built on the Trainer, where it is another"""
 
 
 @cache
@@ -43,17 +41,14 @@ def known_causes() -> list[Known]:
 
 def find_causes(pair: Pair) -> list[Cause]:
     """Return the known causes of what differs, in the order in which they would act; empty if none fits."""
-    if pair.same:
-        return []
-    case, causes = fits.Case(pair), dict[str, Cause]()
+    causes: dict[str, Cause] = {}
     for known in known_causes():
-        found = case.get(known.quantity)
-        if found is None or known.quantity in causes:
+        finding = pair.finding(known.quantity)
+        if finding is None or known.quantity in causes:
             continue
-        fit: fits.Fit = getattr(fits, known.when)(case, found)
-        if fit is not False:
-            values = {"run": found.run, "name": found.name, "one": found.values[0], "other": found.values[1]}
-            values |= {} if fit is True else fit
-            advice = known.in_script if pair.one.is_script and known.in_script else known.advice
-            causes[known.quantity] = Cause(known.text.format(**values), advice.format(**values))
+        fit: fits.Fit = getattr(fits, known.when)(pair, finding)
+        if fit is not None:
+            one, other = finding.values
+            values = {"run": finding.run, "name": finding.name, "one": one, "other": other, **fit}
+            causes[known.quantity] = Cause(known.text.format(**values), known.advice.format(**values))
     return list(causes.values())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from hvd_trainer.tools.parity.comparison import compare_all
+from hvd_trainer.errors import OptionError
+from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.report import print_report
 from hvd_trainer.tools.parity.traced_runs import parse_engines, trace_all
 from hvd_trainer.tools.runner.command import read_command
@@ -21,9 +23,12 @@ from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.machine import threads_per_rank
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 
+RUNS_FOLDER = "parity-runs"
+"""The folder in --out in which runs are made and removed: of what else is in --out nothing is touched."""
+
 
 @dataclass(frozen=True)
-class Options:
+class ParityOptions:
     """Train a job for some steps on each engine, compare them step by step, and say where they part and why.
 
     The job stands behind --, as it would stand behind `python`: any script, for Horovod, torch.distributed or what
@@ -33,7 +38,7 @@ class Options:
 
     np: Annotated[int, Ge(1)] = 2
     """ranks, of both engines"""
-    engines: str = "horovod,ddp"
+    backend: str = "horovod,ddp"
     """two or three of: horovod, ddp, single (one process, with the same global batch; not for scripts)"""
     steps: Annotated[int, Ge(1)] = 20
     """optimizer steps"""
@@ -42,7 +47,7 @@ class Options:
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: this machine's cores by the number of ranks"""
     out: Path = Path("runs/parity")
-    """folder for parity.json and the traces"""
+    """folder for parity.json, and for the traces in its folder parity-runs"""
     timeout_s: Annotated[float, Gt(0)] = 600.0
     """after so many seconds a run is killed"""
 
@@ -54,16 +59,19 @@ def main(argv: Sequence[str]) -> int:
         OptionError: an option is out of its range, or there is no job.
     """
     # All runs are new ones, from their first step.
-    options, job = read_command("parity", Options, argv)
-    engines = parse_engines(options.engines)
+    options, job = read_command("parity", ParityOptions, argv)
+    engines = parse_engines(options.backend)
     threads, steps = options.threads or threads_per_rank(options.np), options.steps
-    with locked_folder(options.out) as folder:
+    place = options.out.expanduser().resolve() / RUNS_FOLDER
+    if place.is_symlink():
+        raise OptionError(f"--out {options.out}: {place} is a link, behind which runs of others may be. Remove it")
+    with locked_folder(place) as folder:
         # Nothing is resumed: the job may have been changed since.
         runner = TrialRunner(folder, limit_s=options.timeout_s, resume=False)
-        traced = trace_all(engines, job, options.np, threads, steps, runner)
-        traces = [its.trace for its in traced if its.trace is not None]
-        pairs = compare_all(traces, options.tolerance)
-        print_report(traced, pairs, folder)
-    if not all(its.done for its in traced):
+        runs = trace_all(engines, job, options.np, threads, steps, runner)
+        traces = [run.trace for run in runs if run.trace is not None]
+        pairs = [Pair.compare(one, other, options.tolerance) for one, other in combinations(traces, 2)]
+        print_report(runs, pairs, folder, folder.parent)
+    if not all(run.done for run in runs):
         return 2
     return int(not all(pair.same for pair in pairs))

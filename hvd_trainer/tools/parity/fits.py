@@ -3,90 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from hvd_trainer.config.checks import flag
 from hvd_trainer.tools.parity.comparison import EXCHANGE, Pair
 from hvd_trainer.tools.parity.tensors import NONE, Finding
+from hvd_trainer.tools.parity.tolerance import TOLERANCE_BY_PRECISION, expected_tolerance
 from hvd_trainer.tools.parity.traces import Moment, Trace
 
 MAX_RATIO_ERROR = 1e-3
 """The relative difference between a ratio and the number that explains it."""
-MAX_ROUNDING = 1e-5
-"""The relative difference up to which rounding in fp32 explains it."""
+MAX_NORM_ERROR = 1e-4
+"""The relative difference of gradient norms that were clipped to the same one."""
 MAX_WEIGHT_CHANGE = 0.1
 """The relative difference up to which weights were equal before something changed them."""
 ROUNDED_QUANTITIES = ("loss", "gradients", "gradient norm", "parameters", "optimizer", "buffers")
 """Quantities that rounding can change."""
 
-Fit = Mapping[str, object] | bool
-"""Whether a cause fits; if it does, what completes its text, besides run, name and values of the finding."""
+Fit = Mapping[str, object] | None
+"""What completes the text of a cause, besides run, name and values of the finding; None: it does not fit."""
 
 
-class Case:
-    """Two runs, and all that differs at the first moment at which anything does."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.findings, self.one, self.other = pair.findings, pair.one, pair.other
-        self.runs = pair.one, pair.other
-        self.first = first = pair.findings[0]
-        self.at_start = first.when.name == "start"
-        self.sizes_differ = self.one.size != self.other.size
-        self.max_ranks = max(self.one.size, self.other.size)
-        self.on_gpus = self.one.facts["device"] != "cpu"
-        among_ranks = any(found.run for found in self.findings)
-        self.may_be_rounding = not (among_ranks or self.at_start) and first.quantity in ROUNDED_QUANTITIES
-
-    def get(self, quantity: str) -> Finding | None:
-        return next((found for found in self.findings if quantity in (found.quantity, "first")), None)
-
-    def differs_among_ranks(self, quantity: str) -> bool:
-        found = self.get(quantity)
-        return found is not None and bool(found.run)
-
-    def by_size(self, found: Finding) -> tuple[Trace, Trace, float]:
-        """Return the run with the larger number, the other run, and how many times as large the number is; of a
-        tuple of numbers the first that differ.
-        """
-        left, right = found.values
-        if isinstance(left, tuple):
-            pairs = zip(left, right, strict=False)
-            left, right = next((pair for pair in pairs if pair[0] != pair[1]), (1.0, 1.0))
-        one, other = self.runs if abs(left) >= abs(right) else self.runs[::-1]
-        large, small = max(abs(left), abs(right)), min(abs(left), abs(right))
-        return one, other, large / small if small else math.inf
-
-
-def always(case: Case, found: Finding) -> bool:
-    return True
+def always(pair: Pair, finding: Finding) -> Fit:
+    return {}
 
 
 # Before the first step.
 
 
-def two_paths(case: Case, found: Finding) -> Fit:
-    return found.name == EXCHANGE and {"first": case.one.name, "second": case.other.name}
+def two_paths(pair: Pair, finding: Finding) -> Fit:
+    return {"first": pair.one.name, "second": pair.other.name} if finding.name == EXCHANGE else None
 
 
-def step_before_training(case: Case, found: Finding) -> Fit:
-    state, weights = case.get("optimizer"), case.get("parameters")
-    if not case.at_start or any(its.run or two_paths(case, its) for its in case.findings):
-        return False
+def step_before_training(pair: Pair, finding: Finding) -> Fit:
+    state, weights = pair.finding("optimizer"), pair.finding("parameters")
+    if not pair.at_start or any(apart.run or apart.name == EXCHANGE for apart in pair.findings):
+        return None
     if state is not None and NONE in state.values:
-        return {"who": case.other.name if state.values[0] == NONE else case.one.name}
+        return {"who": pair.other.name if state.values[0] == NONE else pair.one.name}
     moved = weights is not None and weights.relative < MAX_WEIGHT_CHANGE
-    return (moved or state is not None) and {"who": "one side"}
+    return {"who": "one side"} if moved or state is not None else None
 
 
-def weights_drawn_apart(case: Case, found: Finding) -> bool:
+def weights_drawn_apart(pair: Pair, finding: Finding) -> Fit:
     """Return whether other random numbers have made other weights; a step moves them a little."""
-    far = case.at_start and not found.run and found.relative >= MAX_WEIGHT_CHANGE
-    return far and case.get("set-up") is None
+    far = MAX_WEIGHT_CHANGE <= finding.relative < math.inf
+    return {} if pair.at_start and far and not finding.run else None
 
 
-def ranks_start_apart(case: Case, found: Finding) -> Fit:
-    run = next((its.run for its in case.findings if its.run), None)
-    return case.at_start and run is not None and {"run": run}
+def ranks_start_apart(pair: Pair, finding: Finding) -> Fit:
+    run = next((apart.run for apart in pair.findings if apart.run), None)
+    return {"run": run} if pair.at_start and run else None
 
 
 # Samples.
@@ -104,112 +70,44 @@ def repeats_samples(trace: Trace, step: Moment) -> bool:
     return bool(taken) and any(trace.samples(when) == taken for when in trace.steps if when < step)
 
 
-def _runs_in_which(is_so: Callable[[Trace, Moment], bool]) -> Callable[[Case, Finding], Fit]:
-    def fit(case: Case, found: Finding) -> Fit:
-        names = [trace.name for trace in case.runs if is_so(trace, found.when)]
-        return bool(names) and {"names": " and ".join(names)}
-
-    return fit
+def same_samples_on_all_ranks(pair: Pair, finding: Finding) -> Fit:
+    return _runs_in_which(takes_same_samples, pair, finding)
 
 
-same_samples_on_all_ranks = _runs_in_which(takes_same_samples)
-same_order_in_each_epoch = _runs_in_which(repeats_samples)
+def same_order_in_each_epoch(pair: Pair, finding: Finding) -> Fit:
+    return _runs_in_which(repeats_samples, pair, finding)
 
 
-def other_transforms(case: Case, found: Finding) -> bool:
-    """Return whether targets are equal and inputs are not."""
-    # A sample is traced as two checksums, of its input and of its target: `1c2f-90ab`.
-    sides = [[sample.split("-") for sample in its.samples(found.when).elements()] for its in case.runs]
-    inputs, targets = ([sorted(sample[place] for sample in side) for side in sides] for place in (0, 1))
-    return any(targets[0]) and targets[0] == targets[1] and inputs[0] != inputs[1]
+def _runs_in_which(is_so: Callable[[Trace, Moment], bool], pair: Pair, finding: Finding) -> Fit:
+    names = [trace.name for trace in pair.runs if is_so(trace, finding.when)]
+    return {"names": " and ".join(names)} if names else None
 
 
-def padded(case: Case, found: Finding) -> bool:
-    one, other = (trace.samples(found.when).total() for trace in case.runs)
-    return case.sizes_differ and one != other
+def other_batch_size(pair: Pair, finding: Finding) -> Fit:
+    first, second = (trace.samples(finding.when).total() for trace in pair.runs)
+    return {"first": first, "second": second} if first != second else None
 
 
-# Learning rate, loss, gradients.
+# Within a step.
 
 
-def rate_by_ranks(case: Case, found: Finding) -> Fit:
-    large, small, ratio = case.by_size(found)
-    factors = {"its number of ranks": case.max_ranks, "the root of its number of ranks": case.max_ranks**0.5}
-    name = next((name for name, factor in factors.items() if _is_near(ratio, factor)), None)
-    return name is not None and not found.run and {"large": large.name, "small": small.name, "factor": name}
-
-
-def rate_by_option(case: Case, found: Finding) -> bool:
-    scales = case.by_size(found)[0].options["lr_scaling"] != "none"
-    return case.sizes_differ and scales and bool(rate_by_ranks(case, found))
-
-
-def summed_loss(case: Case, found: Finding) -> Fit:
-    large, small, ratio = case.by_size(found)
-    sizes = {count for line in large.lines(found.when) for count in line.get("counts", ())}
-    return any(_is_near(ratio, size) for size in sizes) and {"large": large.name, "small": small.name}
-
-
-def layers_by_rank(case: Case, found: Finding) -> Fit:
-    kinds = {
-        "dropout ({}) draws other numbers on each rank": "dropout",
-        "batch norm ({}) normalises the batch of each rank by itself": "batch_norm",
-    }
-    texts = [text.format(_first_few(names)) for text, kind in kinds.items() if (names := case.one.start[kind])]
-    sizes, virtual = f"{case.one.size} and {case.other.size}", 2 ** math.ceil(math.log2(case.max_ranks))
-    fits = case.sizes_differ and bool(texts)
-    return fits and {"layers": " and ".join(texts), "sizes": sizes, "virtual": virtual}
-
-
-def other_forward(case: Case, found: Finding) -> Fit:
-    explained = found.relative <= MAX_ROUNDING or case.differs_among_ranks("parameters")
-    if explained or case.first.quantity in ("samples", "order", "skipped", "learning rate"):
-        return False
-    dropout = _first_few(case.one.start["dropout"])
-    text = f"dropout ({dropout}) after one side has drawn random numbers more than the other; "
-    return {"draws": text if dropout else ""}
-
-
-def other_update(case: Case, found: Finding) -> bool:
-    return not case.at_start and bool(found.run) and not case.differs_among_ranks("gradients")
-
-
-def summed_gradients(case: Case, found: Finding) -> Fit:
-    large, small, ratio = case.by_size(found)
-    passes = len(large.lines(found.when)[0]["losses"]) if large.is_script else int(large.options["accumulate"])
-    factors = {"ranks": case.max_ranks, "passes": passes}
-    names = [f"{factor} {name}" for name, factor in factors.items() if _is_near(ratio, factor)]
-    fits = case.get("loss") is None and bool(names)
-    return fits and {"large": large.name, "small": small.name, "parts": " or ".join(names)}
-
-
-# Rounding.
-
-
-def compressed(case: Case, found: Finding) -> Fit:
-    kinds = {str(trace.options["compression"]) for trace in case.runs} - {"none"}
-    fits = case.may_be_rounding and found.quantity in ("gradients", "gradient norm")
-    return fits and bool(kinds) and {"kinds": " and ".join(kinds)}
-
-
-def rounding(case: Case, found: Finding) -> Fit:
-    reasons = ["another number of ranks"] if case.sizes_differ else []
-    reasons += ["GPUs, which add up in no fixed order"] if case.on_gpus else []
-    reasons += ["another number of threads"] if case.one.facts["threads"] != case.other.facts["threads"] else []
-    settings = ("num_groups", "adasum", "autotune", "sync_batch_norm")
-    reasons += [flag(name) for name in settings if any(trace.options.get(name) for trace in case.runs)]
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    return case.may_be_rounding and found.relative <= MAX_ROUNDING and {"why": why}
-
-
-def adam(case: Case, found: Finding) -> Fit:
-    name = str(case.one.facts["optimizer"])
-    return case.may_be_rounding and found.quantity == "parameters" and "adam" in name.lower() and {"adam": name}
-
-
-def grown_rounding(case: Case, found: Finding) -> bool:
-    differs = case.sizes_differ or case.on_gpus
-    return case.may_be_rounding and differs and found.when.step > case.one.steps[0].step
+def scaled(pair: Pair, finding: Finding) -> Fit:
+    """Return by which number of the runs a figure is larger in one than in the other."""
+    sides = (value if isinstance(value, tuple) else (value,) for value in finding.values)
+    left, right = next(((a, b) for a, b in zip(*sides, strict=False) if a != b), (1.0, 1.0))
+    large, small = pair.runs if abs(left) >= abs(right) else pair.runs[::-1]
+    ratio = max(abs(left), abs(right)) / (min(abs(left), abs(right)) or math.inf)
+    if finding.run or (finding.quantity == "gradient norm" and pair.finding("loss") is not None):
+        return None
+    line, ranks = large.lines(finding.when)[0], max(pair.one.size, pair.other.size)
+    passes = len(line["losses"]) if large.is_script else int(large.options["accumulate"])
+    numbers = {"its number of ranks": ranks, "its number of passes": passes}
+    if finding.quantity == "learning rate":
+        numbers = {"its number of ranks": ranks, "the root of its number of ranks": ranks**0.5}
+    elif finding.quantity == "loss":
+        numbers |= {"the size of its batch": max(line["counts"], default=1)}
+    factors = [name for name, number in numbers.items() if _is_near(ratio, number)]
+    return {"large": large.name, "small": small.name, "factor": " or ".join(factors)} if factors else None
 
 
 def _is_near(ratio: float, number: float) -> bool:
@@ -217,37 +115,76 @@ def _is_near(ratio: float, number: float) -> bool:
     return number > 1 and abs(ratio / number - 1) < MAX_RATIO_ERROR
 
 
-def _first_few(names: Sequence[str]) -> str:
-    """Join the first three names; empty if there are none."""
+def layers_by_rank(pair: Pair, finding: Finding) -> Fit:
+    kinds = {
+        "dropout ({}) draws other numbers on each rank": "dropout",
+        "batch norm ({}) normalises the batch of each rank by itself": "batch_norm",
+    }
+    texts = [text.format(names) for text, kind in kinds.items() if (names := _first_few(pair.one, kind))]
+    if pair.one.size == pair.other.size or not texts:
+        return None
+    virtual = 2 ** math.ceil(math.log2(max(pair.one.size, pair.other.size)))
+    return {"layers": " and ".join(texts), "virtual": virtual}
+
+
+def other_forward(pair: Pair, finding: Finding) -> Fit:
+    before = {"samples", "skipped", "learning rate"} & {apart.quantity for apart in pair.findings}
+    if before or pair.differs_among_ranks("parameters") or rounding(pair, finding) is not None:
+        return None
+    names = _first_few(pair.one, "dropout")
+    text = f"dropout ({names}) after one side has drawn random numbers more than the other; "
+    return {"draws": text if names else ""}
+
+
+def _first_few(trace: Trace, kind: str) -> str:
+    """Join the names of the first three layers of a kind; empty if the model has none."""
+    names = trace.start[kind]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-# Fits that are conditions only.
+def not_averaged(pair: Pair, finding: Finding) -> Fit:
+    some = f"{finding.count} of {finding.total} gradients, such as that of {finding.name}"
+    return {"what": "its gradients" if finding.count == finding.total else some} if finding.run else None
 
 
-def other_samples_per_epoch(case: Case, found: Finding) -> bool:
-    return found.name == "samples per epoch"
+def clipped(pair: Pair, finding: Finding) -> Fit:
+    """Return the run whose gradient norms end at one and the same number, if only one's do."""
+    limits = {trace.name: limit for trace in pair.runs if (limit := _clipped_to(trace)) is not None}
+    if len(limits) != 1:
+        return None
+    (who, norm), (whom,) = *limits.items(), {trace.name for trace in pair.runs} - {*limits}
+    return {"who": who, "norm": f"{norm:.4g}", "whom": whom}
 
 
-def same_set_up(case: Case, found: Finding) -> bool:
-    return case.get("set-up") is None
+def _clipped_to(trace: Trace) -> float | None:
+    """Return the largest gradient norm, if more than one step has it."""
+    norms = [norm for step in trace.steps if (norm := trace.grad_norm(step)) is not None]
+    largest = max(norms, default=0.0)
+    near = [norm for norm in norms if norm >= largest * (1 - MAX_NORM_ERROR)]
+    return largest if len(near) > 1 else None
 
 
-def no_gradient_averaged(case: Case, found: Finding) -> bool:
-    return bool(found.run) and found.count == found.total
+def other_update(pair: Pair, finding: Finding) -> Fit:
+    is_so = not pair.at_start and finding.run and not pair.differs_among_ranks("gradients")
+    return {} if is_so else None
 
 
-def some_gradients_not_averaged(case: Case, found: Finding) -> bool:
-    return bool(found.run)
+def batch_norm_by_rank(pair: Pair, finding: Finding) -> Fit:
+    return {} if finding.quantity == "buffers" and finding.run else None
 
 
-def batch_norm_by_rank(case: Case, found: Finding) -> bool:
-    return found.quantity == "buffers" and bool(found.run)
+def batch_norm_between_runs(pair: Pair, finding: Finding) -> Fit:
+    return {} if finding is pair.findings[0] and not (finding.run or pair.at_start) else None
 
 
-def batch_norm_between_runs(case: Case, found: Finding) -> bool:
-    return found is case.first and not (found.run or case.at_start)
-
-
-def other_figures(case: Case, found: Finding) -> bool:
-    return found.quantity == "evaluation"
+def rounding(pair: Pair, finding: Finding) -> Fit:
+    """Return why sums round otherwise, if a difference is that small, or the step before had a smaller one."""
+    among_ranks = any(apart.run for apart in pair.findings)
+    if among_ranks or pair.at_start or pair.findings[0].quantity not in ROUNDED_QUANTITIES:
+        return None
+    expected = expected_tolerance(pair.one, pair.other)
+    is_first = finding.when <= pair.one.steps[0]
+    limit = max(TOLERANCE_BY_PRECISION[pair.one.precision][0], expected.limit(finding.quantity, first=is_first))
+    has_grown = any(gap for step, gap in pair.gaps.items() if step < finding.when.step)
+    why = "" if expected.exact else f" ({expected.why})"
+    return {"why": why, "limit": max(1e-5, expected.later)} if finding.relative <= limit or has_grown else None

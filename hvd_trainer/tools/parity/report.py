@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
 from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
-from hvd_trainer.tools.parity.traced_runs import TRACES_FOLDER, TracedRun
-from hvd_trainer.tools.parity.traces import Moment, Trace
+from hvd_trainer.tools.parity.traced_runs import TracedRun
+from hvd_trainer.tools.parity.traces import Trace
 from hvd_trainer.tools.runner.formats import to_json
+from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.text import plural
 
 REPORT_FILE = "parity.json"
-MAX_ROWS = 24
 QUANTITY_NAMES = {
-    "settings": "the optimizer's settings",
-    "order": "the order of the samples",
     "skipped": "whether the step is left out",
     "optimizer": "the optimizer's state",
     "evaluation": "the test figures",
@@ -32,34 +30,35 @@ QUANTITY_NAMES = {
 TENSORS = ("gradients", "parameters", "optimizer", "buffers")
 
 
-def print_report(traced: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path) -> None:
-    """Print the table and the conclusions, and write all of it as JSON."""
-    traces = [its.trace for its in traced if its.trace is not None]
-    for line in [*table(traces, pairs), *conclusions(traced, pairs, folder)]:
+def print_report(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path, out: Path) -> None:
+    """Print the table and the conclusions, and write all of it as JSON.
+
+    Args:
+        folder: of the runs.
+        out: the folder for parity.json.
+    """
+    traces = [run.trace for run in runs if run.trace is not None]
+    for line in [*table(traces, pairs), *conclusions(runs, pairs, folder)]:
         print(line)
-    file = folder / REPORT_FILE
-    file.write_text(to_json(as_json(traced, pairs)))
-    print(f"written: {file}", flush=True)
+    with atomic_write(out / REPORT_FILE) as file:
+        file.write_text(to_json(as_json(runs, pairs)))
+    print(f"written: {out / REPORT_FILE}", flush=True)
 
 
-def conclusions(traced: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path) -> list[str]:
+def conclusions(runs: Sequence[TracedRun], pairs: Sequence[Pair], folder: Path) -> list[str]:
     """Return the lines with the verdicts, their details, failed runs and notes."""
     lines: list[str] = []
     for pair in pairs:
         lines += [verdict(pair), *(f"  {line}" for line in details(pair))]
-    same = [pair for pair in pairs if pair.equal_bits]
-    traces = [its.trace for its in traced if its.trace is not None]
-    if same and len(traces) > 2 and len(pairs) < 3:
-        lines.append(f"What is said of {same[0].one.name} holds for {same[0].other.name}, too.")
-    lines += [f"{its.engine} {its.run.state}: {its.run.why(folder)}" for its in traced if not its.done]
-    stride = max([trace.start["stride"] for trace in traces], default=1)
-    if stride > 1 and any(not pair.equal_bits for pair in pairs):
+    lines += [f"{run.engine} {run.record.state}: {run.record.why(folder)}" for run in runs if not run.done]
+    stride = max([run.trace.start["stride"] for run in runs if run.trace is not None], default=1)
+    if stride > 1 and not all(pair.same and pair.allowed.exact for pair in pairs):
         lines.append(
             f"The model is large: of tensors of more than {SMALL:,} elements every {stride}th was kept, and is "
             "in the differences; equal bits are of all elements."
         )
-    if any(not pair.same for pair in pairs):
-        lines.append(f"All values, by rank and step, are in {folder / TRACES_FOLDER}/*/trace")
+    if not all(pair.same for pair in pairs):
+        lines.append(f"All values, by rank and step, are in {folder}/*/trace")
     return lines
 
 
@@ -73,21 +72,16 @@ def verdict(pair: Pair) -> str:
     first = pair.findings[0].when
     before = len([step for step in pair.gaps if step < first.step + (first.name == "evaluation")])
     same = "the same bits" if pair.allowed.exact else "alike"
-    both = {finding.run for finding in pair.findings} == {pair.one.name, pair.other.name}
+    both = {finding.run for finding in pair.findings} == {run.name for run in pair.runs}
     who = f"the ranks of {pair.name} differ among each other" if both else f"{pair.name} differ"
     return f"{who} {first}" + (f", after {plural(before, 'step')} of {same}." if before else ".")
 
 
 def _agreement(pair: Pair) -> str:
-    allowed, steps = pair.allowed, plural(len(pair.gaps), "step")
-    most, step = max(((gap, step) for step, gap in pair.gaps.items()), default=(0.0, 0))
-    if allowed.exact or not most:
-        return f"the same bits through {steps}" + ("" if allowed.exact else ", though they need not be")
-    later = "" if allowed.everywhere else f" in the first step, {allowed.later:g} later"
-    return (
-        f"alike through {steps}. Parameters are up to {most:.1e} apart (step {step}); allowed are "
-        f"{allowed.tensors:g}{later} ({allowed.why})"
-    )
+    steps, gap = plural(len(pair.gaps), "step"), max(pair.gaps.values(), default=0.0)
+    if pair.allowed.exact or not gap:
+        return f"the same bits through {steps}" + ("" if pair.allowed.exact else ", though they need not be")
+    return f"alike through {steps}. Parameters are up to {gap:.1e} apart; allowed are {pair.allowed}"
 
 
 def details(pair: Pair) -> Iterator[str]:
@@ -98,10 +92,11 @@ def details(pair: Pair) -> Iterator[str]:
     first, *others = pair.findings
     yield f"First: {describe(first)}."
     if others:
-        yield f"Also different there: {', '.join(dict.fromkeys(map(_summarize, others)))}."
+        yield f"Also different: {', '.join(dict.fromkeys(map(_summarize, others)))}."
+    if not pair.allowed.exact:
+        yield f"Allowed: {pair.allowed}."
     causes = find_causes(pair)
-    heads = ("None of the known causes fits.", "A known cause fits:", "Known causes that fit:")
-    yield heads[min(len(causes), 2)]
+    yield ("None of the known causes fits.", "A known cause fits:", "Known causes that fit:")[min(len(causes), 2)]
     for text, advice in causes:
         yield f"- {text}."
         yield f"  To do: {advice}."
@@ -116,38 +111,33 @@ def _warnings(trace: Trace) -> Iterator[str]:
         yield "Both go through the data in the same order in each epoch: is there no sampler.set_epoch(epoch)?"
 
 
-def describe(its: Finding) -> str:
+def describe(finding: Finding) -> str:
     """Describe a finding with its values: `the learning rate: 0.2 on horovod, 0.1 on ddp`."""
-    text = _name(its.quantity)
-    if its.run:
-        text += f", which the ranks of {its.run} should have in common"
-    if its.quantity == "order":
-        return f"{text}, on {its.name} and {its.total - 1} others" if its.count > 1 else f"{text}, on {its.name}"
-    if its.total > 1:
-        text += f" ({its.count:,} of {its.total:,} differ)"
-    sides = list(zip(map(_format_value, its.values), its.sides, strict=True))
-    where = "with" if its.quantity in ("set-up", "settings") else "on"
-    values = ", ".join(f"{value} {where} {side}" for value, side in sides)
-    if its.quantity == "samples":
-        values = "; ".join(f"{side} takes {value}" for value, side in sides)
-    if not math.isfinite(its.relative) or its.quantity not in (*TENSORS, "loss", "gradient norm"):
-        return f"{text}: {its.name} is {values}" if its.name else f"{text}: {values}"
-    if its.quantity not in TENSORS:
-        return f"{text}: {values}, a relative difference of {its.relative:.1e}"
-    return (
-        f"{text}. Of {its.name} the elements that are farthest apart are {values}; the whole tensor's relative "
-        f"difference is {its.relative:.1e}"
-    )
+    quantity, name, relative = finding.quantity, finding.name, finding.relative
+    text = QUANTITY_NAMES.get(quantity, f"the {quantity}")
+    if finding.run:
+        text += f", which the ranks of {finding.run} should have in common"
+    if finding.total > 1:
+        text += f" ({finding.count:,} of {finding.total:,} differ)"
+    sides = list(zip(map(_format_value, finding.values), finding.sides, strict=True))
+    if quantity == "samples":
+        return f"{text}: " + "; ".join(f"{side} takes {value}" for value, side in sides)
+    values = ", ".join(f"{value} {'with' if quantity == 'set-up' else 'on'} {side}" for value, side in sides)
+    if math.isfinite(relative) and quantity in TENSORS:
+        return (
+            f"{text}. Of {name} the elements that are farthest apart are {values}; the whole tensor's relative "
+            f"difference is {relative:.1e}"
+        )
+    text += f": {name} is {values}" if name else f": {values}"
+    is_relative = math.isfinite(relative) and quantity in ("loss", "gradient norm")
+    return text + (f", a relative difference of {relative:.1e}" if is_relative else "")
 
 
-def _summarize(its: Finding) -> str:
+def _summarize(finding: Finding) -> str:
     """Describe a finding in a few words: `the gradients (8 of 8)`."""
-    among = f" among the ranks of {its.run}" if its.run else ""
-    return _name(its.quantity) + among + (f" ({its.count:,} of {its.total:,})" if its.total > 1 else "")
-
-
-def _name(quantity: str) -> str:
-    return QUANTITY_NAMES.get(quantity, f"the {quantity}")
+    among = f" among the ranks of {finding.run}" if finding.run else ""
+    count = f" ({finding.count:,} of {finding.total:,})" if finding.total > 1 else ""
+    return QUANTITY_NAMES.get(finding.quantity, f"the {finding.quantity}") + among + count
 
 
 def _format_value(value: Any) -> str:
@@ -157,83 +147,47 @@ def _format_value(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-# The steps.
+# The steps, and parity.json.
 
 
 def table(traces: Sequence[Trace], pairs: Sequence[Pair]) -> list[str]:
     """Return one line per step: losses, gradient norms, and how far the parameters are apart."""
-    whens = sorted({when for trace in traces for when in trace.steps})
-    if not whens or not pairs:
+    steps = sorted({when for trace in traces for when in trace.steps})
+    if not steps or not pairs:
         return []
-    selected = select_steps(whens, pairs)
-    columns = [["", "step", *(str(when.step) for when in selected)]]
+    columns = [["", "step", *(str(when.step) for when in steps)]]
     for title, value_of in (("loss", Trace.loss), ("gradient norm", Trace.grad_norm)):
-        for trace in traces:
-            columns.append([title, trace.name, *(_format_figure(trace, when, value_of) for when in selected)])
-            title = ""
-    title = "parameters apart"
-    for pair in pairs:
-        names = f"{pair.one.name}, {pair.other.name}"
-        columns.append([title, names, *(_format_gap(pair.gaps.get(when.step)) for when in selected)])
-        title = ""
+        for place, trace in enumerate(traces):
+            values = (value_of(trace, when) if when in trace.steps else None for when in steps)
+            cells = ["-" if value is None else f"{value:.7g}" for value in values]
+            columns.append(["" if place else title, trace.name, *cells])
+    for place, pair in enumerate(pairs):
+        gaps = (pair.gaps.get(when.step) for when in steps)
+        cells = ["-" if gap is None else f"{gap:.1e}" if gap else "same bits" for gap in gaps]
+        columns.append(["" if place else "parameters apart", f"{pair.one.name}, {pair.other.name}", *cells])
     padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    rows = ["  ".join(row) for row in zip(*padded, strict=True)]
-    left = len(whens) - len(selected)
-    return [*rows, *([f"{left} more steps are in {REPORT_FILE}"] if left else []), ""]
+    return [*("  ".join(row) for row in zip(*padded, strict=True)), ""]
 
 
-def select_steps(whens: Sequence[Moment], pairs: Sequence[Pair]) -> list[Moment]:
-    """Select the steps to print: all if they are few, else the first, the last, and those where runs part."""
-    if len(whens) <= MAX_ROWS:
-        return list(whens)
-    parting = {step + n for pair in pairs if (step := pair.step) is not None for n in range(-3, 4)}
-    ends = {when.step for when in [*whens[:8], *whens[-4:]]}
-    return [when for when in whens if when.step in parting | ends]
-
-
-def _format_figure(trace: Trace, when: Moment, value_of: Callable[[Trace, Moment], float | None]) -> str:
-    value = value_of(trace, when) if when in trace.moments else None
-    return "-" if value is None else f"{value:.7g}"
-
-
-def _format_gap(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}" if value else "same bits"
-
-
-# parity.json.
-
-
-def as_json(traced: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the runs, the verdicts with their findings, and all steps."""
-    traces = [its.trace for its in traced if its.trace is not None]
-    steps = []
-    for when in sorted({when for trace in traces for when in trace.steps}):
-        there = [trace for trace in traces if when in trace.moments]
-        steps.append(
-            {
-                "step": when.step,
-                "loss": {trace.name: trace.loss(when) for trace in there},
-                "grad_norm": {trace.name: trace.grad_norm(when) for trace in there},
-                "lr": {trace.name: trace.lines(when)[0]["lr"] for trace in there},
-            }
-        )
+def as_json(runs: Sequence[TracedRun], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return the runs, and the verdicts with their findings and causes."""
     return {
-        "same": all(its.done for its in traced) and all(pair.same for pair in pairs),
-        "runs": [asdict(its.run) for its in traced],
+        "same": all(run.done for run in runs) and all(pair.same for pair in pairs),
+        "runs": [asdict(run.record) for run in runs],
         "pairs": [
             {
-                "one": pair.one.name,
-                "other": pair.other.name,
+                "runs": [run.name for run in pair.runs],
                 "same": pair.same,
                 "verdict": verdict(pair),
                 "tolerance": pair.allowed._asdict(),
                 "findings": [
-                    asdict(its) | {"when": str(its.when), "step": its.when.step} for its in pair.findings
+                    asdict(finding) | {"when": str(finding.when), "step": finding.when.step}
+                    for finding in pair.findings
                 ],
                 "causes": [cause._asdict() for cause in find_causes(pair)],
+                "losses": {when.step: [run.loss(when) for run in pair.runs] for when in pair.steps},
                 "parameters": pair.gaps,
             }
             for pair in pairs
         ],
-        "steps": steps,
     }

@@ -31,7 +31,6 @@ class Finding:
     """for a tensor, its elements that are farthest apart"""
     name: str = ""
     """name of the first that differs"""
-    absolute: float = 0.0
     relative: float = 0.0
     count: int = 1
     """how many differ"""
@@ -44,8 +43,6 @@ class Finding:
 class Distance(NamedTuple):
     """The distance of two tensors."""
 
-    absolute: float
-    """the largest difference of an element"""
     relative: float
     """the norm of the difference divided by that of the larger tensor"""
     left: Any
@@ -76,7 +73,9 @@ def between_runs(one: Trace, other: Trace, when: Moment, kind: str, limit: float
     They are compared rank by rank; between unequal numbers of ranks only whole tensors are.
     """
     if one.size == other.size:
-        pairs = [pair for rank in range(one.size) for pair in _on_rank(one, other, when, kind, rank)]
+        sides = enumerate(zip(one.ranks, other.ranks, strict=True))
+        sums = [(rank, left[when].checksums(kind), right[when].checksums(kind)) for rank, (left, right) in sides]
+        pairs = [(name, rank, rank) for rank, left, right in sums for name in {**left, **right}]
     else:
         left, right = (_first_holders(trace, when, kind) for trace in (one, other))
         pairs = [(name, left.get(name, 0), right.get(name, 0)) for name in {**left, **right}]
@@ -91,11 +90,6 @@ def largest_difference(one: Trace, other: Trace, when: Moment) -> float:
     return max((_distance(left, right, "parameters", name).relative for name in names), default=0.0)
 
 
-def _on_rank(one: Trace, other: Trace, when: Moment, kind: str, rank: int) -> list[TensorPair]:
-    left, right = (trace.ranks[rank][when].checksums(kind) for trace in (one, other))
-    return [(name, rank, rank) for name in {**left, **right}]
-
-
 def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:
     """Yield the names of tensors of a rank that are not split over ranks."""
     sliced = set(trace.start["sliced"])
@@ -106,18 +100,18 @@ def _whole(trace: Trace, when: Moment, kind: str, rank: int) -> Iterator[str]:
 
 def _first_holders(trace: Trace, when: Moment, kind: str) -> dict[str, int]:
     """Return the first rank that has each tensor whole, by name."""
-    found: dict[str, int] = {}
+    holders: dict[str, int] = {}
     for rank in range(trace.size):
         for name in _whole(trace, when, kind, rank):
-            found.setdefault(name, rank)
-    return found
+            holders.setdefault(name, rank)
+    return holders
 
 
 def _compare(
     one: Trace, other: Trace, when: Moment, kind: str, pairs: Sequence[TensorPair], limit: float
 ) -> Iterator[Finding]:
     """Yield a finding about the first tensor that differs by more than the limit, and the number of them."""
-    found: list[Finding] = []
+    first: Finding | None = None
     differing, seen = set(), set()
     for name, rank, other_rank in pairs:
         left, right = one.ranks[rank][when], other.ranks[other_rank][when]
@@ -126,16 +120,16 @@ def _compare(
         if sums[0] == sums[1] or name in differing or (name, sums) in seen:
             continue
         seen.add((name, sums))
-        if limit > 0 or not found:
-            absolute, relative, *values = _distance(left, right, kind, name)
-            if 0 < limit >= relative:
+        if limit > 0 or first is None:
+            apart = _distance(left, right, kind, name)
+            if 0 < limit >= apart.relative:
                 continue
-            sides = _sides(one, other, rank, other_rank)
-            found.append(Finding(when, kind, sides, (values[0], values[1]), name, absolute, relative))
+            sides, values = _sides(one, other, rank, other_rank), (apart.left, apart.right)
+            first = first or Finding(when, kind, sides, values, name, apart.relative)
         differing.add(name)
-    for its in found[:1]:
+    if first is not None:
         total, run = len({name for name, _, _ in pairs}), one.name if one is other else ""
-        yield replace(its, count=len(differing), total=total, run=run)
+        yield replace(first, count=len(differing), total=total, run=run)
 
 
 def _sides(one: Trace, other: Trace, rank: int, other_rank: int) -> tuple[str, str]:
@@ -159,17 +153,17 @@ def distance_between(one: Tensor | None, other: Tensor | None, min_norm: float =
         min_norm: the least norm by which the difference is divided.
     """
     if one is None or other is None or len(one) != len(other):
-        return Distance(math.inf, math.inf, _describe_tensor(one), _describe_tensor(other))
+        return Distance(math.inf, _describe_tensor(one), _describe_tensor(other))
     left, right = one.double(), other.double()
     distance = (left - right).abs()
     distance[(left == right) | (left.isnan() & right.isnan())] = 0.0
     distance = distance.nan_to_num(nan=math.inf, posinf=math.inf)
     if not len(distance) or not float(distance.max()):
-        return Distance(0.0, 0.0, 0.0, 0.0)
+        return Distance(0.0, 0.0, 0.0)
     place = int(distance.argmax())
     size = max(float(left.norm()), float(right.norm()), min_norm)
     relative = float(distance.norm()) / size if math.isfinite(size) else math.inf
-    return Distance(float(distance[place]), relative, float(left[place]), float(right[place]))
+    return Distance(relative, float(left[place]), float(right[place]))
 
 
 def _describe_tensor(tensor: Tensor | None) -> Any:

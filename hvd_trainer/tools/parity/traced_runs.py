@@ -10,13 +10,11 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
-from hvd_trainer.tools.runner.command import read_engines
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.text import plural
 
-TRACES_FOLDER = "traced"
 ENGINES = ("horovod", "ddp", "single")
 
 
@@ -25,12 +23,12 @@ class TracedRun:
     """A run and its trace; a failed run has the trace of the steps it made."""
 
     engine: str
-    run: RunRecord
+    record: RunRecord
     trace: Trace | None
 
     @property
     def done(self) -> bool:
-        return self.run.state == "done"
+        return self.record.state == "done"
 
 
 def parse_engines(text: str) -> list[str]:
@@ -39,9 +37,11 @@ def parse_engines(text: str) -> list[str]:
     Raises:
         OptionError: an unknown one, one that comes twice, or fewer than two.
     """
-    names = read_engines(text, ENGINES)
-    if len(names) < 2:
-        raise OptionError(f"--engines {text}: name two or three, such as --engines horovod,ddp")
+    names = [name.strip() for name in text.split(",")]
+    if len(names) < 2 or not {*names} <= {*ENGINES} or len(names) != len({*names}):
+        raise OptionError(
+            f"--backend {text}: name two or three of {', '.join(ENGINES)}, each once. Type: --backend horovod,ddp"
+        )
     return sorted(names, key=lambda name: name == "single")
 
 
@@ -90,8 +90,8 @@ def global_batch_options(like: Trace) -> dict[str, Any]:
     """
     if like.is_script:
         raise OptionError(
-            "--engines with single takes the ranks' batches together by options of the Trainer, on which this job "
-            "is not built. Type: --engines horovod,ddp"
+            "--backend with single takes the ranks' batches together by options of the Trainer, on which this job "
+            "is not built. Type: --backend horovod,ddp"
         )
     options, size = like.options, like.start["copies"]
     if options["reproducible"] is not None:  # its virtual ranks fix the global batch
@@ -105,19 +105,18 @@ def trace_all(
     engines: Sequence[str], job: Sequence[str], ranks: int, threads: int, steps: int, runner: TrialRunner
 ) -> list[TracedRun]:
     """Run the job on each engine and print each result; after a failed run the others are run all the same."""
-    traces = runner.folder / TRACES_FOLDER
-    shutil.rmtree(traces, ignore_errors=True)
-    traces.mkdir()
+    for engine in ENGINES:
+        shutil.rmtree(runner.folder / engine, ignore_errors=True)
     for engine in engines:  # raises before the first run if a launcher is missing
-        TracedTrial.of(job, engine, ranks, threads, steps).start(traces)
-    done: list[TracedRun] = []
+        TracedTrial.of(job, engine, ranks, threads, steps).start(runner.folder)
+    runs: list[TracedRun] = []
     for engine in engines:
-        like = next((its.trace for its in done if its.trace is not None), None)
+        like = next((run.trace for run in runs if run.trace is not None), None)
         trial = TracedTrial.of(job, engine, ranks, threads, steps, like)
-        run = runner.run(trial, keep=traces / engine)
-        made = run.figures.get("steps", steps)
-        said = plural(made, "step") if run.state == "done" else run.state
+        record = runner.run(trial, keep=runner.folder / engine)
+        made = record.figures.get("steps", steps)
+        said = plural(made, "step") if record.state == "done" else record.state
         more = f", as the job makes no more than {made}" if made < steps else ""
-        print(f"{trial.label}: {said} ({run.seconds:.0f} s){more}", flush=True)
-        done.append(TracedRun(engine, run, read_trace(engine, traces / engine)))
-    return done
+        print(f"{trial.label}: {said} ({record.seconds:.0f} s){more}", flush=True)
+        runs.append(TracedRun(engine, record, read_trace(engine, runner.folder / engine)))
+    return runs

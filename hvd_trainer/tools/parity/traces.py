@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hvd_trainer.measure.trace_format import FACTS, FOLDER
@@ -20,13 +21,16 @@ EVENTS = ("start", "step", "evaluation")
 SCRIPT_OPTIONS: dict[str, Any] = {
     "precision": "fp32",
     "reproducible": None,
-    "compression": "none",
-    "leave_out": [],
     "accumulate": 1,
     "sync_batch_norm": False,
-    "lr_scaling": "none",
 }
 """Stand for the options of the Trainer in the trace of a script, which has none of them."""
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""From the lowest, by the type of parameters."""
+SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The types in which gradients are compressed, that with fewer digits first."""
+MIN_VALUES = 32
+"""Different gradients from which their bits tell in which type they were sent; a few may be whole numbers."""
 
 
 class Moment(NamedTuple):
@@ -55,8 +59,8 @@ class Snapshot:
 
     def checksums(self, kind: str) -> Mapping[str, str]:
         """Return the checksums of gradients, parameters, optimizer or buffers, by tensor name."""
-        found: Mapping[str, str] = self.line["checksums"].get(kind, {})
-        return found
+        sums: Mapping[str, str] = self.line["checksums"].get(kind, {})
+        return sums
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,31 @@ class Trace:
     options: Mapping[str, Any]
     """options of the job, by their flat names"""
     ranks: Sequence[Mapping[Moment, Snapshot]]
+    is_script: bool = False
+    """whether the job was not built on the Trainer"""
 
     @property
-    def is_script(self) -> bool:
-        """Whether the job was not built on the Trainer."""
-        return "options" not in self.facts
+    def precision(self) -> str:
+        """The lowest precision of its parameters and its --precision."""
+        types = {shape.partition(" ")[0] for shape in self.start["shapes"].values()}
+        lowest = next((name for kind, name in PRECISIONS.items() if kind in types), "fp32")
+        asked: str = self.options["precision"]
+        return lowest if asked == "fp32" else asked
+
+    @cached_property
+    def compression(self) -> str:
+        """The type in which gradients are sent if it is not their own: as asked for, or of a script as the bits of
+        its first gradients show, unless it has changed them since, as by clipping; else `none`.
+        """
+        if not self.is_script:
+            return str(self.options["compression"])
+        values = self.ranks[0][self.steps[0]].values() if self.steps else {}
+        kept = [value for name, value in values.items() if name.startswith("gradients/")]
+        gradients = torch.cat([torch.zeros(0), *(value for value in kept if value.dtype == torch.float32)])
+        if len(gradients.unique()) < MIN_VALUES:
+            return "none"
+        fits = (name for name, kind in SENT_AS.items() if torch.equal(gradients, gradients.to(kind).float()))
+        return next(fits, "none")
 
     @property
     def size(self) -> int:
@@ -133,7 +157,7 @@ def read_trace(name: str, log: Path) -> Trace | None:
         ranks = [_read_rank(log / FOLDER / f"rank-{rank}") for rank in range(facts["world_size"])]
         options = SCRIPT_OPTIONS | facts.get("options", {})
         if all(ranks):
-            return Trace(name, facts, options, ranks)
+            return Trace(name, facts, options, ranks, is_script="options" not in facts)
     return None
 
 

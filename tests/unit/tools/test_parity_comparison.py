@@ -20,14 +20,15 @@ from made_traces import (
     set_samples,
     set_tensor,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.tools.parity import cli, fits
 from hvd_trainer.tools.parity.causes import find_causes, known_causes
-from hvd_trainer.tools.parity.comparison import Pair, compare_all
-from hvd_trainer.tools.parity.report import as_json, conclusions, details, select_steps, table, verdict
+from hvd_trainer.tools.parity.comparison import Pair
+from hvd_trainer.tools.parity.report import as_json, conclusions, details, table, verdict
 from hvd_trainer.tools.parity.tensors import NONE, distance_between
 from hvd_trainer.tools.parity.tolerance import expected_tolerance
 from hvd_trainer.tools.parity.traced_runs import (
@@ -35,9 +36,11 @@ from hvd_trainer.tools.parity.traced_runs import (
     TracedTrial,
     global_batch_options,
     parse_engines,
-    steps_of,
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
+from hvd_trainer.tools.runner import trial_runner
+from hvd_trainer.tools.runner.formats import to_json
+from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits")
@@ -61,38 +64,37 @@ OTHER_DECAY = {"momentum": "0.9", "weight_decay": "0.1"}
 OTHER_ACCURACY = {"test_loss": 0.5, "test_accuracy": 0.7}
 APART = combine(multiply(1.5, *ALL, only=0), multiply(0.5, *ALL, only=1))
 SUMMED = combine(multiply(2, *ALL), set_line(grad_norm=4.0))
-TRANSFORMED = set_samples(lambda rank, place: f"z{place}{rank}-y{(2 * place + rank) % 4}")
 CASES: list[tuple[str, Change, str, str]] = [
     # before the first step
     ("start 0", set_tensor("optimizer/a.weight/step", 1.0), "optimizer", "horovod has made a step before"),
     ("start 0", multiply(0.9995, "parameters"), "parameters", "one side has made a step before training"),
     ("start 0", multiply(-1, "parameters"), "parameters", "other random numbers"),
     ("start 0", multiply(1.1, "parameters", only=1), "parameters", "made the ranks of horovod start alike"),
-    ("start 0", set_line(settings=[OTHER_DECAY]), "settings", "weight_decay is 0.1 and 0.0"),
+    ("start 0", set_line(settings=[OTHER_DECAY]), "set-up", "weight_decay is 0.1 with horovod, 0.0 with ddp"),
     # samples
     ("step 2", set_samples(lambda rank, n: f"x{n}-y0"), "samples", "all ranks of horovod train on the same"),
     ("step 3", first_epoch_again, "samples", "the same order in each epoch"),
-    ("step 1", TRANSFORMED, "samples", "come otherwise transformed"),
     ("step 1", set_samples(lambda rank, n: f"z{n}{rank}-z{n}"), "samples", "the data come in another order"),
-    ("step 2", reverse_samples, "order", "on other ranks or in another order"),
+    ("step 2", reverse_samples, "samples", "ddp takes the same ones on other ranks, or in another order"),
+    ("step 2", lambda rank, line, values: line["samples"].pop(), "samples", "a step takes 6 samples on one side"),
     # within a step
     ("step 3", set_line(lr=[0.2]), "learning rate", "horovod multiplies the learning rate by its number"),
     ("step 1", set_line(lr=[0.1 * 2**0.5]), "learning rate", "by the root of its number"),
-    ("step 2", set_line(lr=[0.07]), "learning rate", "depends on the engine"),
-    ("step 1", rate_by_rank, "learning rate", "depends on the engine, the launcher or the rank"),
+    ("step 2", set_line(lr=[0.1, 0.07]), "learning rate", "None of the known causes fits."),
+    ("step 1", rate_by_rank, "learning rate", "None of the known causes fits."),
     ("step 2", set_line(skipped=True), "skipped", "one side leaves this step out"),
-    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is the sum over its batch"),
+    ("step 1", set_line(losses=[4.0]), "loss", "the loss of horovod is larger by the size of its batch"),
     ("step 1", set_line(losses=[1.1]), "loss", "another loss for the same samples: train()"),
     ("step 1", APART, "gradients", "horovod does not average its gradients"),
-    ("step 1", multiply(1.5, "gradients/a.bias", only=1), "gradients", "of some parameters, such as a.bias"),
-    ("step 1", SUMMED, "gradients", "adds up the gradients of 2"),
+    ("step 1", multiply(1.5, "gradients/a.bias", only=1), "gradients", "1 of 3 gradients, such as that of a.bias"),
+    ("step 1", SUMMED, "gradients", "the gradients of horovod are larger by its number of ranks"),
     ("step 3", multiply(1.001, "parameters/b", only=1), "parameters", "the same gradients, and other weights"),
-    ("step 2", multiply(1 + 1e-6, "gradients"), "gradients", "as small as rounding"),
+    ("step 2", multiply(1 + 1e-6, "gradients"), "gradients", "sums are taken in another order: rounding"),
     ("step 2", multiply(1.01, "gradients"), "gradients", "None of the known causes fits."),
     # buffers and evaluation
     ("step 2", multiply(2, "buffers", only=1), "buffers", "one side sends them round while it trains"),
     ("evaluation 4", multiply(2, "buffers", only=1), "buffers", "horovod does not average the statistics"),
-    ("evaluation 4", set_line(figures=OTHER_ACCURACY), "evaluation", "other test data"),
+    ("evaluation 4", set_line(figures=OTHER_ACCURACY), "evaluation", "None of the known causes fits."),
 ]
 
 
@@ -111,7 +113,6 @@ def test_first_difference_and_its_cause(moment: str, change: Change, quantity: s
 @pytest.mark.parametrize(
     ("facts", "options", "name", "cause"),
     [
-        ({"train_samples": 32}, {}, "samples per epoch", "such as a part that it has cut out by itself"),
         ({"optimizer": "Adam"}, {}, "optimizer", "sets itself up by the engine"),
         ({}, {"compression": "fp16"}, "--compression", "make it the same on both sides: --compression"),
     ],
@@ -132,16 +133,17 @@ def test_set_up_is_compared_first(facts: Any, options: Any, name: str, cause: st
             "batch norm (n) normalises the batch of each rank by itself",
         ),
         (set_samples(lambda rank, place: f"x{max(1, place)}-y0"), {}, "the data come in another order"),
-        (lambda rank, line, values: line["samples"].pop(), {}, "do not divide among the ranks"),
-        (combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)), {}, "ddp adds up the gradients of 2 ranks"),
-        (set_line(lr=[0.05]), {}, "--lr-scaling counts ranks and passes"),
-        (multiply(1.5, "parameters/a.bias"), {}, "AdamW divides a gradient by its size"),
+        (lambda rank, line, values: line["samples"].pop(), {}, "does not divide among the ranks"),
+        (
+            combine(multiply(0.5, "gradients"), set_line(grad_norm=1.0)),
+            {},
+            "gradients of ddp are larger by",
+        ),
     ],
 )
 def test_causes_on_unequal_numbers_of_ranks(changes: Change, start: Any, cause: str) -> None:
-    more: Any = {"lr_scaling": "linear", "facts": {"optimizer": "AdamW"}}
-    ranks = make_trace("ddp", {"start 0": set_line(**start)}, **more)
-    single = make_trace("single", {"step 1": changes}, ranks=1, **more)
+    ranks = make_trace("ddp", {"start 0": set_line(**start)})
+    single = make_trace("single", {"step 1": changes}, ranks=1)
     assert cause in "\n".join(details(Pair.compare(ranks, single)))
 
 
@@ -171,12 +173,11 @@ def test_equal_runs_with_the_same_mistake_are_warned_of(samples: Any, suspect: s
 
 def test_finding_has_values_and_distance() -> None:
     """Describe the first tensor, its elements that are farthest apart, the distance, and the number of tensors."""
-    one, other = (set_tensor("gradients/a.bias", 1.0, 2.0, its) for its in (2.0, 2.5))
+    one, other = (set_tensor("gradients/a.bias", 1.0, 2.0, number) for number in (2.0, 2.5))
     pair = Pair.compare(make_trace("horovod", {"step 2": one}), make_trace("ddp", {"step 2": other}))
-    (found,) = pair.findings
-    expected = ("a.bias", (2.0, 2.5), 0.5, 1, 3)
-    assert (found.name, found.values, found.absolute, found.count, found.total) == expected
-    assert found.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
+    (finding,) = pair.findings
+    assert (finding.name, finding.values, finding.count, finding.total) == ("a.bias", (2.0, 2.5), 1, 3)
+    assert finding.relative == pytest.approx(0.5 / (1 + 4 + 6.25) ** 0.5)
     assert verdict(pair) == "horovod and ddp differ in step 2, after 1 step of the same bits."
     assert next(details(pair)) == (
         "First: the gradients (1 of 3 differ). Of a.bias the elements that are farthest apart are 2 on horovod, "
@@ -193,21 +194,16 @@ def test_finding_names_the_rank_of_each_side() -> None:
 
     staged = make_trace("ddp", {"start 0": drop})
     single = make_trace("single", {"start 0": multiply(2, "parameters/a.bias")}, ranks=1)
-    (found,) = Pair.compare(staged, single, asked=0).findings
-    assert (found.name, found.sides) == ("a.bias", ("ddp, rank 1", "single"))
+    (finding,) = Pair.compare(staged, single, asked=0).findings
+    assert (finding.name, finding.sides) == ("a.bias", ("ddp, rank 1", "single"))
 
 
 def test_run_that_ends_early() -> None:
     whole = make_trace("horovod")
-    ranks = [{when: its for when, its in rank.items() if when.step < 3} for rank in whole.ranks]
+    ranks = [{when: snapshot for when, snapshot in rank.items() if when.step < 3} for rank in whole.ranks]
     pair = Pair.compare(replace(whole, ranks=ranks), make_trace("ddp"))
     assert pair.findings[0].values == (2, 4)
-    assert "one side has made fewer" in "\n".join(details(pair))
-
-
-def test_equal_runs_are_compared_once_with_the_others() -> None:
-    pairs = compare_all([make_trace("horovod"), make_trace("ddp"), make_trace("single", ranks=1)])
-    assert [pair.name for pair in pairs] == ["horovod and ddp", "horovod and single"]
+    assert next(details(pair)) == "First: the number of steps: 2 on horovod, 4 on ddp."
 
 
 # Rounding.
@@ -219,11 +215,11 @@ def test_one_process_may_differ_by_rounding() -> None:
     rounding = make_trace("single", {"step 1": change}, ranks=1)
     pair = Pair.compare(make_trace("ddp"), rounding)
     assert pair.same, pair.findings
-    apart = "alike through 4 steps. Parameters are up to 1.0e-04 apart (step 1); allowed are 0.001"
+    apart = "alike through 4 steps. Parameters are up to 1.0e-04 apart; allowed are 0.001"
     assert apart in verdict(pair)
     assert pair.allowed.why == "fp32, on 2 and 1 ranks"
     exact = Pair.compare(make_trace("ddp"), rounding, asked=0)
-    assert "sums are taken in another order (another number of ranks)" in find_causes(exact)[0].text
+    assert "sums are taken in another order (fp32, on 2 and 1 ranks)" in find_causes(exact)[0].text
 
 
 def test_losses_are_averaged_by_the_weights_of_their_batches() -> None:
@@ -235,14 +231,20 @@ def test_losses_are_averaged_by_the_weights_of_their_batches() -> None:
 
 
 def test_growing_rounding_is_allowed_and_jumps_are_not() -> None:
-    def single(scale: float) -> Trace:
-        change = combine(multiply(1 + scale, *ALL), set_line(losses=[(1 + scale) / 3]))
-        return make_trace("single", {"step 3": change}, ranks=1)
+    def single(*scales: float) -> Trace:
+        changes = {
+            f"step {step}": combine(multiply(1 + scale, *ALL), set_line(losses=[(1 + scale) / step]))
+            for step, scale in enumerate(scales, 2)
+        }
+        return make_trace("single", changes, ranks=1)
 
-    assert Pair.compare(make_trace("ddp"), single(0.02)).same
-    jump = Pair.compare(make_trace("ddp"), single(0.5))
-    assert [finding.quantity for finding in jump.findings] == ["loss", "parameters"]
-    assert "rounding that has grown" in "\n".join(details(jump))
+    assert Pair.compare(make_trace("ddp"), single(0.0, 0.02)).same
+    grown = Pair.compare(make_trace("ddp"), single(0.01, 0.2))
+    assert [finding.quantity for finding in grown.findings] == ["loss", "parameters"]
+    assert "rounding, which grows from step to step" in "\n".join(details(grown))
+    jump = "\n".join(details(Pair.compare(make_trace("ddp"), single(0.0, 0.2))))
+    assert "rounding" not in jump
+    assert "Allowed: 0.001 in the first step, 1e-05 for its loss, 0.05 later (fp32, on 2 and 1 ranks)." in jump
 
 
 @pytest.mark.parametrize(
@@ -253,6 +255,7 @@ def test_growing_rounding_is_allowed_and_jumps_are_not() -> None:
         ({}, {"reproducible": 4}, 1, (0, 0, 0)),
         ({}, {}, 1, (1e-5, 1e-3, 0.05)),
         ({}, {"precision": "bf16"}, 1, (1e-2, 0.3, 0.3)),
+        ({}, {"precision": "bf16", "compression": "fp16"}, 2, (1e-2, 0.3, 0.3)),
         ({"device": "NVIDIA H100"}, {}, 2, (1e-5, 1e-3, 0.05)),
         ({}, {"compression": "fp16"}, 2, (1e-5, 0.01, 0.05)),
     ],
@@ -265,11 +268,59 @@ def test_expected_tolerances(facts: Any, options: Any, ranks: int, expected: tup
     assert allowed.limit("gradients", first=False) == (math.inf if expected[0] else 0)
 
 
+def script_trace(*kinds: str, ranks: int = 3, change: Change | None = None) -> Trace:
+    shapes = {f"{number}.weight": f"{kind} [3, 4]" for number, kind in enumerate(kinds)}
+    changes: dict[str, Change] = {"start 0": set_line(shapes=shapes)}
+    changes |= {} if change is None else {"step 1": change}
+    return replace(make_trace("ddp", changes, ranks=ranks), options=SCRIPT_OPTIONS, is_script=True)
+
+
 def test_script_may_differ_by_rounding_on_more_than_two_ranks() -> None:
     """Horovod's ring adds up the gradients of three ranks in another order than Gloo does."""
-    two, three = (replace(make_trace(ranks=ranks), options=SCRIPT_OPTIONS) for ranks in (2, 3))
-    assert expected_tolerance(two, two).exact
-    assert expected_tolerance(three, three).why.startswith("a script on 3 ranks")
+    assert Pair.compare(*[script_trace("float32", ranks=2)] * 2).allowed.exact
+    allowed = Pair.compare(*[script_trace("float32")] * 2).allowed
+    assert allowed.why.startswith("taken for fp32 without autocast, a script on 3 ranks")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["float64"], (2e-14, 5e-8, 0.05)),
+        (["float32", "int64"], (1e-5, 1e-3, 0.05)),
+        (["float16", "float32"], (1e-3, 0.1, 0.3)),
+        (["float32", "bfloat16"], (1e-2, 0.3, 0.3)),
+    ],
+)
+def test_parameters_of_a_script_tell_its_precision(kinds: list[str], expected: tuple[float, ...]) -> None:
+    traces = [script_trace(*kinds)] * 2
+    assert expected_tolerance(*traces)[1:4] == expected
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_bits_of_gradients_tell_that_they_are_compressed(kind: torch.dtype) -> None:
+    def compress(rank: int, line: Any, values: dict[str, Tensor]) -> None:
+        values["gradients/large"] = torch.randn(100, generator=torch.Generator().manual_seed(1))
+        values |= {name: value.to(kind).float() for name, value in values.items() if name.startswith("gradients")}
+
+    def whole_numbers(rank: int, line: Any, values: dict[str, Tensor]) -> None:
+        values |= {name: value.round() for name, value in values.items() if name.startswith("gradients")}
+
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[kind]
+    sent, other = script_trace("float32", ranks=2, change=compress), script_trace("float32", ranks=2)
+    assert [trace.compression for trace in (sent, other)] == [name, "none"]
+    assert expected_tolerance(sent, sent)[1:4] == (1e-5, 0.01, 0.05)
+    assert script_trace("float32", change=whole_numbers).compression == "none"
+    finding = Pair.compare(sent, other).findings[0]
+    assert (finding.quantity, finding.name) == ("set-up", "the type in which gradients are sent")
+
+
+def test_clipping_on_one_side_is_seen_by_its_norm() -> None:
+    clip = combine(multiply(0.5, *ALL), set_line(grad_norm=1.0))
+    steps = {f"step {number}": number for number in (1, 2, 3, 4)}
+    one = make_trace("horovod", dict.fromkeys(steps, clip))
+    other = make_trace("ddp", {step: set_line(grad_norm=2.0 + number) for step, number in steps.items()})
+    (cause,) = find_causes(Pair.compare(one, other))
+    assert cause.text.startswith("horovod clips the gradients to a norm of 1, and ddp does not")
 
 
 def test_distances_of_tensors() -> None:
@@ -277,15 +328,15 @@ def test_distances_of_tensors() -> None:
     assert distance_between(tensor([1.0, nan]), tensor([1.0, nan])).relative == 0
     assert distance_between(tensor([1.0, nan]), tensor([1.0, 2.0])).relative == math.inf
     assert distance_between(tensor([math.inf]), tensor([math.inf])).relative == 0
-    assert distance_between(tensor([3, 4]), tensor([3, 5])).absolute == 1
-    assert distance_between(None, tensor([1.0]))[2:] == (NONE, 1.0)
+    assert distance_between(tensor([3, 4]), tensor([3, 5]))[1:] == (4, 5)
+    assert distance_between(None, tensor([1.0]))[1:] == (NONE, 1.0)
     assert distance_between(torch.zeros(0), torch.zeros(0)).relative == 0
 
 
 def test_what_is_only_rounding_beside_others_is_not_measured_by_its_own_size() -> None:
     traces = [
-        make_trace(name, {"step 1": combine(multiply(100, "gradients"), set_tensor("gradients/a.bias", its))})
-        for name, its in (("horovod", 1e-6), ("ddp", -1e-6))
+        make_trace(name, {"step 1": combine(multiply(100, "gradients"), set_tensor("gradients/a.bias", number))})
+        for name, number in (("horovod", 1e-6), ("ddp", -1e-6))
     ]
     assert Pair.compare(*traces).findings[0].relative < 1e-5
 
@@ -296,61 +347,68 @@ def test_what_is_only_rounding_beside_others_is_not_measured_by_its_own_size() -
 def test_table_and_json() -> None:
     change = combine(set_line(losses=[math.nan]), multiply(2, "parameters"))
     traces = [make_trace("horovod", {"step 4": change}), make_trace("ddp")]
-    pairs = compare_all(traces)
-    lines = table(traces, pairs)
+    pair = Pair.compare(*traces)
+    lines = table(traces, [pair])
     assert lines[0].split() == ["loss", "gradient", "norm", "parameters", "apart"]
     assert lines[1].split() == ["step", "horovod", "ddp", "horovod", "ddp", "horovod,", "ddp"]
     assert lines[2].split() == ["1", "1", "1", "2", "2", "same", "bits"]
     assert lines[5].split() == ["4", "nan", "0.25", "2", "2", "5.0e-01"]
-    kept = json.loads(json.dumps(as_json([TracedRun(trace.name, DONE, trace) for trace in traces], pairs)))
+    kept = json.loads(to_json(as_json([TracedRun(trace.name, DONE, trace) for trace in traces], [pair])))
     assert not kept["same"]
     assert kept["pairs"][0]["findings"][0]["quantity"] == "loss"
-    assert kept["steps"][1]["loss"] == {"horovod": 0.5, "ddp": 0.5}
-
-
-def test_select_steps_around_differences() -> None:
-    one = make_trace("horovod", {"step 60": set_line(lr=[0.2])}, steps=100)
-    pair = Pair.compare(one, make_trace("ddp", steps=100))
-    whens = [Moment(step, 1) for step in range(1, 101)]
-    assert [when.step for when in select_steps(whens, [pair])] == [*range(1, 9), *range(57, 64), *range(97, 101)]
-    assert len(select_steps(whens[:24], [pair])) == 24
+    assert kept["pairs"][0]["losses"]["2"] == [0.5, 0.5]
 
 
 def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> None:
     one = make_trace("horovod", {"start 0": set_line(stride=16)})
     traces = [one, make_trace("ddp", {"step 1": multiply(1.5, "gradients")})]
-    lines = conclusions([TracedRun(t.name, DONE, t) for t in traces], compare_all(traces), tmp_path)
+    lines = conclusions([TracedRun(t.name, DONE, t) for t in traces], [Pair.compare(*traces)], tmp_path)
     assert any("every 16th was kept" in line for line in lines)
 
 
 # What is run.
 
 
-def test_max_steps_of_the_job_limits_steps() -> None:
-    assert steps_of([*DIGITS, "--max-steps", "5"], 20) == 5
-    assert steps_of([*DIGITS, "--max_steps=7"], 20) == 7
-    assert steps_of([*DIGITS, "--max-steps", "500"], 20) == 20
-    assert steps_of([cli.__file__, "--max-steps", "5"], 20) == 5
-
-
-@pytest.mark.parametrize("engines", ["ddp", "ddp,ddp", "ddp,mpi", ""])
-def test_invalid_engines_are_refused(engines: str) -> None:
-    with pytest.raises(OptionError, match=f"--engines {engines}"):
-        parse_engines(engines, DIGITS)
+@pytest.mark.parametrize("backend", ["ddp", "ddp,ddp", "ddp,mpi", ""])
+def test_invalid_engines_are_refused(backend: str) -> None:
+    with pytest.raises(OptionError, match=f"--backend {backend}: name two or three"):
+        parse_engines(backend)
 
 
 def test_single_comes_last_with_the_global_batch() -> None:
-    assert parse_engines("single, ddp", DIGITS) == ["ddp", "single"]
-    like = make_trace(ranks=4, accumulate=2)
-    trial = TracedTrial.of((*DIGITS, "--accumulate", "2"), "single", 4, 1, 20, like)
-    words = trial.start(Path("log")).command
-    assert words[1 : 1 + len(DIGITS)] == list(DIGITS)
-    assert [words[n + 1] for n, word in enumerate(words) if word == "--accumulate"] == ["8"]
-    place = words.index("--max-steps")
-    assert words[place : place + 4] == ["--max-steps", "20", "--trace-steps", "20"]
-    assert "--save-every-epochs" in words
-    assert global_batch_options(make_trace(ranks=4, sync_batch_norm=True)) == ["--batch-size", "16"]
-    assert global_batch_options(make_trace(ranks=4, reproducible=4)) == []
+    assert parse_engines("single, ddp") == ["ddp", "single"]
+    trial = TracedTrial.of(DIGITS, "single", 4, 1, 20, make_trace(ranks=4, accumulate=2))
+    message = Message.read(trial.start(Path("log")).variables)
+    assert message == Message(
+        log_dir="log", engine="single", max_steps=20, trace_steps=20, options={"accumulate": 8}
+    )
+    assert global_batch_options(make_trace(ranks=4, sync_batch_norm=True)) == {"batch_size": 16}
+    assert global_batch_options(make_trace(ranks=4, reproducible=4)) == {}
+    with pytest.raises(OptionError, match="options of the Trainer, on which this job is not built"):
+        global_batch_options(script_trace("float32"))
+
+
+def test_nothing_of_others_in_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its --out removed the runs of compare, and what else was called runs.jsonl, failed, running or traced."""
+    others = ("runs.jsonl", "failed/1.txt", "running/log/notes", "traced/horovod/notes", "horovod/notes")
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def fail(start: Start, folder: Path, output: Path, **_: Any) -> int:
+        output.write_text("out of luck")
+        return 1
+
+    monkeypatch.setattr(trial_runner, "run_to_end", fail)
+    for _ in range(2):
+        assert cli.main(["--out", str(tmp_path), "--", *DIGITS]) == 2
+    assert [(tmp_path / name).read_text() for name in others] == [*others]
+    added = {path.name for path in tmp_path.iterdir()} - {Path(name).parts[0] for name in others}
+    assert added == {"parity.json", "parity-runs"}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "parity-runs").symlink_to(tmp_path)
+    with pytest.raises(OptionError, match="is a link, behind which"):
+        cli.main(["--out", str(tmp_path / "other"), "--", *DIGITS])
 
 
 # What ranks keep.

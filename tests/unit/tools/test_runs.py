@@ -17,7 +17,7 @@ import pytest
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.message import Message
-from hvd_trainer.tools.parity.cli import Options
+from hvd_trainer.tools.parity.cli import ParityOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import locked_folder
@@ -31,7 +31,7 @@ from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_roun
 
 
 def test_number_of_ranks_may_be_spelled_as_for_horovodrun() -> None:
-    options, job = read_command("parity", Options, ["-np", "3", "--", "setup.cfg", "-np", "5"])
+    options, job = read_command("parity", ParityOptions, ["-np", "3", "--", "setup.cfg", "-np", "5"])
     assert options.np == 3
     assert job == ("setup.cfg", "-np", "5")
 

@@ -41,7 +41,7 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (diagnose, ["--np", "1", "--budget", "0"], "--np must be 2 or more.*; --budget must"),
         (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
         (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
-        (parity, ["--engines", "ddp"], "name two or three"),
+        (parity, ["--backend", "ddp"], "name two or three"),
         (parity, ["--", *JOB, "--trace_steps=3", "--resume", "auto"], "Leave --trace_steps=3 and --resume out"),
         (tune, ["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
         (tune, ["--engines", "ddp,single"], "there are horovod, ddp; name each once"),
@@ -63,7 +63,9 @@ def test_a_folder_that_another_command_uses_is_refused(tool: Any, tmp_path: Path
         "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
         "print('locked', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    folder = tmp_path / getattr(tool, "RUNS_FOLDER", "")
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", code, str(folder / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
@@ -81,4 +83,4 @@ def test_ctrl_c_leaves_no_run_behind(tool: Any, tmp_path: Path, monkeypatch: pyt
     # Without a run diagnose has no verdict, and parity passes the interrupt on.
     with suppress(OptionError, KeyboardInterrupt):
         assert tool.main(["--out", str(tmp_path), "--", *JOB]) == 130
-    assert not (tmp_path / "running").exists()
+    assert not list(tmp_path.rglob("running"))
