@@ -14,9 +14,10 @@ import yaml
 from launchers import launch
 
 from hvd_trainer import OptionError
+from hvd_trainer.measure.stats import Noise
 from hvd_trainer.tools.runner.records import read_runs
 from hvd_trainer.tools.tune import cli
-from hvd_trainer.tools.tune.race import Noise, Race
+from hvd_trainer.tools.tune.race import Race
 from hvd_trainer.tools.tune.report import as_yaml, sentences
 from hvd_trainer.tools.tune.search import AS_IT_IS, Found, Search
 from hvd_trainer.tools.tune.settings import as_words, find_changes, settling_steps

@@ -10,12 +10,12 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from hvd_trainer.measure.stats import Ratio, ratios
 from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.equal_work import Side
 from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
-from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
@@ -113,17 +113,17 @@ class Pair:
         one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
         variant = self.one.trial.variant.label
         where = f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
-        value, low, high, rounds = speed.value, speed.low, speed.high, plural(speed.rounds, "round")
-        if low is None or high is None:
-            said = f"{one} has {value:.2f} times the speed of {other} in {rounds}"
+        rounds = plural(speed.rounds, "round")
+        if speed.low is None:
+            said = f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}"
             return f"{where} {said}, which is too few to tell a difference from noise."
-        if speed.is_clear and value < 1:
-            one, other, value, low, high = other, one, 1 / value, 1 / high, 1 / low
-        interval = f"(median ratio of {rounds}, 95 % interval {low:.2f} to {high:.2f})"
+        if speed.is_clear and speed.value < 1:
+            one, other, speed = other, one, speed.inverse
+        interval = f"(mean of {rounds}, {speed.interval})"
         if speed.is_clear:
-            return f"{where} {one} is {value:.2f} times as fast as {other} {interval}."
+            return f"{where} {one} is {speed.value:.2f} times as fast as {other} {interval}."
         said = f"no difference between {one} and {other} is visible at this noise"
-        return f"{where} {said}: {value:.2f} times {interval}."
+        return f"{where} {said}: {speed.value:.2f} times {interval}."
 
     def why(self) -> str | None:
         """Say which parts of a step make the difference; None where there is none, or no part was measured."""
@@ -246,8 +246,9 @@ class Comparison:
             if first == second or not same_place or not (both_ours or first.engine == second.engine):
                 continue
             if rounds := _common_rounds(one, other):
-                found.append(Pair(one, other, ratio(*zip(*rounds, strict=True))))
-        return found
+                found.append((one, other, rounds))
+        speeds = ratios([tuple(zip(*rounds, strict=True)) for _, _, rounds in found])
+        return [Pair(one, other, speed) for (one, other, _), speed in zip(found, speeds, strict=True)]
 
     def verdicts(self) -> list[str]:
         """Return a text for each pair."""

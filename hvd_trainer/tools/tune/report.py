@@ -59,7 +59,7 @@ def sentences(backend: str, found: Found) -> list[str]:
         assert gain is not None  # settings that are not proved are dropped
         said.append(
             f"{backend}: {describe(found.settings)} makes the job {gain.value:.2f} times as fast "
-            f"({plural(gain.rounds, 'round')} of its own, 95 % interval {gain.low:.2f} to {gain.high:.2f})."
+            f"({plural(gain.rounds, 'round')} of its own, {gain.interval})."
         )
         if "static_graph" in found.settings:
             said.append("--static-graph promises that every step uses the same parameters: leave it out if not.")

@@ -32,7 +32,7 @@ def test_verdicts_say_who_how_much_and_why(made: Comparison) -> None:
     alone, together = made.verdicts()
     assert alone.startswith("On 1 rank no difference between horovod and ddp is visible at this noise: 1.00 times")
     assert together.startswith(
-        "On 2 ranks horovod is 1.20 times as fast as ddp (median ratio of 5 rounds, 95 % interval 1.19 to "
+        "On 2 ranks horovod is 1.20 times as fast as ddp (mean of 5 rounds, 97.5 % interval 1.19 to "
     )
     assert "A step of ddp takes 27.43 ms longer: exchanging gradients +27.43 ms." in together
     assert together.endswith("Both have trained the same weights, to the last bit.")

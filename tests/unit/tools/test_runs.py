@@ -25,7 +25,6 @@ from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
-from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
@@ -288,16 +287,3 @@ def test_curve_averages_ranks_that_have_a_loss() -> None:
     long = [{"step": np.arange(1000), "loss": np.arange(1000.0)}]
     assert len(curve(long)) == 200
     assert curve(long)[0] == [2.0, 2.0]
-
-
-def test_ratio_is_clear_only_above_the_noise() -> None:
-    assert ratio([1.0], [2.0]).low is None
-    clear = ratio([110, 111, 109, 112, 110], [100, 100, 100, 101, 100])
-    assert clear.is_clear
-    assert clear.low is not None
-    assert 1.08 < clear.low <= clear.value <= (clear.high or 0) < 1.13
-    noisy = ratio([110, 90, 105, 95, 100], [100, 100, 100, 100, 100])
-    assert not noisy.is_clear
-    assert ratio([3, 3, 3], [2, 2, 2]).is_clear
-    # What t(4) is wider than the normal distribution: Phi(-2.776 x sqrt(5 / 4)).
-    assert interval_quantiles(5)[0] == pytest.approx(0.00096, abs=1e-5)
