@@ -14,7 +14,7 @@ from combinations import case
 from launchers import launch, requires, start
 from waiting import wait_for
 
-from hvd_trainer.tools.runner.formats import number
+from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.runner.records import read_runs
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")

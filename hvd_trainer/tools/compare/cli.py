@@ -20,6 +20,7 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.tools.compare.report import show
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
@@ -27,7 +28,6 @@ from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, threads_per_rank, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import describe_speed

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, Axis
-from hvd_trainer.tools.runner.formats import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,11 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_trainer.tools.compare import heat_map
-from hvd_trainer.tools.compare.plots import Picture, pictures
-from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
-from hvd_trainer.tools.runner.formats import (
+from hvd_trainer.measure.formats import (
     console,
     make_table,
     milliseconds,
@@ -23,6 +19,10 @@ from hvd_trainer.tools.runner.formats import (
     render_page,
     to_json,
 )
+from hvd_trainer.tools.compare import heat_map
+from hvd_trainer.tools.compare.plots import Picture, pictures
+from hvd_trainer.tools.compare.result import Comparison
+from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
 from hvd_trainer.utils.text import plural
 
 NAME = "comparison"

@@ -10,12 +10,12 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from hvd_trainer.measure.formats import milliseconds, more_or_less
 from hvd_trainer.measure.stats import Ratio, ratios
 from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.equal_work import Side
-from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural

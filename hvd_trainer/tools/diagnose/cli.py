@@ -21,6 +21,7 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed, to_json
 from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
@@ -30,7 +31,6 @@ from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_t
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.trial_runner import in_rounds

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hvd_trainer.measure.formats import console, make_table, milliseconds, number
 from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
 from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
-from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
 from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import (
     ENDLESS,
@@ -23,7 +24,6 @@ from hvd_trainer.tools.runner.command import (
     option_of,
     with_options,
 )
-from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord

@@ -22,6 +22,7 @@ from annotated_types import Ge, Gt
 
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed, to_json
 from hvd_trainer.tools.runner.command import (
     NOT_SAVED,
     option_of,
@@ -31,7 +32,6 @@ from hvd_trainer.tools.runner.command import (
     script_checksum,
 )
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.machine import describe_machine, versions, warn_if_busy
 from hvd_trainer.tools.runner.measured import MeasuredTrial, describe_speed

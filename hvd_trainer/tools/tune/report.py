@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hvd_trainer.tools.runner.formats import console, make_table, percent
+from hvd_trainer.measure.formats import console, make_table, percent
 from hvd_trainer.tools.tune.race import Standing
 from hvd_trainer.tools.tune.search import Found, Tried
 from hvd_trainer.tools.tune.settings import GROUPS, describe

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.stats import Noise, Ratio, ratio
-from hvd_trainer.tools.runner.formats import percent
 from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.tools.tune.race import MIN_ROUNDS, Race, Standing
 from hvd_trainer.tools.tune.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes

@@ -12,12 +12,13 @@ import pytest
 from compared import FIGURES, JOB, WORK, only, run_of, trials_of, varied
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure import formats
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import Trial
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, make_variants, read_axes
 from hvd_trainer.tools.parity.traced_runs import TracedTrial
-from hvd_trainer.tools.runner import formats, trial_runner
+from hvd_trainer.tools.runner import trial_runner
 from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.tools.runner.processes import Start
 

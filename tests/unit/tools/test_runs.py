@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import to_json
 from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
@@ -170,7 +170,7 @@ SLOW = (
     [
         ({"limit_s": 2.0}, "had not ended after 2 s (--timeout-s)"),
         ({"limit_s": 2.0, "limit_option": "--limit-s", "budget_s": 900.0}, "had not ended after 2 s (--limit-s)"),
-        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget)"),
+        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget-s)"),
     ],
 )
 def test_trial_runner_kills_a_run_past_its_limit(tmp_path: Path, limits: dict[str, Any], note: str) -> None:
