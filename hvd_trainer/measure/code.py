@@ -75,7 +75,7 @@ def _folders_of(job: Sequence[str]) -> tuple[Path, Path]:
 
 
 def _is_foreign(file: Path, own: Path) -> bool:
-    """Return whether a file is of this package, of another one that is installed, or hidden in the job's folder."""
+    """Return whether a file is of this package, of an installed one, or hidden in the job's folder."""
     parts = file.relative_to(own).parts if file.is_relative_to(own) else file.parts
     hidden = file.is_relative_to(own) and any(part.startswith(".") for part in parts)
     return hidden or bool(INSTALLED & {*parts}) or file.is_relative_to(_package_folder())

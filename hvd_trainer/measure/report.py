@@ -1,8 +1,8 @@
 """The report of a tool: what it has concluded, the evidence, and what to type, in one order everywhere.
 
-    report = Report(title="Compared", subject="train.py", verdicts=[...], tables=[...])
-    report.show()                       in the terminal
-    report.write(folder, "comparison")  comparison.json, .md and .html
+report = Report(title="Compared", subject="train.py", verdicts=[...], tables=[...])
+report.show()                       in the terminal
+report.write(folder, "comparison")  comparison.json, .md and .html
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Report:
         """Print it."""
         out = console()
         for verdict in self.ordered:
-            out.print(str(verdict), style=STYLES[verdict.state], markup=False)
+            out.print(verdict.text, style=STYLES[verdict.state], markup=False)
+            for text in verdict.details:
+                out.print(f"  {text}", markup=False)
         for text in self.warnings:
             out.print(f"warning: {text}", style="yellow", markup=False)
         for table in self.tables:

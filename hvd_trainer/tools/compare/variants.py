@@ -22,7 +22,7 @@ from hvd_trainer.config.checks import flag, switch
 from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import flatten, parse
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import option_of, script_checksum
+from hvd_trainer.tools.runner.command import option_of
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
 
 T = TypeVar("T")
@@ -36,8 +36,7 @@ STAGES_ONLY, PARTS_ONLY = ("schedule", "parts_per_stage"), ("balance",)
 OWN_OPTION = {
     "ranks": "--np 1,2,4",
     "np": "--np 1,2,4",
-    "backend": "--engines horovod,ddp",
-    "engines": "--engines",
+    "backend": "--backend horovod,ddp",
 }
 """Axes of every comparison, which have options of their own."""
 
@@ -135,7 +134,7 @@ def _make_script_variant(job: Sequence[str], axes: Sequence[Axis], values: Seque
         words = _replaced(words, axis, value)
     return Variant(
         words=words,
-        identity={"words": list(words), "script": script_checksum(words)},
+        identity={"words": list(words)},
         values={axis.name: value for axis, value in pairs},
         label=", ".join(f"{axis.label} {value}" for axis, value in pairs if axis.varies),
     )
@@ -218,7 +217,6 @@ class JobOptions:
             words=(*self.program, *self.arguments, *(word for its in used for word in its.words)),
             identity={
                 "job": list(self.program),
-                "script": script_checksum(self.program),
                 # As it comes back from JSON, which has no tuples.
                 "options": json.loads(json.dumps(changed, default=str)),
             },

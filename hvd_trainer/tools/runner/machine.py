@@ -39,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a machine's properties on which the figures of a run depend: runs of others are other runs."""
+    """Return those of a machine's properties on which the figures of a run depend."""
     names = ("host", "cpu", "gpus", "python", "torch", "horovod")
     return {name: machine[name] for name in names if name in machine}
 

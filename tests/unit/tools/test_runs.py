@@ -17,6 +17,7 @@ import pytest
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.formats import to_json
+from hvd_trainer.observe.step_timer import FOLDER
 from hvd_trainer.tools.parity.cli import Options
 from hvd_trainer.tools.probe.options import ProbeOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
@@ -85,6 +86,17 @@ def test_failure_reason_is_one_line(message: str | None, output: str, reason: st
     if message is not None:
         (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
     assert why_it_failed(tmp_path, 3) == reason
+
+
+def test_ranks_with_unequal_steps_are_named(tmp_path: Path) -> None:
+    """They were told that they had taken none."""
+    folder = tmp_path / "log" / FOLDER
+    folder.mkdir(parents=True)
+    for rank, steps in enumerate((30, 31)):
+        np.savez(folder / f"rank-{rank}.npz", step=np.arange(steps))
+    assert why_it_failed(tmp_path, 0).startswith("ranks took 30 and 31 steps: give each as many batches")
+    np.savez(folder / "rank-1.npz", step=np.arange(30))
+    assert why_it_failed(tmp_path, 0) == "it took no optimizer step that counts"
 
 
 def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
@@ -211,6 +223,19 @@ def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> No
 
     run = TrialRunner(tmp_path).run(JobTrial("", {}, start, lambda log: None), keep=tmp_path / "kept")
     assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
+
+
+def test_runs_know_their_go_and_what_was_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = TrialRunner(tmp_path)
+    first.warn("other programs are at work")
+    first.warn("other programs are at work")
+    assert capsys.readouterr().err == "warning: other programs are at work\n"
+    for number in (1, 2):
+        first.run(trial_of(DONE), number)
+    TrialRunner(tmp_path).run(trial_of(DONE), 3)
+    one, two, three = read_runs(tmp_path)
+    assert one.go == two.go < three.go
+    assert (one.warnings, three.warnings) == (("other programs are at work",), ())
 
 
 def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,8 @@ class Standing:
     high: float
     """bounds of the interval that decides whether it wins"""
     rounds: int
+    level: float = 1 - ERROR
+    """of the interval, which is above 95 % where there are several candidates"""
 
 
 @dataclass
@@ -79,15 +81,16 @@ class Race:
             return Standing("no faster", 0.0, 0.0, 0.0, 0)
         if not logs:
             return Standing("open", 1.0, 0.0, math.inf, 0)
+        error = ERROR / len(self.names)
         mean, least, noise = fmean(logs), math.log1p(self.least_gain), self.known_noise()
-        half = noise.half_width(len(logs), ERROR / 2 / len(self.names))
+        half = noise.half_width(len(logs), error / 2)
         verdict: Verdict = "open"
         if len(logs) >= MIN_ROUNDS:
             if mean - half > 0 and mean > least:
                 verdict = "faster"
             elif mean + noise.half_width(len(logs), ERROR) < least:
                 verdict = "no faster"
-        return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs))
+        return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs), 1 - error)
 
     @property
     def running(self) -> list[str]:
@@ -96,8 +99,8 @@ class Race:
         A winner runs on beside those that may be faster still.
         """
         standings = {name: self.standing(name) for name in self.names}
-        left = [name for name, its in standings.items() if its.verdict != "no faster"]
-        best = max((its.low for its in standings.values() if its.verdict == "faster"), default=0.0)
+        left = [name for name, standing in standings.items() if standing.verdict != "no faster"]
+        best = max((s.low for s in standings.values() if s.verdict == "faster"), default=0.0)
         return [name for name in left if standings[name].high > best]
 
     @property
