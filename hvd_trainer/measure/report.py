@@ -121,7 +121,8 @@ class Report:
         parts += [f"> warning: {text}" for text in self.warnings]
         for table in self.tables:
             rule = [":--" if place in table.words else "--:" for place in range(len(table.columns))]
-            lines = [f"| {' | '.join(cells)} |" for cells in (table.columns, rule, *table.rows)]
+            rows = [[cell.replace("|", r"\|") for cell in cells] for cells in (table.columns, rule, *table.rows)]
+            lines = [f"| {' | '.join(cells)} |" for cells in rows]
             parts += [f"**{table.title}**", "\n".join(lines)]
         parts += [*self.notes, *(f"Type: `{text}`" for text in self.advice)]
         return "\n\n".join(parts) + "\n"

@@ -250,7 +250,7 @@ class Comparison:
         """The neighbours that have run in turn, with the ratio of their speeds, corrected for their number."""
         rounds = [(one, other, _common_rounds(one, other)) for one, other in self.neighbours]
         known = [(one, other, common) for one, other, common in rounds if common]
-        speeds = ratios([tuple(zip(*common, strict=True)) for _, _, common in known])
+        speeds = ratios([([a for a, _ in common], [b for _, b in common]) for _, _, common in known])
         return [Pair(one, other, speed) for (one, other, _), speed in zip(known, speeds, strict=True)]
 
     @property
