@@ -69,6 +69,8 @@ class Search:
     """below which a gain is not worth a search, as a fraction"""
     lossy: bool
     """whether gradients may be rounded"""
+    go: Callable[[], float] = lambda: 0.0
+    """when the command began that made the last run: only runs of one command are pairs"""
     noise: Noise = field(default_factory=Noise, init=False)
     result: SearchResult = field(default_factory=SearchResult, init=False)
 
@@ -188,13 +190,15 @@ class Search:
     def _run_round(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Run one round of the present settings and the candidates still in the race, in alternating order."""
         everyone = [AS_IT_IS, *race.running]
-        present, speeds = math.nan, dict[str, float | None]()
+        present, speeds, goes = math.nan, dict[str, float | None](), dict[str, float]()
         for label in everyone[:: -1 if race.held % 2 else 1]:
             if label == AS_IT_IS:
                 present = self._must_run(label, self.result.settings)
             else:
                 speeds[label] = self.measure(label, settings[label])
-        race.note(present, speeds)
+            goes[label] = self.go()
+        paired = {label for label in speeds if speeds[label] is None or goes[label] == goes[AS_IT_IS]}
+        race.note(present, {label: speed for label, speed in speeds.items() if label in paired})
 
     def _must_run(self, label: str, settings: Mapping[str, Any]) -> float:
         speed = self.measure(label, settings)
@@ -207,10 +211,12 @@ class Search:
 
     def _prove(self) -> None:
         both = {"before": {}, "tuned": self.result.settings}
-        speeds: dict[str, list[float]] = {label: [] for label in both}
+        speeds: dict[str, list[tuple[float, float]]] = {label: [] for label in both}
         for _, label in in_rounds(list(both), self.rounds):
-            speeds[label].append(self._must_run(label, both[label]))
-        self.result.gain = gain = ratio(speeds["tuned"], speeds["before"])
+            speeds[label].append((self._must_run(label, both[label]), self.go()))
+        rounds = zip(speeds["tuned"], speeds["before"], strict=True)
+        pairs = [(tuned, before) for (tuned, go), (before, other) in rounds if go == other]
+        self.result.gain = gain = ratio([tuned for tuned, _ in pairs], [before for _, before in pairs])
         if not gain.is_clear or gain.value < 1:
             self._say(f"not confirmed: {percent(gain.value - 1)} faster in fresh runs ({gain.interval})")
             self.result.settings = {}

@@ -11,6 +11,7 @@ from typing import Any
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.code import digest_of_code, digest_of_files
+from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.search import Search, SearchResult
 from hvd_trainer.tools.compare.settings import as_words, settling_steps
 from hvd_trainer.tools.runner.command import NOT_SAVED, option_of, option_values
@@ -80,9 +81,9 @@ class SettingsRunner:
     runner: TrialRunner
     conditions: Mapping[str, Any]
     """what the figures depend on besides, such as the machine, versions and code"""
-    warmup_steps: int
-    run_s: float
-    """how long each run trains, about"""
+    options: CompareOptions
+    go: float = 0.0
+    """when the command began that made the last run"""
     steps: int = MIN_STEPS
     used: Counter[str] = field(default_factory=Counter)
     """how often each setting was run, by its identity"""
@@ -96,7 +97,7 @@ class SettingsRunner:
         run = self._run({})
         if run.state != "done" or "step_s" not in run.figures:
             raise OptionError(f"The job does not run as it is, on {self.backend}: {self._failure(run)}")
-        self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self.run_s / run.figures["step_s"])))
+        self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self.options.run_s / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(cpu_ids())}
 
     def _failure(self, run: RunRecord) -> str:
@@ -108,14 +109,19 @@ class SettingsRunner:
     def measure(self, label: str, settings: Mapping[str, Any]) -> float | None:
         """Return the samples per second with these settings; None if the job does not run with them."""
         run = self._run(settings)
+        self.go = run.go
         has_speed = "step_s" in run.figures
         said = describe_speed(run) if has_speed else self._failure(run)
         print(f"{self.backend}, run {self.used.total()}  {label}: {said}", flush=True)
         # Of a script without a DataLoader, samples are not seen.
         return float(run.figures.get("samples_per_s", 1 / run.figures["step_s"])) if has_speed else None
 
+    def last_go(self) -> float:
+        """Return when the command began that made the last run."""
+        return self.go
+
     def _run(self, settings: Mapping[str, Any]) -> RunRecord:
-        warm_up, job = self.warmup_steps + settling_steps(settings), self.job
+        warm_up, job = self.options.warmup_steps + settling_steps(settings), self.job
         left_out = settings.get("leave_out")
         changed = as_words({name: value for name, value in settings.items() if name != "leave_out"})
         trial = MeasuredTrial(
@@ -141,31 +147,33 @@ def search_all(
     backends: Sequence[str],
     folder: Path,
     conditions: Mapping[str, Any],
-    *,
-    warmup_steps: int,
-    run_s: float,
-    timeout_s: float,
-    **how: Any,
+    options: CompareOptions,
 ) -> tuple[dict[str, SearchResult], list[str]]:
     """Search on each engine, and return the results and what was warned of.
-
-    Args:
-        how: further arguments of `Search`.
 
     Raises:
         OptionError: the job does not run.
     """
-    runner = TrialRunner(folder, limit_s=timeout_s, are_figures=_are_figures)
+    runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
     if text := busy_warning():
         runner.warn(text)
     known = {**conditions, "code": digest_of_code(job.words), "files": digest_of_files(job.words)}
     results = {}
     for backend in backends:
-        settings_runner = SettingsRunner(backend, job, runner, known, warmup_steps, run_s)
+        settings_runner = SettingsRunner(backend, job, runner, known, options)
         facts = settings_runner.run_unchanged()
-        length = plural(warmup_steps + settings_runner.steps, "step")
+        length = plural(options.warmup_steps + settings_runner.steps, "step")
         print(f"{backend}: runs of {length}; all is kept in {folder}", flush=True)
-        results[backend] = Search(backend, facts, job.fixed, settings_runner.measure, **how).run()
+        results[backend] = Search(
+            backend,
+            facts,
+            job.fixed,
+            settings_runner.measure,
+            rounds=options.rounds,
+            least_gain=options.least_gain,
+            lossy=options.lossy,
+            go=settings_runner.last_go,
+        ).run()
     recorded = (text for run in runner.last.values() for text in run.warnings)
     return results, list(dict.fromkeys([*recorded, *runner.warnings]))
 

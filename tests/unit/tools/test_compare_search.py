@@ -14,6 +14,7 @@ import yaml
 from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
 from hvd_trainer.tools.compare import search_report
+from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.race import Race
 from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
 from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
@@ -241,6 +242,23 @@ def test_search_seldom_takes_noise_for_a_gain() -> None:
     assert tuned <= 5
 
 
+def test_search_pairs_runs_of_one_go_only() -> None:
+    """A search that was stopped between the runs of a round goes on on a machine that is half as fast by then."""
+    goes = {"now": 0.0}
+    speeds = iter([1000.0, *[500.0] * 99])
+    ran = []
+
+    def measure(label: str, settings: Mapping[str, Any]) -> float:
+        ran.append(label)
+        goes["now"] = float(len(ran) > 1)
+        return next(speeds)
+
+    facts = FACTS | {"in_memory": True, "world_size": 1}
+    search_ = Search("ddp", facts, (), measure, 3, 0.02, lossy=False, go=lambda: goes["now"])
+    tried = {change.label: change.standing for change in search_.run().tried}
+    assert {standing.speed for standing in tried.values()} == {1.0}
+
+
 def test_search_passes_over_settings_that_do_not_run() -> None:
     """Also where a job cannot do without its exchange, as with --shard full: nothing is known of its cost then."""
     found, _ = searched(
@@ -322,6 +340,6 @@ def test_search_repeats_runs_of_changed_code(tmp_path: Path, monkeypatch: pytest
     for text in ("", "changed = True\n"):
         (tmp_path / "model.py").write_text(text)
         with pytest.raises(OptionError, match="refused"):
-            search_all(job, ["ddp"], tmp_path, {}, warmup_steps=5, run_s=1.0, timeout_s=9.0)
+            search_all(job, ["ddp"], tmp_path, {}, CompareOptions())
     assert identities[0] != identities[1]
     assert identities[0] == {**identities[1], "code": identities[0]["code"]}

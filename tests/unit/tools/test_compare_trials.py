@@ -14,6 +14,7 @@ from compared import FIGURES, JOB, WORK, only, run_of, trials_of, varied
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure import formats
 from hvd_trainer.tools.compare import cli
+from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import CompareTrial
 from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, make_variants, read_axes
@@ -250,7 +251,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
 
     def measure(**options: Any) -> list[int]:
         started.clear()
-        cli.measure(trials, tmp_path, cli.CompareOptions(**options))
+        cli.measure(trials, tmp_path, CompareOptions(**options))
         return started
 
     monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
@@ -268,7 +269,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
 
 def test_compare_refuses_to_go_on_after_unequal_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Many tutorials scale the rate on Horovod alone: their Horovod trains another model than their DDP."""
-    trials, options = trials_of(ranks="2", backends="horovod,ddp"), cli.CompareOptions(rounds=1)
+    trials, options = trials_of(ranks="2", backends="horovod,ddp"), CompareOptions(rounds=1)
     rates = {"horovod": [[0.004, 235]], "ddp": [[0.002, 235]]}
     monkeypatch.setattr(trial_runner, "run_to_end", lambda *_, **__: 0)
     monkeypatch.setattr(
