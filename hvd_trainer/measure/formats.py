@@ -34,10 +34,6 @@ def percent(fraction: float) -> str:
     return f"{fraction:.1%}"
 
 
-def more_or_less(fraction: float) -> str:
-    return f"{fraction:+.0%}"
-
-
 def to_json(value: Any) -> str:
     """Return a report as JSON; NaN, infinities and values of other types, which it does not have, become text."""
 

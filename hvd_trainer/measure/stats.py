@@ -58,7 +58,12 @@ class Ratio:
         """The interval with its level, in words."""
         if self.low is None or self.high is None:
             return "no interval"
-        return f"{100 * self.level:.3g} % interval {self.low:.2f} to {self.high:.2f}"
+        return interval_text(self.low, self.high, self.level)
+
+
+def interval_text(low: float, high: float, level: float) -> str:
+    """Return an interval with its level, in words."""
+    return f"{100 * level:.3g} % interval {low:.2f} to {high:.2f}"
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.formats import percent
-from hvd_trainer.measure.stats import Noise, Ratio, ratio
+from hvd_trainer.measure.stats import Noise, Ratio, interval_text, ratio
 from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing
 from hvd_trainer.tools.compare.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
 from hvd_trainer.tools.runner.trial_runner import in_rounds
@@ -113,8 +113,8 @@ class Search:
             # A setting gains less than leaving the whole part out.
             if bound.verdict == "no faster" or bound.speed < 1 + self.least_gain:
                 self.result.untried[group] = (
-                    f"without it at all the job has {bound.speed:.2f} times the speed ({bound.low:.2f} to "
-                    f"{bound.high:.2f})"
+                    f"without it at all the job has {bound.speed:.2f} times the speed "
+                    f"({interval_text(bound.low, bound.high, bound.level)})"
                 )
         # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
         # much the job's does.
