@@ -22,7 +22,7 @@ MAX_NAMED = 3
 """Trials that are named with a note that many have."""
 GOOD_ROUNDS = 5
 """Rounds that are advised where there are too few."""
-SPEED = "Speed, samples/s: medians of the rounds"
+SPEED = "Speed: medians of the rounds"
 TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
     SPEED: (
         ("samples/s", "samples_per_s", number),
@@ -64,15 +64,19 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
 def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Report:
     """Return all that a comparison has to say."""
     few = any(pair.speed.rounds < MIN_ROUNDS for pair in comparison.pairs) or bool(comparison.apart)
+    failed = failures(comparison)
     return Report(
         title="Compared",
         subject=heading(comparison),
-        verdicts=[*failures(comparison), *(pair.verdict() for pair in comparison.pairs)],
+        verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)],
         warnings=warnings(comparison),
         tables=tables(comparison),
         pictures=pictures,
         notes=notes(comparison),
-        advice=[more_rounds(comparison)] if few else [],
+        advice=[
+            *([command_of(comparison, "--retry-failed")] if failed else []),
+            *([more_rounds(comparison)] if few else []),
+        ],
         data=data_of(comparison),
     )
 
@@ -103,7 +107,9 @@ def failures(comparison: Comparison) -> list[Verdict]:
     if not failed:
         return []
     text = f"FAILED {len(failed)} OF {plural(len(possible), 'TRIAL', 'TRIALS')}"
-    return [Verdict(text, "failed", [f"{line}." for line in _reasons(failed)])]
+    printed = ", ".join([result.output for result in failed if result.output][:MAX_NAMED])
+    where = [f"What they printed is beside this report: {printed}"] if printed else []
+    return [Verdict(text, "failed", [*_reasons(failed), *where])]
 
 
 def warnings(comparison: Comparison) -> list[str]:
@@ -116,7 +122,12 @@ def more_rounds(comparison: Comparison) -> str:
     """Return the command with so many rounds that each pair has enough of them."""
     rounds = max((number for result in comparison.results for number in result.runs), default=0)
     fewest = min([pair.speed.rounds for pair in comparison.pairs] + [0 for _ in comparison.apart])
-    own = with_options(comparison.options, ["--rounds", str(rounds + GOOD_ROUNDS - fewest)])
+    return command_of(comparison, "--rounds", str(rounds + GOOD_ROUNDS - fewest))
+
+
+def command_of(comparison: Comparison, *words: str) -> str:
+    """Return the command as it was typed, with further options."""
+    own = with_options(comparison.options, words)
     return shlex.join([*COMMAND.split(), "compare", *own, "--", *comparison.job])
 
 

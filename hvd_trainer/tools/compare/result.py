@@ -44,6 +44,8 @@ class TrialResult:
     """done, failed, killed, impossible, or not run"""
     note: str = ""
     """why it cannot be, or what became of the latest run that failed, unless its round went well later"""
+    output: str = ""
+    """the file with what that run printed"""
 
     @classmethod
     def of(cls, trial: CompareTrial, runs: Sequence[RunRecord]) -> TrialResult:
@@ -55,8 +57,10 @@ class TrialResult:
         bad = [run for run in last.values() if run.state != "done"]
         if not last:
             return cls(trial, {}, "not run", "not run")
-        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}" if bad else ""
-        return cls(trial, done, "done" if done else bad[-1].state, note)
+        if not bad:
+            return cls(trial, done, "done")
+        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}"
+        return cls(trial, done, "done" if done else bad[-1].state, note, bad[-1].output)
 
     @property
     def is_complete(self) -> bool:

@@ -106,15 +106,17 @@ def outputs(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_failed_trials_come_first_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ended with a verdict on the one that was left, and the failures below its tables."""
     plan = trials_of(ranks="1,2", backends="horovod,ddp")
-    runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory") for trial in plan[1:]]
+    runs = [RunRecord(trial.identity, 1, "failed", 1.0, "no memory", output="failed/1.txt") for trial in plan[1:]]
     report.write(compared(plan, [run_of(plan[0]), *runs]), tmp_path)
     out, kept, markdown, page = outputs(tmp_path, capsys)
     failed = "FAILED 3 OF 4 TRIALS"
-    assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory.\n")
+    assert out.startswith(f"{failed}\n  ddp x 1; horovod x 2; ddp x 2: failed in round 1: no memory\n")
+    assert "What they printed is beside this report: failed/1.txt" in out
+    assert "Type: python -m hvd_trainer compare --rounds 2 --retry-failed -- -m hvd_trainer.mnist" in out
     assert json.loads(kept)["verdicts"][0]["text"] == failed
     assert json.loads(kept)["verdicts"][0]["state"] == "failed"
     assert markdown.splitlines()[2].startswith(f"**{failed}**")
-    assert page.index(f'<section class="verdict failed">\n  <h3>{failed}</h3>') < page.index("<table>")
+    assert page.index(f'<section class="verdict failed">\n  <h3>{failed}</h3>') < page.index("<table ")
 
 
 @pytest.mark.parametrize(
