@@ -133,7 +133,7 @@ TYPED_ELSEWHERE = {
         *("test_profiler.py", '"--profile"'),
     ),
     # As these, and smaller.
-    "hvd-trainer compare --np 1,2 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
+    "hvd-trainer compare --np 1,2 --rounds 3 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
         *("test_compare.py", '"compare"'),
     ),
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "

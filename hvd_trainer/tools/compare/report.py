@@ -161,7 +161,7 @@ def notes(comparison: Comparison) -> list[str]:
         *([scaling_text(comparison)] if comparison.batches else []),
         f"{plural(trial.threads, 'CPU thread')} per rank; the first "
         f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
-        *([f"{METHOD}{holm}. Pairs are rounds of one go."] if pairs else []),
+        *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
         *comparison.unseen,
         "Machine: " + ", ".join(f"{name} {value}" for name, value in comparison.machine.items()) + ".",
         *_reasons([result for result in comparison.results if result.state in ("impossible", "not run")]),

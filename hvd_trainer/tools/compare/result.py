@@ -261,7 +261,7 @@ class Comparison:
     def apart(self) -> list[str]:
         """A sentence for each pair of neighbours that have not run in turn."""
         return [
-            f"{one.trial.label} and {other.trial.label} have run at different times, and in no round of one go: "
+            f"{one.trial.label} and {other.trial.label} have run at different times, and in no round in turn: "
             f"nothing is said of which one is faster"
             for one, other in self.neighbours
             if not _common_rounds(one, other)

@@ -77,7 +77,7 @@ def test_runs_of_different_goes_are_no_pairs(tmp_path: Path, capsys: pytest.Capt
     assert comparison.pairs == []
     report.write(comparison, tmp_path)
     said = capsys.readouterr().out
-    assert "warning: horovod x 2 and ddp x 2 have run at different times, and in no round of one go" in said
+    assert "warning: horovod x 2 and ddp x 2 have run at different times, and in no round in turn" in said
     assert "Type: python -m hvd_trainer compare --rounds 7 -- -m hvd_trainer.mnist" in said
     together = [replace(run_of(trial, n), go=2.0) for trial in plan for n in (3, 4)]
     (pair,) = compared(plan, [*apart, *together]).pairs
