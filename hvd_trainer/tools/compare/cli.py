@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     options, job = read_command("compare", CompareOptions, argv)
     check_together(options)
     check_installed()
-    typed = argv[: argv.index("--")]
+    typed = ["--np" if word == "-np" else word for word in argv[: argv.index("--")]]
     return _search(options, job, typed) if options.search else _compare(options, job, typed)
 
 
