@@ -56,8 +56,15 @@ def own_files(job: Sequence[str]) -> list[Path]:
         names = list(_imports(nodes, file, root))
         left += [path for name in names for folder in roots for path in _module_files(folder, name)]
         if any(map(_is_dynamic, nodes)):
-            left += own.rglob("*.py")
+            left += _all_modules(own)
     return sorted(seen)
+
+
+def _all_modules(folder: Path) -> Iterator[Path]:
+    """Yield all files of Python below a folder, without looking into those that `_is_foreign` refuses."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in INSTALLED]
+        yield from (Path(place, name) for name in names if name.endswith(".py"))
 
 
 def _folders_of(job: Sequence[str]) -> tuple[Path, Path]:
