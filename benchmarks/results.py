@@ -1,4 +1,4 @@
-"""From the runs to the table: medians, spread, ratios within a round, JSON and Markdown."""
+"""From the runs to the table: medians, spread, ratios, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.contestants import Contestant, Job
 from benchmarks.run import Measurement
+from hvd_trainer.measure.stats import Ratio, ratio
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. Ratios are medians of the ratios within each round."""
+    """One line of the table. Ratios are those within each round, with 95 % intervals, not corrected."""
 
     job: str
     ranks: int
@@ -37,9 +38,9 @@ class Row:
     images_per_s: float | None
     lowest: float | None
     highest: float | None
-    to_baseline: float | None
-    to_floor: float | None
-    against: dict[str, float | None]
+    to_baseline: Ratio | None
+    to_floor: Ratio | None
+    against: dict[str, Ratio | None]
     startup_s: float | None
     peak_mb: float | None
     notes: str
@@ -85,15 +86,16 @@ def _find(everything: list[Series], job: Job, ranks: int, name: str) -> Series |
     )
 
 
-def _ratio(one: Series, other: Series | None) -> float | None:
+def _ratio(one: Series, other: Series | None) -> Ratio | None:
     """The machine's speed drifts over minutes; within a round it cancels out."""
     if other is None:
         return None
-    return _median(
-        mine.images_per_s / theirs.images_per_s
-        for mine, theirs in zip(one.rounds, other.rounds, strict=True)
-        if mine is not None and theirs is not None
-    )
+    pairs = [
+        (left.images_per_s, right.images_per_s)
+        for left, right in zip(one.rounds, other.rounds, strict=True)
+        if left is not None and right is not None
+    ]
+    return ratio(*zip(*pairs, strict=True)) if pairs else None
 
 
 def _notes(one: Series) -> str:
@@ -124,15 +126,22 @@ def markdown(rows: list[Row], machine: dict[str, Any]) -> str:
             row.contestant,
             _number(row.images_per_s, ",.0f"),
             spread if row.lowest is not None else "-",
-            _number(row.to_baseline, ".2f"),
-            _number(row.to_floor, ".2f"),
-            ", ".join(f"{ratio:.2f} {name}" for name, ratio in row.against.items() if ratio is not None),
+            _shown(row.to_baseline),
+            _shown(row.to_floor),
+            ", ".join(f"{_shown(one)} {name}" for name, one in row.against.items() if one is not None),
             _number(row.startup_s, ".1f"),
             _number(row.peak_mb, ",.0f"),
             row.notes,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(one: Ratio | None) -> str:
+    """`0.86 (0.80 to 0.92)`: a ratio, and its interval where there are rounds enough for one."""
+    if one is None:
+        return "-"
+    return f"{one.value:.2f}" + ("" if one.low is None else f" ({one.low:.2f} to {one.high:.2f})")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,1 +1,1 @@
-"""The commands that check, compare, measure and tune training jobs (`cli.py` has the list)."""
+"""The commands that check, compare and measure training jobs (`cli.py` has the list)."""

@@ -133,21 +133,22 @@ TYPED_ELSEWHERE = {
         *("test_profiler.py", '"--profile"'),
     ),
     # As these, and smaller.
-    "hvd-trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "
-    "--epochs 1": ("test_compare.py", '"compare"'),
+    "hvd-trainer compare --np 1,2 --rounds 3 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
+        *("test_compare.py", '"compare"'),
+    ),
     "hvd-trainer compare --np 2 --rounds 1 --steps 20 -- examples/mnist/plain_ddp.py "
     "--data-dir ../shared/data/mnist": (*("test_compare.py", "test_compare_takes_any_script"),),
     "hvd-trainer diagnose --np 2 --backend ddp -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
         "test_diagnose_jobs.py",
         '"diagnose"',
     ),
-    "hvd-trainer tune --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
-        *("test_tune.py", '"tune"'),
+    "hvd-trainer compare --search --np 2 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist": (
+        *("test_compare.py", '"--search"'),
     ),
-    "hvd-trainer compare --engines ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
+    "hvd-trainer compare --backend ddp --np 1,2,4 --vary stages=1,2 --vary chunks=1,2,4,8,16,32 "
     "--vary batch-size=32,64,128,256 --vary schedule=gpipe --rounds 3 --steps 10 --out runs/pipeline -- -m "
     "hvd_trainer.imdb --dataset synthetic": ("test_compare.py", '"stages=1,2"'),
-    "MALLOC_MMAP_THRESHOLD_=131072 hvd-trainer compare --engines ddp --np 2 --vary precision=fp32,bf16 "
+    "MALLOC_MMAP_THRESHOLD_=131072 hvd-trainer compare --backend ddp --np 2 --vary precision=fp32,bf16 "
     "--vary activation-checkpointing=none,blocks --vary shard=none,optimizer,full --rounds 2 --warmup-steps 2 "
     "--steps 2 --out runs/memory -- -m hvd_trainer.imdb --dataset synthetic --batch-size 16 --layers 6 --d-model "
     "512 --d-hid 2048 --heads 8 --sequence-length 64": ("test_compare.py", '"hvd_trainer.imdb"'),
@@ -426,7 +427,6 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer install-horovod",
         "hvd_trainer export",
         "hvd_trainer compare",
-        "hvd_trainer tune",
         "hvd_trainer diagnose",
         "hvd_trainer parity",
         "hvd_trainer run",

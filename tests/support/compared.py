@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.trials import Trial, make_trials, read_entries
+from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
 from hvd_trainer.tools.runner.records import RunRecord
 
@@ -35,15 +35,15 @@ def varied(**values: str) -> list[Axis]:
 def trials_of(
     *arguments: str,
     ranks: str = "1",
-    engines: str = "ddp",
+    backends: str = "ddp",
     job: Sequence[str] = JOB,
     baselines: Sequence[str] = (),
     threads: int = 1,
     **values: str,
-) -> list[Trial]:
+) -> list[CompareTrial]:
     numbers = [int(number) for number in ranks.split(",")]
     return make_trials(
-        read_entries(engines, baselines, max_ranks=max(numbers), num_gpus=0),
+        read_entries(backends, baselines, max_ranks=max(numbers), num_gpus=0),
         numbers,
         make_variants((*job, *arguments), varied(**values)),
         threads=threads,
@@ -51,12 +51,14 @@ def trials_of(
     )
 
 
-def only(*arguments: str, **values: Any) -> Trial:
+def only(*arguments: str, **values: Any) -> CompareTrial:
     (trial,) = trials_of(*arguments, **values)
     return trial
 
 
-def run_of(trial: Trial, number: int = 1, rate: float = 100.0, batch: int = 256, **figures: Any) -> RunRecord:
+def run_of(
+    trial: CompareTrial, number: int = 1, rate: float = 100.0, batch: int = 256, **figures: Any
+) -> RunRecord:
     """Return a run whose steps take 6 ms, and the rest of their time the exchange."""
     step_s = batch / rate
     known = {
@@ -72,11 +74,11 @@ def run_of(trial: Trial, number: int = 1, rate: float = 100.0, batch: int = 256,
     return RunRecord(trial.identity, number, "done", 9.0, figures={**known, **figures}, began_at=100.0)
 
 
-def unseen(trial: Trial) -> RunRecord:
+def unseen(trial: CompareTrial) -> RunRecord:
     """Return a run of a script that tells no samples."""
     return RunRecord(trial.identity, 1, "done", 9.0, figures={"work": {"steps": 235}, "step_s": 0.512})
 
 
-def compared(trials: Sequence[Trial], runs: Sequence[RunRecord], **values: str) -> Comparison:
-    machine = {"cores": 2}
-    return Comparison.of(trials, runs, job=JOB, strong=False, machine=machine, varied=varied(**values))
+def compared(trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **values: str) -> Comparison:
+    given = {"job": JOB, "machine": {"cores": 2}, "options": ["--rounds", "2"], "varied": varied(**values)}
+    return Comparison.of(trials, runs, **given)

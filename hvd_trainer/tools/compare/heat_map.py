@@ -2,14 +2,13 @@
 
     ranks 2, stages 1            ranks 2, stages 2
 64   | 310 | 305 | 290 |         | /// | 402 | 455 |      the number is what the colour says
-32   | 300 | 290 | 260 |         | /// | 380 | 401 |      /// is impossible
+32   | 300 | 290 | 260 |         | /// | 380 | 401 |      /// has failed
         1     2     4               1     2     4
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS
-from hvd_trainer.tools.compare.variants import NOT_APPLICABLE, Axis
-from hvd_trainer.tools.runner.formats import number
+from hvd_trainer.tools.compare.variants import Axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +39,7 @@ MAX_ACROSS = 4
 DARK = 0.5
 """The lightness, from 0 to 1, below which a colour needs white figures."""
 EMPTY: dict[str, Any] = {"facecolor": "0.95", "edgecolor": "0.7", "linewidth": 0}
-IMPOSSIBLE: dict[str, Any] = {**EMPTY, "hatch": "////"}
+FAILED: dict[str, Any] = {**EMPTY, "hatch": "////"}
 TEXT_STYLE: dict[Any, Any] = {"svg.fonttype": "none"}
 """Text stays text in the SVG: it can be searched, and read aloud."""
 STYLE: dict[Any, Any] = {"hatch.linewidth": 0.6, "font.size": 9}
@@ -127,15 +126,15 @@ def draw(comparison: Comparison, quantity: Quantity) -> Figure | None:
     for place, (title, results) in zip(places, panels.items(), strict=False):
         _set_up(place, title, across, up)
         for its in results:
-            for x, y in itertools.product(_positions(its, across), _positions(its, up)):
-                _draw_cell(place, x, y, its, its.median(quantity.figure), shades, quantity.best(values))
+            x, y = _position(its, across), _position(its, up)
+            _draw_cell(place, x, y, its, its.median(quantity.figure), shades, quantity.best(values))
     for place in places[len(panels) :]:
         place.set_axis_off()
     for place in places[::columns]:
         place.set_ylabel(up.label)
     figure.colorbar(shades, ax=places, label=quantity.title, format="{x:,.0f}", pad=0.02)
-    if any(its.state == "impossible" for its in comparison.results):
-        handles = [Patch(label="impossible", **IMPOSSIBLE)]
+    if any(its.state == "failed" for its in comparison.results):
+        handles = [Patch(label="failed", **FAILED)]
         figure.legend(handles=handles, loc="outside lower right", frameon=False)
     return figure
 
@@ -170,15 +169,14 @@ def panels_of(
     panels: dict[str, list[TrialResult]] = {}
     for its in results:
         values = ((axis.label, its.trial.values[axis.name]) for axis in outer)
-        title = ", ".join(f"{label} {value}" for label, value in values if value != NOT_APPLICABLE)
+        title = ", ".join(f"{label} {value}" for label, value in values)
         panels.setdefault(title, []).append(its)
     return panels
 
 
-def _positions(its: TrialResult, axis: Axis) -> Sequence[int]:
-    """Return where a trial is on an axis: everywhere, if the axis does not apply to it."""
-    value = its.trial.values.get(axis.name, "")
-    return range(len(axis.values)) if value == NOT_APPLICABLE else [axis.values.index(value)]
+def _position(result: TrialResult, axis: Axis) -> int:
+    """Return where a trial is on an axis."""
+    return axis.values.index(result.trial.values.get(axis.name, ""))
 
 
 def _draw_cell(
@@ -186,14 +184,14 @@ def _draw_cell(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    look, text, font = IMPOSSIBLE, "", dict[str, Any]()
+    look, text, font = FAILED, "", dict[str, Any]()
     if value is not None:
         red, green, blue, _ = colour = shades.to_rgba(np.asarray(value))
         # Rec. 601: how light the eye finds a colour.
         light = 0.299 * red + 0.587 * green + 0.114 * blue
         look, text = {"facecolor": colour}, number(value)
         font = {"color": "white" if light < DARK else "black", "weight": "bold" if value == best else "normal"}
-    elif its.state != "impossible":
+    elif its.state != "failed":
         look, text, font = EMPTY, its.state, {"color": "0.35", "fontsize": 7}
     place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
     place.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="none", edgecolor="white", linewidth=1.5))

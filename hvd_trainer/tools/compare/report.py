@@ -1,47 +1,27 @@
-"""The reports of a comparison: tables in the terminal, comparison.json, .csv, .md and .html, and heat maps."""
+"""The report of a comparison: its verdicts, warnings, tables and pictures."""
 
 from __future__ import annotations
 
-import csv
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from hvd_trainer.measure.formats import milliseconds, number, percent
+from hvd_trainer.measure.report import Picture, Report, Table, Verdict
+from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
 from hvd_trainer.tools.compare import heat_map
-from hvd_trainer.tools.compare.plots import Picture, pictures
-from hvd_trainer.tools.compare.result import Comparison
-from hvd_trainer.tools.compare.variants import NOT_APPLICABLE
-from hvd_trainer.tools.runner.formats import (
-    console,
-    make_table,
-    milliseconds,
-    more_or_less,
-    number,
-    percent,
-    render_page,
-    to_json,
-)
-from hvd_trainer.utils.text import plural
+from hvd_trainer.tools.compare.plots import draw_speed
+from hvd_trainer.tools.compare.result import Comparison, TrialResult
+from hvd_trainer.tools.runner.command import with_options
+from hvd_trainer.utils.text import COMMAND, plural
 
-NAME = "comparison"
-PAGE = Path(__file__).with_name("page.html.j2")
-"""The template of the page: one file, without scripts and without anything from the network."""
 MAX_NAMED = 3
 """Trials that are named with a note that many have."""
-
-
-class Table(NamedTuple):
-    """A title, titles of columns, and cells as text."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-SPEED = "Speed"
-PREDICTED = "The step beside its prediction by the formula of the pipeline, ms"
+GOOD_ROUNDS = 5
+"""Rounds that are advised where there are too few."""
+SPEED = "Speed: medians of the rounds"
 TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
     SPEED: (
         ("samples/s", "samples_per_s", number),
@@ -63,13 +43,7 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
         ("exchange", "exchange_s", milliseconds),
         ("straggler", "straggler_s", milliseconds),
         ("update", "update_s", milliseconds),
-    ),
-    PREDICTED: (
-        ("mean step", "step_s", milliseconds),
-        ("predicted", "predicted_step_s", milliseconds),
-        ("off by", "off", more_or_less),
         ("bubble", "bubble", percent),
-        ("by formula", "bubble_formula", percent),
     ),
     "What came of it": (
         ("start-up, s", "startup_s", "{:.1f}".format),
@@ -86,28 +60,37 @@ TABLES: dict[str, Sequence[tuple[str, str, Callable[[Any], str]]]] = {
 """By their titles: columns of a title, a figure of `Comparison.figures`, and how it is shown."""
 
 
-def tables(comparison: Comparison) -> list[Table]:
-    """Return all tables; columns in which no trial has a figure are left out, and tables without columns."""
-    axes = [axis for axis in comparison.varied if axis.varies]
-    figures = [dict(comparison.figures[its.trial.key]) for its in comparison.results]
-    all_done = all(its.state == "done" for its in comparison.results)
-    for its, values in zip(comparison.results, figures, strict=True):
-        values["state"] = None if all_done else its.state
-    found = []
-    for title, columns in TABLES.items():
-        used = [column for column in columns if any(values[column[1]] is not None for values in figures)]
-        names = [name for _, name, _ in used]
-        if not used or (title == PREDICTED and not {"predicted_step_s", "bubble_formula"} & {*names}):
-            continue
-        rows = []
-        for its, values in zip(comparison.results, figures, strict=True):
-            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in used]
-            if title == SPEED or set(cells) != {"-"}:
-                place = (its.trial.values.get(axis.name, NOT_APPLICABLE) for axis in axes)
-                rows.append([its.trial.entry.name, str(its.trial.ranks), *place, *cells])
-        titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in used)]
-        found.append(Table(title, titles, rows))
-    return found
+def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Report:
+    """Return all that a comparison has to say."""
+    few = any(pair.speed.rounds < MIN_ROUNDS for pair in comparison.pairs) or bool(comparison.apart)
+    failed = failures(comparison)
+    return Report(
+        title="Compared",
+        subject=heading(comparison),
+        verdicts=[*failed, *(pair.verdict() for pair in comparison.pairs)],
+        warnings=warnings(comparison),
+        tables=tables(comparison),
+        pictures=pictures,
+        notes=notes(comparison),
+        advice=[
+            *([command_of(comparison, "--retry-failed")] if failed else []),
+            *([more_rounds(comparison)] if few else []),
+        ],
+        data=data_of(comparison),
+    )
+
+
+def write(comparison: Comparison, folder: Path) -> None:
+    """Print the report, and write all files."""
+    maps, files = [], []
+    for quantity in heat_map.QUANTITIES:
+        paths, svg = heat_map.write(comparison, quantity, heading(comparison), folder)
+        files += paths
+        if svg:
+            maps.append(Picture(f"Heat map: {quantity.title}", "By options; the best one is in bold.", svg))
+    report = make_report(comparison, [*maps, *draw_speed(comparison.results)])
+    report.show()
+    report.write(folder, "comparison", files)
 
 
 def heading(comparison: Comparison) -> str:
@@ -116,107 +99,111 @@ def heading(comparison: Comparison) -> str:
     return "; ".join([shlex.join(comparison.job), *varied])
 
 
-def conditions(comparison: Comparison) -> list[str]:
-    """Return the conditions under which the figures hold, a sentence each."""
-    trial = comparison.results[0].trial
-    scaling = "Strong scaling: the global batch is" if comparison.strong else "Weak scaling: each rank's batch is"
-    batches = {its.trial.ranks: size for its in comparison.results if (size := its.global_batch_size) is not None}
-    sizes = ", ".join(f"{size:,} on {plural(ranks, 'rank')}" for ranks, size in sorted(batches.items()))
-    known = "" if comparison.varied or not sizes else f" (global batch: {sizes})"
+def failures(comparison: Comparison) -> list[Verdict]:
+    """Return a verdict on the trials of which no run came to its end, if there are any."""
+    failed = [result for result in comparison.results if result.state in ("failed", "killed")]
+    if not failed:
+        return []
+    text = f"FAILED {len(failed)} OF {plural(len(comparison.results), 'TRIAL', 'TRIALS')}"
+    printed = ", ".join([result.output for result in failed if result.output][:MAX_NAMED])
+    where = [f"What they printed is beside this report: {printed}"] if printed else []
+    return [Verdict(text, "failed", [*_reasons(failed), *where])]
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """Return what makes the verdicts doubtful."""
+    partly = [result for result in comparison.results if result.state == "done" and result.note]
+    return [*comparison.warnings, *_reasons(partly), *comparison.apart]
+
+
+def more_rounds(comparison: Comparison) -> str:
+    """Return the command with so many rounds that each pair has enough of them."""
+    rounds = max((number for result in comparison.results for number in result.runs), default=0)
+    fewest = min([pair.speed.rounds for pair in comparison.pairs] + [0 for _ in comparison.apart])
+    return command_of(comparison, "--rounds", str(rounds + GOOD_ROUNDS - fewest))
+
+
+def command_of(comparison: Comparison, *words: str) -> str:
+    """Return the command as it was typed, with further options."""
+    own = with_options(comparison.options, words)
+    return shlex.join([*COMMAND.split(), "compare", *own, "--", *comparison.job])
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """Return all tables; columns in which no trial has a figure are left out, and tables without columns."""
+    axes = [axis for axis in comparison.varied if axis.varies]
+    figures = [dict(comparison.figures[result.trial.key]) for result in comparison.results]
+    all_done = all(result.state == "done" for result in comparison.results)
+    for result, values in zip(comparison.results, figures, strict=True):
+        values["state"] = None if all_done else result.state
+    made = []
+    for title, columns in TABLES.items():
+        used = [column for column in columns if any(values[column[1]] is not None for values in figures)]
+        rows = []
+        for result, values in zip(comparison.results, figures, strict=True):
+            cells = ["-" if values[name] is None else show(values[name]) for _, name, show in used]
+            if title == SPEED or set(cells) != {"-"}:
+                place = (result.trial.values[axis.name] for axis in axes)
+                rows.append([result.trial.entry.name, str(result.trial.ranks), *place, *cells])
+        if used:
+            titles = ["", "ranks", *(axis.label for axis in axes), *(column[0] for column in used)]
+            made.append(Table(title, titles, rows))
+    return made
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return the conditions under which the figures hold, and what was not run, a sentence each."""
+    trial, pairs = comparison.results[0].trial, comparison.pairs
+    holm = f", with Holm's correction for {len(pairs)} pairs" if len(pairs) > 1 else ""
     return [
-        f"{scaling} the same{known}.",
+        *([scaling_text(comparison)] if comparison.batches else []),
         f"{plural(trial.threads, 'CPU thread')} per rank; the first "
-        f"{plural(trial.warmup_steps, 'step')} of each run do not count; medians over the rounds.",
+        f"{plural(trial.warmup_steps, 'step')} of each run do not count.",
+        *([f"{METHOD}{holm}. Pairs are rounds that one command ran in turn."] if pairs else []),
         *comparison.unseen,
         "Machine: " + ", ".join(f"{name} {value}" for name, value in comparison.machine.items()) + ".",
+        *_reasons([result for result in comparison.results if result.state == "not run"]),
     ]
 
 
-def troubles(comparison: Comparison) -> list[str]:
-    """Return the trials that lack figures, and why; those with the same reason in one line."""
+def scaling_text(comparison: Comparison) -> str:
+    """Say whether the global batch is the same on any number of ranks, by what the runs have trained."""
+    batches = {ranks: size for sizes in comparison.batches.values() for ranks, size in sizes.items()}
+    sizes = ", ".join(f"{size:,} on {plural(ranks, 'rank')}" for ranks, size in sorted(batches.items()))
+    known = "" if comparison.varied else f" (global batch: {sizes})"
+    if comparison.scaling == "strong":
+        return f"Strong scaling: the global batch is the same{known}."
+    if comparison.scaling == "weak":
+        return f"Weak scaling: each rank's batch is the same{known}."
+    return "Each trial has a global batch of its own." if comparison.varied else f"Global batch: {sizes}."
+
+
+def _reasons(results: Sequence[TrialResult]) -> list[str]:
+    """Return why trials lack figures; those with the same reason in one line."""
     labels: dict[str, list[str]] = {}
-    for its in comparison.results:
-        if its.note:
-            note = f"impossible: {its.note}" if its.state == "impossible" else its.note
-            labels.setdefault(note, []).append(its.trial.label)
-    more = {note: f" and {len(its) - MAX_NAMED} more" for note, its in labels.items() if len(its) > MAX_NAMED}
-    return [f"{'; '.join(its[:MAX_NAMED])}{more.get(note, '')}: {note}" for note, its in labels.items()]
+    for result in results:
+        labels.setdefault(result.note, []).append(result.trial.label)
+    lines = []
+    for note, names in labels.items():
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        lines.append(f"{'; '.join(names[:MAX_NAMED])}{more}: {note}")
+    return lines
 
 
-def show(comparison: Comparison, folder: Path) -> None:
-    """Print the tables and the verdicts, and write all files."""
-    out = console()
-    for table in tables(comparison):
-        out.print(make_table(*table))
-    notes = [*comparison.deviations(), *conditions(comparison), *troubles(comparison)]
-    for text in [*comparison.verdicts(), *notes]:
-        out.print(text, markup=False)
-    files = {kind: folder / f"{NAME}.{kind}" for kind in ("json", "csv", "md", "html")}
-    files["json"].write_text(to_json(as_json(comparison)))
-    with files["csv"].open("w", newline="") as lines:
-        writer = csv.DictWriter(lines, list(rows_of(comparison)[0]))
-        writer.writeheader()
-        writer.writerows(rows_of(comparison))
-    files["md"].write_text(markdown(comparison))
-    written, drawn = list(files.values()), []
-    for quantity in heat_map.QUANTITIES:
-        maps, svg = heat_map.write(comparison, quantity, heading(comparison), folder)
-        written += maps
-        if svg:
-            drawn.append(Picture(f"Heat map: {quantity.title}", "By options; the best one is in bold.", svg))
-    files["html"].write_text(page(comparison, [*drawn, *pictures(comparison)]))
-    print("written: " + ", ".join(map(str, written)), flush=True)
-
-
-def markdown(comparison: Comparison) -> str:
-    """Return verdicts and tables as Markdown."""
-    parts = [f"# `{heading(comparison)}`", *comparison.verdicts()]
-    for title, columns, rows in tables(comparison):
-        rule = [":--", *("--:" for _ in columns[1:])]
-        lines = [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
-        parts += [f"**{title}**", "\n".join(lines)]
-    if deviations := comparison.deviations():
-        parts.append("\n".join(deviations))
-    return "\n\n".join([*parts, *conditions(comparison), *troubles(comparison)]) + "\n"
-
-
-def page(comparison: Comparison, drawn: Sequence[Picture]) -> str:
-    """Return verdicts, pictures and tables as a page."""
-    return render_page(
-        PAGE,
-        heading=heading(comparison),
-        pairs=comparison.pairs,
-        tables=tables(comparison),
-        pictures=drawn,
-        conditions=conditions(comparison),
-        deviations=comparison.deviations(),
-        troubles=troubles(comparison),
-    )
-
-
-def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return for each trial its place on each axis, its state, all figures in full, and why it has none."""
-    rows = []
-    for its in comparison.results:
-        prediction = comparison.predictions.get(its.trial.key)
-        rows.append(
-            {
-                **{axis.name: its.trial.values.get(axis.name, NOT_APPLICABLE) for axis in comparison.axes},
-                "state": its.state,
-                "runs": len(its.runs),
-                "global_batch_size": its.global_batch_size,
-                **comparison.figures[its.trial.key],
-                "predicted_from": "" if prediction is None else prediction.base.label,
-                "note": its.note,
-            }
-        )
-    return rows
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return everything: verdicts, medians of each trial, intervals, and each run."""
-    rows = zip(comparison.results, rows_of(comparison), strict=True)
-    trials = [{**row, **its.trial.identity, "values": dict(its.trial.variant.values)} for its, row in rows]
+def data_of(comparison: Comparison) -> dict[str, Any]:
+    """Return everything: medians of each trial, intervals, and each run."""
+    trials = [
+        {
+            **result.trial.identity,
+            "values": dict(result.trial.values),
+            "state": result.state,
+            "note": result.note,
+            "runs": len(result.runs),
+            "global_batch_size": result.global_batch_size,
+            **comparison.figures[result.trial.key],
+        }
+        for result in comparison.results
+    ]
     pairs = [
         {
             "ranks": pair.one.trial.ranks,
@@ -230,10 +217,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "job": list(comparison.job),
         "varied": {axis.name: list(axis.values) for axis in comparison.varied},
-        "scaling": "strong" if comparison.strong else "weak",
+        "scaling": comparison.scaling,
         "machine": dict(comparison.machine),
-        "verdicts": comparison.verdicts(),
         "trials": trials,
         "pairs": pairs,
-        "runs": [asdict(run) for its in comparison.results for run in its.runs.values()],
+        "runs": [asdict(run) for result in comparison.results for run in result.runs.values()],
     }

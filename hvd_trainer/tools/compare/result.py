@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
-from hvd_trainer.tools.compare.prediction import Prediction, Shape, explain, predict
-from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, Trial
+from hvd_trainer.measure.report import Verdict
+from hvd_trainer.measure.stats import Ratio, ratio, ratios
+from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, CompareTrial
 from hvd_trainer.tools.compare.variants import Axis
 from hvd_trainer.tools.runner.equal_work import Side
-from hvd_trainer.tools.runner.formats import milliseconds, more_or_less
-from hvd_trainer.tools.runner.ratio import Ratio, ratio
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
@@ -34,53 +32,55 @@ FIRST = ("train_loss", "last_loss", "test_loss", "test_accuracy")
 """Figures of which the first round's is shown: between two runs there is no loss that a training has had."""
 MIN_SHARE = 0.15
 """A part of a step is named if it makes at least this share of a difference."""
-MAX_DEVIATION = 0.1
-"""Relative difference of a measured step from the predicted one, from which it is reported."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
     """A trial, and its runs that came to their end, by round."""
 
-    trial: Trial
+    trial: CompareTrial
     runs: Mapping[int, RunRecord]
     state: str
-    """done, failed, killed, impossible, or not run"""
+    """done, failed, killed, or not run"""
     note: str = ""
-    """why it cannot be, or what became of the latest run that failed, unless its round went well later"""
+    """what became of the latest run that failed, unless its round went well later"""
+    output: str = ""
+    """the file with what that run printed"""
 
     @classmethod
-    def of(cls, trial: Trial, runs: Sequence[RunRecord]) -> TrialResult:
+    def of(cls, trial: CompareTrial, runs: Sequence[RunRecord]) -> TrialResult:
         """Collect the runs of a trial from all runs in a folder; the last one of each round counts."""
         last = {run.round: run for run in runs if run.key == trial.key}
         done = {number: run for number, run in sorted(last.items()) if run.state == "done"}
         bad = [run for run in last.values() if run.state != "done"]
         if not last:
             return cls(trial, {}, "not run", "not run")
-        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}" if bad else ""
-        return cls(trial, done, "done" if done else bad[-1].state, note)
+        if not bad:
+            return cls(trial, done, "done")
+        note = f"{bad[-1].state} in round {bad[-1].round}: {bad[-1].note}"
+        return cls(trial, done, "done" if done else bad[-1].state, note, bad[-1].output)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to measure."""
-        return self.state == "impossible" or (self.state == "done" and not self.note)
+        return self.state == "done" and not self.note
 
     @cached_property
     def rounds(self) -> dict[int, dict[str, Any]]:
         """The figures of each run by round, the parts of a step and the start-up among them."""
-        found = {}
+        rounds = {}
         for number, run in self.runs.items():
             parts = {f"{name}_s": seconds for name, seconds in run.figures.get("parts", {}).items()}
             # The part called step is the update; step_s is the whole step.
-            found[number] = {**parts, "update_s": parts.get("step_s"), "step_s": None, **run.figures}
+            rounds[number] = {**parts, "update_s": parts.get("step_s"), "step_s": None, **run.figures}
             if "first_step_at" in run.figures:
                 # From the launcher's start to the end of the slowest rank's first step.
-                found[number]["startup_s"] = run.figures["first_step_at"] - run.began_at
-        return found
+                rounds[number]["startup_s"] = run.figures["first_step_at"] - run.began_at
+        return rounds
 
     def by_round(self, name: str) -> dict[int, float]:
         """Return a figure of each run that has it."""
-        return {number: its[name] for number, its in self.rounds.items() if its.get(name) is not None}
+        return {number: figures[name] for number, figures in self.rounds.items() if figures.get(name) is not None}
 
     def median(self, name: str) -> float | None:
         """Return the median of a figure over the rounds, or of a `FIRST` one that of the first round."""
@@ -90,8 +90,8 @@ class TrialResult:
     @property
     def weights(self) -> str | None:
         """The checksum of the final weights, if all runs ended with the same; else `differ`."""
-        found = {run.figures.get("weights") for run in self.runs.values()}
-        return None if not found - {None} else found.pop() if len(found) == 1 else "differ"
+        checksums = {run.figures.get("weights") for run in self.runs.values()}
+        return None if not checksums - {None} else checksums.pop() if len(checksums) == 1 else "differ"
 
     @property
     def global_batch_size(self) -> int | None:
@@ -106,22 +106,29 @@ class Pair:
     other: TrialResult
     speed: Ratio
 
-    def verdict(self) -> str:
-        """Say in one sentence which one is faster."""
+    def verdict(self) -> Verdict:
+        """Say which one is faster, and why."""
         one, other, speed = self.one.trial.entry.name, self.other.trial.entry.name, self.speed
-        variant = self.one.trial.variant.label
-        where = f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
-        value, low, high, rounds = speed.value, speed.low, speed.high, plural(speed.rounds, "round")
-        if low is None or high is None:
-            said = f"{one} has {value:.2f} times the speed of {other} in {rounds}"
-            return f"{where} {said}, which is too few to tell a difference from noise."
-        if speed.is_clear and value < 1:
-            one, other, value, low, high = other, one, 1 / value, 1 / high, 1 / low
-        interval = f"(median ratio of {rounds}, 95 % interval {low:.2f} to {high:.2f})"
+        rounds = plural(speed.rounds, "round")
+        details = [text for text in (self.why(), self.same_model()) if text]
+        if speed.low is None:
+            said = f"{one} has {speed.value:.2f} times the speed of {other} in {rounds}"
+            text = f"{self.where} {said}, which is too few to tell a difference from noise (--rounds)."
+            return Verdict(text, "unsure", details)
+        if speed.is_clear and speed.value < 1:
+            one, other, speed = other, one, speed.inverse
+        interval = f"(mean of {rounds}, {speed.interval})"
         if speed.is_clear:
-            return f"{where} {one} is {value:.2f} times as fast as {other} {interval}."
+            text = f"{self.where} {one} is {speed.value:.2f} times as fast as {other} {interval}."
+            return Verdict(text, "sure", details)
         said = f"no difference between {one} and {other} is visible at this noise"
-        return f"{where} {said}: {value:.2f} times {interval}."
+        return Verdict(f"{self.where} {said}: {speed.value:.2f} times {interval}.", "unsure", details)
+
+    @property
+    def where(self) -> str:
+        """`On 2 ranks with chunks 4,`: the place that both have in common."""
+        variant = self.one.trial.variant.label
+        return f"On {plural(self.one.trial.ranks, 'rank')}{f' with {variant},' if variant else ''}"
 
     def why(self) -> str | None:
         """Say which parts of a step make the difference; None where there is none, or no part was measured."""
@@ -151,175 +158,183 @@ class Pair:
         return "Their weights differ."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """All that was measured."""
 
     job: tuple[str, ...]
-    strong: bool
-    """whether the global batch is the same on any number of ranks"""
     machine: Mapping[str, Any]
-    varied: Sequence[Axis]
+    varied: Sequence[Axis] = ()
     """the axes of `--vary`"""
     results: Sequence[TrialResult]
+    options: Sequence[str] = ()
+    """of the command, as they were typed"""
+    warnings: Sequence[str] = ()
+    """what the commands warned of that made the runs"""
 
     @classmethod
-    def of(
-        cls,
-        trials: Sequence[Trial],
-        runs: Sequence[RunRecord],
-        *,
-        job: tuple[str, ...],
-        strong: bool,
-        machine: Mapping[str, Any],
-        varied: Sequence[Axis] = (),
-    ) -> Comparison:
-        """Collect the results of the trials from all runs in a folder."""
+    def of(cls, trials: Sequence[CompareTrial], runs: Sequence[RunRecord], **known: Any) -> Comparison:
+        """Collect the results of the trials from all runs in a folder.
+
+        Args:
+            known: the other fields of a comparison.
+        """
         results = [TrialResult.of(trial, runs) for trial in trials]
-        return cls(job, strong, machine, varied, [_with_samples(its, results) for its in results])
+        warnings = (text for result in results for run in result.runs.values() for text in run.warnings)
+        results = [_with_samples(result, results) for result in results]
+        return cls(results=results, warnings=list(dict.fromkeys(warnings)), **known)
 
     @property
     def axes(self) -> list[Axis]:
         """Engines, ranks, and the axes of `--vary`."""
-        values = [its.trial.values for its in self.results]
-        own = [Axis(name, tuple(dict.fromkeys(its[name] for its in values))) for name in (ENTRIES, RANKS)]
+        values = [result.trial.values for result in self.results]
+        own = [Axis(name, tuple(dict.fromkeys(place[name] for place in values))) for name in (ENTRIES, RANKS)]
         return [*own, *self.varied]
 
     @cached_property
     def figures(self) -> dict[str, dict[str, Any]]:
-        """All figures by the keys of trials, and by their names in comparison.csv; None: not measured."""
-        return {its.trial.key: self._figures_of(its) for its in self.results}
+        """All figures by the keys of trials and by name; None: not measured."""
+        return {result.trial.key: self._figures_of(result) for result in self.results}
 
-    def _figures_of(self, its: TrialResult) -> dict[str, Any]:
-        rate, step_s, speed_up = its.median("samples_per_s"), its.median("step_s"), self.speed_up(its)
-        rates = its.by_round("samples_per_s").values()
-        off, prediction = self.deviation(its), self.predictions.get(its.trial.key)
-        shape = Shape.of(its.trial) if its.runs else None
+    def _figures_of(self, result: TrialResult) -> dict[str, Any]:
+        rate, step_s, speed_up = result.median("samples_per_s"), result.median("step_s"), self.speed_up(result)
+        rates = result.by_round("samples_per_s").values()
         return {
             "samples_per_s": rate,
             # Of a script whose samples are not seen.
             "steps_per_s": 1 / step_s if step_s is not None and rate is None else None,
             "lowest": min(rates, default=None),
             "highest": max(rates, default=None),
-            "tokens_per_s": its.median("tokens_per_s"),
-            "per_rank": None if rate is None else rate / its.trial.ranks,
+            "tokens_per_s": result.median("tokens_per_s"),
+            "per_rank": None if rate is None else rate / result.trial.ranks,
             "speed_up": speed_up,
-            "efficiency": None if speed_up is None else speed_up / its.trial.ranks,
-            **{name: its.median(name) for name in ("step_s", "step_p50_s", "step_p95_s", *PART_TEXTS)},
-            "predicted_step_s": None if off is None or prediction is None else prediction.step_s,
-            "off": off,
-            "bubble": its.median("bubble"),
-            "bubble_formula": None if shape is None else shape.bubble,
-            **{name: its.median(name) for name in ("startup_s", "peak_memory_mb", "base_memory_mb", *FIRST)},
-            "loss_to_first": self.loss_to_first(its),
-            "weights": its.weights,
+            "efficiency": None if speed_up is None else speed_up / result.trial.ranks,
+            **{
+                name: result.median(name) for name in ("step_s", "step_p50_s", "step_p95_s", *PART_TEXTS, "bubble")
+            },
+            **{name: result.median(name) for name in ("startup_s", "peak_memory_mb", "base_memory_mb", *FIRST)},
+            "loss_to_first": self.loss_to_first(result),
+            "weights": result.weights,
         }
 
-    def speed_up(self, its: TrialResult) -> float | None:
+    def speed_up(self, result: TrialResult) -> float | None:
         """Return the speed as a multiple of that of the same entry and variant on one rank."""
-        bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == its.trial.series)
-        rounds = [pair for base in bases for pair in _common_rounds(its, base)]
-        return median(one / other for one, other in rounds) if rounds else None
+        bases = (o for o in self.results if o.trial.ranks == 1 and o.trial.series == result.trial.series)
+        rounds = [pair for base in bases for pair in _common_rounds(result, base)]
+        return ratio(*zip(*rounds, strict=True)).value if rounds else None
 
-    def loss_to_first(self, its: TrialResult) -> float | None:
+    def loss_to_first(self, result: TrialResult) -> float | None:
         """Return the relative difference of the training loss from the first trial's with the same global batch.
 
         None without `--vary`. Steps of another size make another training, whose loss is not comparable.
         """
-        loss = its.median("train_loss")
+        loss = result.median("train_loss")
         if loss is None or not self.varied:
             return None
-        alike = (other for other in self.results if other.global_batch_size == its.global_batch_size)
+        alike = (other for other in self.results if other.global_batch_size == result.global_batch_size)
         first = next(value for other in alike if (value := other.median("train_loss")) is not None)
         return loss / first - 1 if loss != first else 0.0
 
     @cached_property
-    def pairs(self) -> list[Pair]:
-        """The engines among each other, and each other script beside the engine that it uses."""
-        found = []
+    def neighbours(self) -> list[tuple[TrialResult, TrialResult]]:
+        """The engines among each other, and each other script beside the engine that it uses; both have runs."""
+        pairs = []
         for one, other in combinations(self.results, 2):
             first, second = one.trial.entry, other.trial.entry
-            both_ours = first.is_job and second.is_job
+            comparable = first != second and ((first.is_job and second.is_job) or first.engine == second.engine)
             same_place = (one.trial.ranks, one.trial.variant) == (other.trial.ranks, other.trial.variant)
-            if first == second or not same_place or not (both_ours or first.engine == second.engine):
-                continue
-            if rounds := _common_rounds(one, other):
-                found.append(Pair(one, other, ratio(*zip(*rounds, strict=True))))
-        return found
+            if comparable and same_place and one.runs and other.runs:
+                pairs.append((one, other))
+        return pairs
 
-    def verdicts(self) -> list[str]:
-        """Return a text for each pair."""
-        return [" ".join(filter(None, (pair.verdict(), pair.why(), pair.same_model()))) for pair in self.pairs]
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The neighbours that have run in turn, with the ratio of their speeds, corrected for their number."""
+        rounds = [(one, other, _common_rounds(one, other)) for one, other in self.neighbours]
+        known = [(one, other, common) for one, other, common in rounds if common]
+        speeds = ratios([([a for a, _ in common], [b for _, b in common]) for _, _, common in known])
+        return [Pair(one, other, speed) for (one, other, _), speed in zip(known, speeds, strict=True)]
+
+    @property
+    def apart(self) -> list[str]:
+        """A sentence for each pair of neighbours that have not run in turn."""
+        return [
+            f"{one.trial.label} and {other.trial.label} have run at different times, and in no round in turn: "
+            f"nothing is said of which one is faster"
+            for one, other in self.neighbours
+            if not _common_rounds(one, other)
+        ]
+
+    @cached_property
+    def batches(self) -> dict[str, dict[int, int]]:
+        """The global batch by number of ranks, of each entry with a variant, as far as it is known."""
+        sizes: dict[str, dict[int, int]] = {}
+        for result in self.results:
+            if result.global_batch_size is not None:
+                sizes.setdefault(result.trial.series, {})[result.trial.ranks] = result.global_batch_size
+        return sizes
+
+    @property
+    def scaling(self) -> Literal["strong", "weak"] | None:
+        """Strong: the global batch was the same on any number of ranks; weak: each rank's was; None: neither."""
+        series = [sizes for sizes in self.batches.values() if len(sizes) > 1]
+        if series and all(len({*sizes.values()}) == 1 for sizes in series):
+            return "strong"
+        if series and all(len({size / ranks for ranks, size in sizes.items()}) == 1 for sizes in series):
+            return "weak"
+        return None
 
     @property
     def unseen(self) -> list[str]:
         """A sentence for each thing that cannot be seen of a script."""
-        runs = [run for its in self.results for run in its.runs.values() if "world_size" in run.figures["work"]]
-        found = []
+        runs = [run for result in self.results for run in result.runs.values()]
+        runs = [run for run in runs if "world_size" in run.figures["work"]]
+        texts = []
         if any("exchange" not in run.figures.get("parts", {}) for run in runs):
-            found.append(
+            texts.append(
                 "The exchange is not seen apart: DistributedDataParallel waits for it in the backward pass."
             )
         if any("samples" not in run.figures["work"] for run in runs):
-            found.append("A script fetches its batches without a DataLoader: its samples are not seen.")
+            texts.append("A script fetches its batches without a DataLoader: its samples are not seen.")
         if any(run.figures.get("weights") == RANKS_DIFFER for run in runs):
-            found.append("The final weights of a script differ between its ranks: it may not exchange gradients.")
-        return found
-
-    @cached_property
-    def predictions(self) -> dict[str, Prediction]:
-        """The step times that the formula of the pipeline predicts, by the keys of trials."""
-        measured = {its.trial.key: step_s for its in self.results if (step_s := its.median("step_s")) is not None}
-        return predict([its.trial for its in self.results], measured)
-
-    def deviation(self, its: TrialResult) -> float | None:
-        """Return by which fraction a step takes longer than predicted."""
-        step_s, prediction = its.median("step_s"), self.predictions.get(its.trial.key)
-        return None if step_s is None or prediction is None else step_s / prediction.step_s - 1
-
-    def deviations(self) -> list[str]:
-        """Return lines about the trials whose steps take another time than predicted, the farthest off first."""
-        found = [(off, its) for its in self.results if (off := self.deviation(its)) is not None]
-        if not found:
-            return []
-        far = [(off, its) for off, its in found if abs(off) > MAX_DEVIATION]
-        text = f"Measured and predicted step times differ by more than {MAX_DEVIATION:.0%} in"
-        lines = [f"{text} {len(far)} of {len(found)}{':' if far else '.'}"]
-        cores = None if "gpus" in self.machine else self.machine.get("cores", os.cpu_count())
-        for off, its in sorted(far, key=lambda pair: -abs(pair[0])):
-            prediction = self.predictions[its.trial.key]
-            lines.append(
-                f"  {its.trial.label}: {milliseconds(its.median('step_s') or 0)} ms, predicted "
-                f"{milliseconds(prediction.step_s)} ms ({more_or_less(off)}) from {prediction.base.label}"
-            )
-            reasons = explain(its.trial, prediction.base, off, its.median("bubble"), cores)
-            lines += [f"    {reason}" for reason in reasons]
-        return lines
+            texts.append("The final weights of a script differ between its ranks: it may not exchange gradients.")
+        return texts
 
 
-def side_of(trial: Trial, run: RunRecord) -> Side:
+def side_of(trial: CompareTrial, run: RunRecord) -> Side:
     """Return a run as the check of equal work sees it."""
     return Side(trial.entry.name, trial.ranks, run.figures["work"], trial.variant.label)
 
 
-def _with_samples(its: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
+def _with_samples(result: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
     """Give a script its samples per second: a step has as many samples as one of the job on as many ranks."""
-    if its.trial.entry.is_job:
-        return its
-    ours = (other for other in results if other.trial.entry.is_job and other.trial.ranks == its.trial.ranks)
-    sizes = [o.by_round("samples_per_s")[n] * o.by_round("step_s")[n] for o in ours for n in o.by_round("step_s")]
+    if result.trial.entry.is_job:
+        return result
+    jobs = (other for other in results if other.trial.entry.is_job and other.trial.ranks == result.trial.ranks)
+    # The job may be a script, too, whose samples are not seen.
+    sizes = [
+        job.by_round("samples_per_s")[n] * job.by_round("step_s")[n]
+        for job in jobs
+        for n in job.by_round("samples_per_s")
+    ]
     if not sizes:
-        return its
+        return result
     runs = {
         number: replace(run, figures={**run.figures, "samples_per_s": sizes[0] / run.figures["step_s"]})
-        for number, run in its.runs.items()
+        for number, run in result.runs.items()
     }
-    return replace(its, runs=runs)
+    return replace(result, runs=runs)
 
 
 def _common_rounds(one: TrialResult, other: TrialResult) -> list[tuple[float, float]]:
-    """Return the two speeds of each round that both have, in samples, or where these are not seen in steps."""
+    """Return the two speeds of each round that both ran in one go, in samples, or else in steps, per second.
+
+    Runs of different goes have hours between them, and perhaps other programs beside them.
+    """
     ones, others = one.by_round("samples_per_s"), other.by_round("samples_per_s")
     if not ones or not others:
-        ones, others = ({n: 1 / step_s for n, step_s in its.by_round("step_s").items()} for its in (one, other))
-    return [(ones[number], others[number]) for number in ones if number in others]
+        ones, others = (
+            {n: 1 / step_s for n, step_s in result.by_round("step_s").items()} for result in (one, other)
+        )
+    together = [number for number in ones if number in others and one.runs[number].go == other.runs[number].go]
+    return [(ones[number], others[number]) for number in together]

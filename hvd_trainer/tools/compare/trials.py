@@ -1,20 +1,19 @@
-"""The trials of a comparison: each entry on each number of ranks, with each variant of the job.
-
-Nothing is started here. A trial that cannot be is found by the checks that the job itself would make.
-"""
+"""The trials of a comparison: each entry on each number of ranks, with each variant of the job."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.code import digest_of_code, digest_of_files
 from hvd_trainer.tools.compare.variants import Variant
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_engines, script_checksum
+from hvd_trainer.tools.runner.command import LAUNCHER_OF
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
@@ -37,11 +36,25 @@ class Entry:
         return self.script is None
 
 
-def read_entries(engines: str, baselines: Sequence[str], *, max_ranks: int, num_gpus: int) -> list[Entry]:
+def read_backends(text: str, known: Collection[str]) -> list[str]:
+    """Return the engines of `--backend horovod,ddp`.
+
+    Raises:
+        OptionError: one is not known, or comes twice.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not {*names} <= {*known} or len(names) != len({*names}):
+        raise OptionError(
+            f"--backend {text}: there are {', '.join(known)}; name each once, with commas between them"
+        )
+    return names
+
+
+def read_entries(backends: str, baselines: Sequence[str], *, max_ranks: int, num_gpus: int) -> list[Entry]:
     """Return the entries in the order of the tables.
 
     Args:
-        engines: as typed.
+        backends: as typed.
         baselines: an engine and a script each, as typed.
         max_ranks: the largest number of ranks.
         num_gpus: that are visible.
@@ -50,24 +63,14 @@ def read_entries(engines: str, baselines: Sequence[str], *, max_ranks: int, num_
         OptionError: a name is unknown or comes twice, a baseline names no launcher or file, or GPUs are too few.
     """
     entries = []
-    for name in read_engines(engines, LAUNCHER_OF):
+    for name in read_backends(backends, LAUNCHER_OF):
         if name == "data-parallel" and not 2 <= max_ranks <= num_gpus:
             raise OptionError(
-                f"--engines data-parallel needs as many GPUs as ranks, two at least (here: {num_gpus}, and --np "
+                f"--backend data-parallel needs as many GPUs as ranks, two at least (here: {num_gpus}, and --np "
                 f"{max_ranks}): leave it out"
             )
         entries.append(Entry(name, name))
-    for text in baselines:
-        engine, *words = text.split()
-        if engine not in ("horovod", "ddp") or not words:
-            raise OptionError(
-                f"--baseline {text!r}: say what starts it, and the script with its arguments, such as "
-                f"--baseline 'ddp examples/mnist/plain_ddp.py --epochs 1'"
-            )
-        if words[0] != "-m" and not Path(words[0]).is_file():
-            raise OptionError(f"--baseline {text!r}: there is no file {words[0]}")
-        script = words[1] if words[0] == "-m" and len(words) > 1 else Path(words[0]).name
-        entries.append(Entry(script, engine, tuple(words)))
+    entries += map(_read_baseline, baselines)
     names = [entry.name for entry in entries]
     for name in names:
         if names.count(name) > 1:
@@ -75,8 +78,29 @@ def read_entries(engines: str, baselines: Sequence[str], *, max_ranks: int, num_
     return entries
 
 
+def _read_baseline(text: str) -> Entry:
+    """Return the entry of a `--baseline`, whose words are split as a shell does.
+
+    Raises:
+        OptionError: it names no launcher or file, or a quote is left open.
+    """
+    try:
+        engine, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise OptionError(f"--baseline {text!r}: {error}. Close each quote") from None
+    if engine not in ("horovod", "ddp") or words in ([], ["-m"]):
+        raise OptionError(
+            f"--baseline {text!r}: say what starts it, and the script with its arguments, such as "
+            f"--baseline 'ddp examples/mnist/plain_ddp.py --epochs 1'"
+        )
+    if words[0] != "-m" and not Path(words[0]).is_file():
+        raise OptionError(f"--baseline {text!r}: there is no file {words[0]}")
+    name = words[1] if words[0] == "-m" else Path(words[0]).name
+    return Entry(name, engine, tuple(words))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Trial(MeasuredTrial):
+class CompareTrial(MeasuredTrial):
     """One entry on one number of ranks, with one variant of the job."""
 
     entry: Entry
@@ -136,27 +160,29 @@ def make_trials(
     threads: int,
     conditions: Mapping[str, Any],
     steps: int | None = None,
-) -> list[Trial]:
+) -> list[CompareTrial]:
     """Return all trials; those that differ only in their entry stand side by side.
 
     `single` is on one rank only, `data-parallel` never is.
 
     Args:
-        conditions: what else decides on their figures: versions, steps that do not count.
+        conditions: what else decides on their figures: the machine, versions, steps that do not count.
     """
     trials = []
+    # All variants of an entry have the same code.
+    code = {entry: digest_of_code(entry.script or variants[0].words) for entry in entries}
     for ranks, variant, entry in itertools.product(numbers, variants, entries):
         if entry.engine == ("data-parallel" if ranks == 1 else "single"):
             continue
-        job = variant.identity
-        if entry.script is not None:
-            job = {"words": [*entry.script], "script": script_checksum(entry.script)}
+        words = entry.script or variant.words
+        job = variant.identity if entry.script is None else {"words": [*entry.script]}
+        job = {**job, "code": code[entry], "files": digest_of_files(words)}
         own = {"entry": entry.name, "engine": entry.engine, "ranks": ranks, "threads": threads, "steps": steps}
         trials.append(
-            Trial(
+            CompareTrial(
                 entry=entry,
                 variant=variant,
-                job=entry.script or variant.words,
+                job=words,
                 engine=entry.engine,
                 ranks=ranks,
                 threads=threads,

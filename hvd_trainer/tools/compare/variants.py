@@ -9,15 +9,12 @@ from typing import Any
 
 from hvd_trainer.config.checks import flag
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import option_of, script_checksum
+from hvd_trainer.tools.runner.command import option_of
 
-NOT_APPLICABLE = "-"
-"""The value of an option that changes nothing in a combination, such as the schedule of one stage."""
 OWN_OPTION = {
     "ranks": "--np 1,2,4",
     "np": "--np 1,2,4",
-    "backend": "--engines horovod,ddp",
-    "engines": "--engines",
+    "backend": "--backend horovod,ddp",
 }
 """Axes of every comparison, which have options of their own."""
 
@@ -49,7 +46,7 @@ class Variant:
     identity: Mapping[str, Any]
     """tells it from others in plain JSON, however its options were typed"""
     values: Mapping[str, str]
-    """by axis, as typed, or NOT_APPLICABLE"""
+    """by axis, as typed"""
     label: str = ""
     """`stages 2, chunks 4`: the values of all options that vary"""
 
@@ -91,14 +88,14 @@ def _make_variant(job: Sequence[str], axes: Sequence[Axis], values: Sequence[str
         words = _replaced(words, axis, value)
     return Variant(
         words=words,
-        identity={"words": list(words), "script": script_checksum(words)},
+        identity={"words": list(words)},
         values={axis.name: value for axis, value in pairs},
         label=", ".join(f"{axis.label} {value}" for axis, value in pairs if axis.varies),
     )
 
 
 def _replaced(words: tuple[str, ...], axis: Axis, value: str) -> tuple[str, ...]:
-    """Return the words of a script with another value of an option, at its place, or at the end."""
+    """Return the words of a job with another value of an option, at its place, or at the end."""
     is_switch = value in ("true", "false")
     place = next((n for n, word in enumerate(words) if option_of(word) == flag(axis.name)), len(words))
     found = "".join(words[place : place + 1])

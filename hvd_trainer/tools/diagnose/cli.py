@@ -21,6 +21,8 @@ import tyro
 from annotated_types import Ge, Gt
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed, to_json
+from hvd_trainer.measure.stats import MIN_ROUNDS, ratio
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL
@@ -29,10 +31,8 @@ from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_t
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import check_installed, to_json
 from hvd_trainer.tools.runner.machine import warn_if_busy
 from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
-from hvd_trainer.tools.runner.ratio import MIN_ROUNDS, ratio
 from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.utils.text import plural
 

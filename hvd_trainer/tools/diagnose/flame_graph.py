@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.formats import render_page
 from hvd_trainer.measure.stack_record import Frame
 from hvd_trainer.tools.diagnose.profile import RankProfile
-from hvd_trainer.tools.runner.formats import render_page
 
 PAGE = Path(__file__).with_name("page.html.j2")
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"

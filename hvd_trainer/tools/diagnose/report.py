@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hvd_trainer.measure.formats import console, make_table, milliseconds, number
+from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
 from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
-from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
-from hvd_trainer.tools.runner.ratio import Ratio
 from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30
@@ -105,8 +105,8 @@ def describe_tried(tried: Tried) -> str:
         return f"{what}: {tried.note}"
     verdict = "not told from noise" if not its.is_clear else "proved" if its.value > 1 else "it makes it slower"
     return (
-        f"{what}: {its.value:.2f} times the samples/s, {its.low:.2f} to {its.high:.2f} (95 %, "
-        f"{plural(its.rounds, 'round')}; expected {tried.action.speed:.2f}): {verdict}"
+        f"{what}: {its.value:.2f} times the samples/s ({its.interval}, {plural(its.rounds, 'round')}; "
+        f"expected {tried.action.speed:.2f}): {verdict}"
     )
 
 

@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt
 from hvd_trainer.config.checks import collect_errors, flag, range_errors, refuse
 from hvd_trainer.config.command_line import read_words
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import check_installed
 from hvd_trainer.tools.estimate.fit import LATENCY_US
 from hvd_trainer.tools.estimate.held_out import run_trials
 from hvd_trainer.tools.estimate.job import (
@@ -34,7 +35,6 @@ from hvd_trainer.tools.estimate.model import Setup
 from hvd_trainer.tools.estimate.points import SENT_FRACTION, SHIPPED_FILE, Measured, count_pieces, read_points
 from hvd_trainer.tools.estimate.projection import measured_basis, project_rows, published_basis
 from hvd_trainer.tools.estimate.report import CANNOT_KNOW, Report, as_json, print_report
-from hvd_trainer.tools.runner.formats import check_installed
 from hvd_trainer.utils.text import COMMAND
 
 

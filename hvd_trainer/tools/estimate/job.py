@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import milliseconds, number
 from hvd_trainer.tools.estimate.points import Count, Measured, Positive, published_series
-from hvd_trainer.tools.runner.formats import milliseconds, number
 from hvd_trainer.utils.text import COMMAND
 
 ENGINES = ("horovod", "ddp")

@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.estimate.model import Setup
-from hvd_trainer.tools.runner.formats import number
 
 FORMAT = 1
 SHIPPED_FILE = Path(__file__).with_name("measured.json")

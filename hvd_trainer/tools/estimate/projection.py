@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isinf, log2
 
+from hvd_trainer.measure.formats import number, percent
 from hvd_trainer.tools.estimate.fit import Fit, fit, interval
 from hvd_trainer.tools.estimate.held_out import (
     Guess,
@@ -17,7 +18,6 @@ from hvd_trainer.tools.estimate.held_out import (
 from hvd_trainer.tools.estimate.job import Job
 from hvd_trainer.tools.estimate.model import Setup, Step, predict_step
 from hvd_trainer.tools.estimate.points import Measured, Point, published_points, published_series
-from hvd_trainer.tools.runner.formats import number, percent
 
 PUBLISHED_REACH = 4.0
 """The factor by which a set-up may exceed the published points: the held-out tests go from 8 GPUs to 32, and from

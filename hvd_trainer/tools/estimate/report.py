@@ -8,11 +8,11 @@ from dataclasses import asdict
 from math import isfinite, log2
 from typing import Any, NamedTuple
 
+from hvd_trainer.measure.formats import console, make_table, number
 from hvd_trainer.tools.estimate.fit import INTERVAL_LEVEL
 from hvd_trainer.tools.estimate.held_out import Errors, Guess, Trial
 from hvd_trainer.tools.estimate.job import Job
 from hvd_trainer.tools.estimate.projection import Basis, Row, new_cluster_factor
-from hvd_trainer.tools.runner.formats import console, make_table, number
 from hvd_trainer.utils.text import plural
 
 CANNOT_KNOW = "cannot know"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.trace_format import SMALL
 from hvd_trainer.tools.parity.causes import find_causes
 from hvd_trainer.tools.parity.comparison import Pair
@@ -15,7 +16,6 @@ from hvd_trainer.tools.parity.fits import repeats_samples, takes_same_samples
 from hvd_trainer.tools.parity.tensors import Finding
 from hvd_trainer.tools.parity.traced_runs import TracedRun
 from hvd_trainer.tools.parity.traces import Trace
-from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.utils.files import atomic_write
 from hvd_trainer.utils.text import plural
 

@@ -96,6 +96,19 @@ def option_of(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
+def with_options(job: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the job's words with further ones; options that come again replace the job's."""
+    replaced = {option_of(word) for word in words if word.startswith("--")}
+    kept: list[str] = []
+    dropping = False
+    for word in job:
+        if word.startswith("--"):
+            dropping = option_of(word) in replaced
+        if not dropping:
+            kept.append(word)
+    return [*kept, *words]
+
+
 def option_values(job: Sequence[str], option: str) -> list[str]:
     """Return the values that a job's words give to an option, each time that it comes."""
     places = [place for place, word in enumerate(job) if option_of(word) == option]

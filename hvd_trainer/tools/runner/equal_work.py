@@ -58,32 +58,34 @@ class Side(NamedTuple):
     """the values of options that are varied on purpose: only runs with the same ones are compared"""
 
 
-def refuse_unequal(one: Side, other: Side, strong: bool) -> None:
+def refuse_unequal(one: Side, other: Side) -> None:
     """Check that two runs have done the same work, as far as their numbers of ranks let them.
-
-    Args:
-        strong: whether the global batch shall be the same on any number of ranks.
 
     Raises:
         OptionError: they have not; the message lists what differs.
     """
-    if found := differences(one, other, strong):
-        lines = "\n".join(f"  {line}" for line in found)
+    if unequal := differences(one, other):
+        lines = "\n".join(f"  {line}" for line in unequal)
         raise OptionError(
             f"{one.name} on {one.ranks} and {other.name} on {other.ranks} ranks have not done the same work, so "
             f"that their speeds say nothing about each other:\n{lines}\nMake the job do the same on all "
-            f"of them. Where it has been mended since, measure anew, with another --out"
+            f"of them: a changed job is measured anew"
         )
 
 
-def differences(one: Side, other: Side, strong: bool) -> list[str]:
-    """Return a line for each property that differs."""
+def differences(one: Side, other: Side) -> list[str]:
+    """Return a line for each property that differs.
+
+    On other numbers of ranks, the steps are as many where the global batch is the same.
+    """
     if one.variant != other.variant:
         return []
     same_ranks = one.ranks == other.ranks
+    sizes = [side.work.get("global_batch_size") for side in (one, other)]
+    same_batch = sizes[0] is not None and sizes[0] == sizes[1]
     lines = []
     for aspect in ASPECTS:
-        wanted = same_ranks or aspect.across or (strong and aspect.name in ("global_batch_size", "steps"))
+        wanted = same_ranks or aspect.across or (same_batch and aspect.name == "steps")
         if not wanted or aspect.name not in one.work or aspect.name not in other.work:
             continue
         left, right = one.work[aspect.name], other.work[aspect.name]

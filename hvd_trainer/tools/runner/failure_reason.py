@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvd_trainer.measure.message import NO_STEPS
 from hvd_trainer.measure.trial_files import FOLDER, LOADED
+from hvd_trainer.tools.runner.step_stats import read_steps
 
 REASONS = (
     r"^(?:\[rank \d+\] )?(?:error|failure): (.*(?:\n[ \t].*)*\n?.*)",  # run_job's
@@ -23,7 +24,7 @@ TRACEBACK = "Traceback (most recent call last):"
 def why_it_failed(place: Path, code: int) -> str:
     """Return in one line why a run failed: in the words of the failed rank, or else of the launcher."""
     if code == 0:
-        return "it took no optimizer step that counts" + why_no_step(place, place / "log")
+        return why_no_figures(place, place / "log")
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _reason(json.loads((place / "error.json").read_text())["message"]["message"])
     # A rank that is alone has no watch over it that would tell torchrun.
@@ -33,6 +34,18 @@ def why_it_failed(place: Path, code: int) -> str:
         if (match := re.search(pattern, said, re.MULTILINE)) is not None:
             return _reason(match[1])
     return f"exit code {code}"
+
+
+def why_no_figures(place: Path, log: Path) -> str:
+    """Return why a run in `place` that came to its end has no figures."""
+    with suppress(OSError, ValueError, KeyError):
+        counts = sorted({len(rank["step"]) for rank in read_steps(log)})
+        if len(counts) > 1:
+            return (
+                f"ranks took {' and '.join(map(str, counts))} steps: give each as many batches, such as by "
+                f"DataLoader(..., sampler=DistributedSampler(dataset))"
+            )
+    return "it took no optimizer step that counts" + why_no_step(place, log)
 
 
 def why_no_step(place: Path, log: Path) -> str:

@@ -27,6 +27,7 @@ def describe_machine() -> dict[str, Any]:
 
     gpus = accelerator.names()
     return {
+        "host": platform.node(),
         "cores": len(cpu_ids()),
         "cpu": _cpu_model(),
         **({"gpus": ", ".join(gpus)} if gpus else {}),
@@ -37,9 +38,10 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def versions(machine: Mapping[str, Any]) -> dict[str, Any]:
+def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a machine's properties on which the figures of a run depend."""
-    return {name: machine[name] for name in ("python", "torch", "horovod")}
+    names = ("host", "cpu", "gpus", "python", "torch", "horovod")
+    return {name: machine[name] for name in names if name in machine}
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -48,11 +50,17 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def warn_if_busy() -> None:
-    """Print a warning if other programs have kept this machine busy in the last minute."""
-    load, cores = os.getloadavg()[0], len(cpu_ids())
-    if load >= MAX_LOAD * cores:
-        text = f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
+    """Print `busy_warning`."""
+    if text := busy_warning():
         print(f"warning: {text}", file=sys.stderr)
+
+
+def busy_warning() -> str:
+    """Return a warning if other programs have kept this machine busy in the last minute; else nothing."""
+    load, cores = os.getloadavg()[0], len(cpu_ids())
+    if load < MAX_LOAD * cores:
+        return ""
+    return f"other programs are at work here (load {load:.1f} on {cores} cores): expect the figures to scatter"
 
 
 def cpu_control_groups() -> list[Path]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hvd_trainer.measure.formats import number
 from hvd_trainer.measure.message import Message
 from hvd_trainer.tools.runner.command import OPEN_MPI, command_for, launcher_of
-from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.step_stats import read_figures

@@ -58,7 +58,7 @@ def read_outside(place: Path) -> Sequence[str]:
 def describe_outside(path: str) -> str:
     """Return the warning about a path to which trials write."""
     return (
-        f"warning: the job writes to {path}, which all trials have in common: one may go on with what another has "
+        f"the job writes to {path}, which all trials have in common: one may go on with what another has "
         f"saved. Write {FOLDER} where it is told that path: each trial has a folder of its own"
     )
 

@@ -38,6 +38,10 @@ class RunRecord:
     """the file with what it printed, if it failed"""
     began_at: float = 0.0
     """seconds since 1970"""
+    go: float = 0.0
+    """when the command began that made it, which tells those runs that ran in turn from others"""
+    warnings: tuple[str, ...] = ()
+    """what the command had warned of until then"""
 
     @property
     def key(self) -> str:

@@ -79,7 +79,7 @@ class TrialRunner:
         folder: of the tool, which it has locked.
         limit_s: after which a run is killed, in seconds.
         limit_option: the tool's option for it.
-        budget_s: seconds from now on after which no run is left running (`--budget`); None: no limit.
+        budget_s: seconds from now on after which no run is left running (`--budget-s`); None: no limit.
         resume: go on from the runs in the folder; False: remove them.
         are_figures: whether these, from a file, can be the figures of a run that is done.
     """
@@ -100,9 +100,17 @@ class TrialRunner:
         if not resume:
             (folder / RUNS).unlink(missing_ok=True)
             shutil.rmtree(folder / "failed", ignore_errors=True)
-        self._warned: set[str] = set()
+        self._go = time.time()
+        self.warnings: list[str] = []
+        """what this command has warned of"""
         self.last = {(run.key, run.round): run for run in read_runs(folder, are_figures)}
         """the last run of each trial and round, by the trial's key"""
+
+    def warn(self, text: str) -> None:
+        """Print a warning once, and record it with the runs to come."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     @property
     def left_s(self) -> float:
@@ -140,7 +148,7 @@ class TrialRunner:
             if run.state != "done":
                 given_up.add(key)
             said = describe(run) if run.state == "done" else f"{run.state}: {run.note}"
-            keys = [key_of(its.identity) for _, its in plan[count:]]
+            keys = [key_of(later.identity) for _, later in plan[count:]]
             left = self._time_left([key for key in keys if key not in given_up])
             print(f"{count}/{len(plan)}  round {number}, {trial.label}: {said}{left}", flush=True)
             yield trial, run
@@ -167,7 +175,7 @@ class TrialRunner:
         if limit_s is not None:
             limit = limit_s
         elif self.left_s < limit:
-            limit, option = max(self.left_s, 1.0), "--budget"
+            limit, option = max(self.left_s, 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), log_dir(self.folder)
         try:
             start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)
@@ -179,6 +187,7 @@ class TrialRunner:
                 shutil.rmtree(keep, ignore_errors=True)
                 log.rename(keep)
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
+        run = replace(run, go=self._go, warnings=tuple(self.warnings))
         if figures is None:
             was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
             if code is not None:
@@ -193,9 +202,7 @@ class TrialRunner:
     def _warn_of_outside(self, place: Path) -> None:
         """Warn of what the present run writes outside of its place, once for each path."""
         for path in read_outside(place):
-            if path not in self._warned:
-                self._warned.add(path)
-                print(describe_outside(path), file=sys.stderr, flush=True)
+            self.warn(describe_outside(path))
 
     def _keep_output(self) -> str:
         """Copy what the present run has printed to the folder of failed runs; return the file's relative path."""

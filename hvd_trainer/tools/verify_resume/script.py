@@ -53,7 +53,7 @@ class Script:
         with running_job(in_own_folder(trial.start(place), place.parent), place) as its:
             its.finish(END_S)
         for path in read_outside(place.parent):
-            print(describe_outside(path), file=sys.stderr, flush=True)
+            print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
         figures = trial.read(place)
         if figures is None:
             raise its.error(f"took no step{why_no_step(place.parent, place)}")

@@ -28,7 +28,7 @@ def test_help_lists_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -
     for group, names in {
         "Set up": ["doctor", "install-horovod"],
         "Verify": ["parity", "verify-resume"],
-        "Measure": ["compare", "diagnose", "tune", "estimate"],
+        "Measure": ["compare", "diagnose", "estimate"],
         "Use": ["export"],
     }.items():
         (lines,) = [part.splitlines() for part in printed.split("\n\n") if part.startswith(f"{group}:\n")]

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 from pages import open_page
 
+from hvd_trainer.measure import stacks
 from hvd_trainer.measure.stack_record import Frame, Record, StackCount, called_expression
 from hvd_trainer.measure.stacks import StackSampler
-from hvd_trainer.observe import stacks
+from hvd_trainer.measure.stats import ratio
 from hvd_trainer.tools.diagnose import machine_use
 from hvd_trainer.tools.diagnose.actions import Action, find_actions
 from hvd_trainer.tools.diagnose.causes import find_causes
@@ -28,7 +29,6 @@ from hvd_trainer.tools.diagnose.trials import plan_variants
 from hvd_trainer.tools.runner import machine
 from hvd_trainer.tools.runner.command import with_options
 from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.ratio import ratio
 
 FACTS = {
     **{"batch_size": 32, "threads": 1, "device": "cpu", "in_memory": False, "workers": 0, "passes": 1},
@@ -407,7 +407,7 @@ def test_what_was_tried_has_an_interval(after: list[float], verdict: str) -> Non
     its = ratio(after, [10.0, 10.1, 9.9])
     text = describe_tried(Tried(Action(cause="data waits", text="--workers 2: why", speed=1.6), its))
     assert text.startswith(
-        f"tried --workers 2: {its.value:.2f} times the samples/s, {its.low:.2f} to {its.high:.2f}"
+        f"tried --workers 2: {its.value:.2f} times the samples/s (95 % interval {its.low:.2f} to {its.high:.2f}"
     )
     assert "3 rounds; expected 1.60" in text
     assert text.endswith(verdict)

@@ -471,16 +471,14 @@ def test_from_reads_the_format_of_compare(tmp_path: Path, work: dict[str, Any]) 
     work |= {"parameters": 21_840, "device": "cpu", "steps": 10}
     figures = {"work": work, "step_p50_s": 0.02, "step_p95_s": 0.025, "first_step_at": 1.0}
     run = RunRecord(trial.identity, 1, "done", 1.0, figures=figures)
-    its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), strong=False, machine={})
+    its = Comparison.of([trial], [run], job=("-m", "hvd_trainer.mnist"), machine={})
     file = tmp_path / "comparison.json"
-    file.write_text(json.dumps(compare_report.as_json(its)))
+    file.write_text(compare_report.make_report(its).json())
     report = estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))
     assert report.job.pass_s == {"horovod": 0.02, "ddp": 0.02}
     with pytest.raises(OptionError, match="Type --from"):
         read_points(file)
-    varied = Comparison.of(
-        [trial], [run], job=("-m", "x"), strong=False, machine={}, varied=[Axis("seed", ("1",))]
-    )
-    file.write_text(json.dumps(compare_report.as_json(varied)))
+    varied = Comparison.of([trial], [run], job=("-m", "x"), machine={}, varied=[Axis("seed", ("1",))])
+    file.write_text(compare_report.make_report(varied).json())
     with pytest.raises(OptionError, match="has several values of options"):
         estimate(Options(hosts=1, gpus_per_host=2, from_=file), read_points(SHIPPED_FILE))

@@ -23,6 +23,7 @@ from made_traces import (
 from torch import Tensor, nn
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trace_format import KEPT_BYTES, draws, sample_checksums, stride, subsample
 from hvd_trainer.tools.parity import cli, fits
@@ -39,7 +40,6 @@ from hvd_trainer.tools.parity.traced_runs import (
 )
 from hvd_trainer.tools.parity.traces import SCRIPT_OPTIONS, Moment, Trace
 from hvd_trainer.tools.runner import trial_runner
-from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.tools.runner.processes import Start
 from hvd_trainer.tools.runner.records import RunRecord
 

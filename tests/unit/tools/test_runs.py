@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.formats import to_json
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.steps import FOLDER
 from hvd_trainer.tools.parity.cli import ParityOptions
 from hvd_trainer.tools.runner.command import read_command, read_job
 from hvd_trainer.tools.runner.failure_reason import why_it_failed
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.formats import to_json
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.processes import MARK, Start, find_processes, launched
-from hvd_trainer.tools.runner.ratio import interval_quantiles, ratio
 from hvd_trainer.tools.runner.records import RunRecord, append_run, read_runs
 from hvd_trainer.tools.runner.step_stats import curve, speed
 from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner, in_rounds
@@ -84,6 +84,17 @@ def test_failure_reason_is_one_line(message: str | None, output: str, reason: st
     assert why_it_failed(tmp_path, 3) == reason
 
 
+def test_ranks_with_unequal_steps_are_named(tmp_path: Path) -> None:
+    """They were told that they had taken none."""
+    folder = tmp_path / "log" / FOLDER
+    folder.mkdir(parents=True)
+    for rank, steps in enumerate((30, 31)):
+        np.savez(folder / f"rank-{rank}.npz", step=np.arange(steps))
+    assert why_it_failed(tmp_path, 0).startswith("ranks took 30 and 31 steps: give each as many batches")
+    np.savez(folder / "rank-1.npz", step=np.arange(30))
+    assert why_it_failed(tmp_path, 0) == "it took no optimizer step that counts"
+
+
 def test_locked_folder_ends_what_a_killed_command_left(tmp_path: Path) -> None:
     """A job lives on when its command is killed, and must not disturb the next one's."""
     left = subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path)})
@@ -138,7 +149,7 @@ SLOW = (
     [
         ({"limit_s": 2.0}, "had not ended after 2 s (--timeout-s)"),
         ({"limit_s": 2.0, "limit_option": "--limit-s", "budget_s": 900.0}, "had not ended after 2 s (--limit-s)"),
-        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget)"),
+        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget-s)"),
     ],
 )
 def test_trial_runner_kills_a_run_past_its_limit(tmp_path: Path, limits: dict[str, Any], note: str) -> None:
@@ -179,6 +190,19 @@ def test_trial_runner_keeps_the_log_folder_of_a_failed_run(tmp_path: Path) -> No
 
     run = TrialRunner(tmp_path).run(JobTrial("", {}, start, lambda log: None), keep=tmp_path / "kept")
     assert (run.state, (tmp_path / "kept").is_dir()) == ("failed", True)
+
+
+def test_runs_know_their_go_and_what_was_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = TrialRunner(tmp_path)
+    first.warn("other programs are at work")
+    first.warn("other programs are at work")
+    assert capsys.readouterr().err == "warning: other programs are at work\n"
+    for number in (1, 2):
+        first.run(trial_of(DONE), number)
+    TrialRunner(tmp_path).run(trial_of(DONE), 3)
+    one, two, three = read_runs(tmp_path)
+    assert one.go == two.go < three.go
+    assert (one.warnings, three.warnings) == (("other programs are at work",), ())
 
 
 def test_run_all_gives_up_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,16 +278,3 @@ def test_curve_averages_ranks_that_have_a_loss() -> None:
     long = [{"step": np.arange(1000), "loss": np.arange(1000.0)}]
     assert len(curve(long)) == 200
     assert curve(long)[0] == [2.0, 2.0]
-
-
-def test_ratio_is_clear_only_above_the_noise() -> None:
-    assert ratio([1.0], [2.0]).low is None
-    clear = ratio([110, 111, 109, 112, 110], [100, 100, 100, 101, 100])
-    assert clear.is_clear
-    assert clear.low is not None
-    assert 1.08 < clear.low <= clear.value <= (clear.high or 0) < 1.13
-    noisy = ratio([110, 90, 105, 95, 100], [100, 100, 100, 100, 100])
-    assert not noisy.is_clear
-    assert ratio([3, 3, 3], [2, 2, 2]).is_clear
-    # What t(4) is wider than the normal distribution: Phi(-2.776 x sqrt(5 / 4)).
-    assert interval_quantiles(5)[0] == pytest.approx(0.00096, abs=1e-5)

@@ -18,10 +18,9 @@ from hvd_trainer.tools.compare import cli as compare
 from hvd_trainer.tools.diagnose import cli as diagnose
 from hvd_trainer.tools.parity import cli as parity
 from hvd_trainer.tools.runner import trial_runner
-from hvd_trainer.tools.tune import cli as tune
 
 JOB = ("-m", "hvd_trainer.mnist")
-TOOLS = (compare, diagnose, parity, tune)
+TOOLS = (compare, diagnose, parity)
 every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.split(".")[-2])
 
 
@@ -43,9 +42,12 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
         (parity, ["--backend", "ddp"], "name two or three"),
         (parity, ["--", *JOB, "--trace_steps=3", "--resume", "auto"], "Leave --trace_steps=3 and --resume out"),
-        (tune, ["--rounds", "2", "--np", "0"], "--np must be 1 or more, not 0; --rounds must be 3 or more"),
-        (tune, ["--engines", "ddp,single"], "there are horovod, ddp; name each once"),
-        (tune, ["--engines", "ddp,ddp"], "there are horovod, ddp; name each once"),
+        (compare, ["--search", "--rounds", "2"], "--search needs --rounds 3 or more, not 2"),
+        (compare, ["--search", "--np", "1,2"], "--search takes one number of ranks, such as --np 2"),
+        (compare, ["--search", "--vary", "chunks=1,2"], "--vary does not go with --search"),
+        (compare, ["--lossy"], "--lossy is for --search"),
+        (compare, ["--search", "--backend", "ddp,single"], "there are horovod, ddp; name each once"),
+        (compare, ["--backend", "ddp,ddp"], "name each once"),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(

@@ -34,10 +34,6 @@ def percent(fraction: float) -> str:
     return f"{fraction:.1%}"
 
 
-def more_or_less(fraction: float) -> str:
-    return f"{fraction:+.0%}"
-
-
 def to_json(value: Any) -> str:
     """Return a report as JSON; NaN, infinities and values of other types, which it does not have, become text."""
 
@@ -96,10 +92,12 @@ def make_table(
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    # As Text, brackets of what was typed are no markup.
+    made = Table(box=SIMPLE_HEAD, title=Text(title), title_justify="left", title_style="bold")
     for place, name in enumerate(columns):
-        made.add_column(name, justify="left" if place in words else "right", no_wrap=place not in words)
+        made.add_column(Text(name), justify="left" if place in words else "right", no_wrap=place not in words)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))
     return made

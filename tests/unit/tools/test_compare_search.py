@@ -1,25 +1,26 @@
-"""`python -m hvd_trainer tune`: races, searches on made-up machines, and a search from the command to the YAML."""
+"""`compare --search`: races, searches on made-up machines, and their report."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launchers import launch
 
 from hvd_trainer import OptionError
-from hvd_trainer.tools.runner.records import read_runs
-from hvd_trainer.tools.tune import cli
-from hvd_trainer.tools.tune.race import Noise, Race
-from hvd_trainer.tools.tune.report import as_yaml, sentences
-from hvd_trainer.tools.tune.search import AS_IT_IS, Found, Search
-from hvd_trainer.tools.tune.settings import as_words, find_changes, settling_steps
+from hvd_trainer.measure.stats import Noise
+from hvd_trainer.tools.compare import search_report
+from hvd_trainer.tools.compare.options import CompareOptions
+from hvd_trainer.tools.compare.race import Race
+from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
+from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
+from hvd_trainer.tools.compare.settings import as_words, find_changes, settling_steps
+from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
+from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 
 FACTS = {
     "device": "cpu",
@@ -52,7 +53,8 @@ def test_changes_of_a_script_are_options_of_run() -> None:
     labels = {its.label for its in find_changes("exchange", "ddp", ddp, {}, ())}
     assert "--bucket-mb 64" in labels
     assert not any("cycle" in its for its in labels)
-    line = cli.script_line(("train.py", "--lr", "0.1"), "ddp", 2, {"threads": 2, "bucket_mb": 64})
+    job = SearchJob(("train.py", "--lr", "0.1"), 2)
+    line = line_of(job, "ddp", SearchResult({"threads": 2, "bucket_mb": 64}), Path())
     assert line.endswith("run --np 2 --backend ddp --threads=2 --bucket-mb=64 -- train.py --lr 0.1")
 
 
@@ -75,7 +77,8 @@ def test_find_changes_leaves_out_equal_settings() -> None:
 def test_options_of_the_job_are_not_changed() -> None:
     found = find_changes("exchange", "horovod", FACTS, {}, {"bucket_mb", "autotune", "cycle_time_ms"})
     assert {its.option for its in found} == {"num_groups"}
-    job = cli.Job(("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1"), {"workers": 2})
+    words = ("job.py", "--bucket-mb=4", "--no_bucket_views", "--lr", "-1")
+    job = SearchJob(words, 2, {"workers": 2}, is_script=False)
     assert job.fixed == {"bucket_mb", "bucket_views", "lr", "workers"}
 
 
@@ -137,14 +140,14 @@ def test_race_drops_a_candidate_that_does_not_run() -> None:
 
 def search(
     measure: Any, fixed: Any = (), *, rounds: int = 3, least_gain: float = 0.02, lossy: bool = False, **facts: Any
-) -> Found:
+) -> SearchResult:
     settings: dict[str, Any] = {"rounds": rounds, "least_gain": least_gain, "lossy": lossy}
     return Search("ddp", FACTS | facts, fixed, measure, **settings).run()
 
 
 def searched(
     effects: Mapping[str, float], noise: float = 0.01, seed: int = 0, lossy: bool = False, **facts: Any
-) -> tuple[Found, list[str]]:
+) -> tuple[SearchResult, list[str]]:
     """A search where each option as it is typed has an effect on the speed; and the runs that it made."""
     rng, ran = random.Random(seed), []
 
@@ -177,8 +180,7 @@ def test_search_skips_groups_that_cannot_gain() -> None:
     assert found.settings == {}
     assert set(ran) == {AS_IT_IS, "--leave-out exchange", "--leave-out data", "--threads 1", "--threads 4"}
     assert len(ran) <= 24
-    (nothing, *_) = [text for text in sentences("ddp", found) if "nothing" in text]
-    assert nothing == "ddp: nothing is faster than the job as it is, for certain."
+    assert verdict("ddp", found).text == "ddp: nothing is faster than the job as it is, for certain."
 
 
 def test_search_ignores_noise_of_much_shorter_steps() -> None:
@@ -230,7 +232,7 @@ def test_search_adopts_compression_only_if_lossy() -> None:
     found, _ = searched(helps)
     assert "compression" not in found.settings
     assert set(found.offers) == {"bf16"}
-    assert any("--compression bf16 would make it 1.2" in text for text in sentences("ddp", found))
+    assert "--compression bf16 would make it 1.2" in str(verdict("ddp", found))
     lossy, _ = searched(helps, lossy=True)
     assert lossy.settings == {"compression": "bf16"}
 
@@ -239,6 +241,23 @@ def test_search_seldom_takes_noise_for_a_gain() -> None:
     """Where nothing helps and runs differ by 7 %, the proof drops most of what a race has let through."""
     tuned = sum(bool(searched(BOUNDS, 0.05, seed)[0].settings) for seed in range(100))
     assert tuned <= 5
+
+
+def test_search_pairs_runs_of_one_go_only() -> None:
+    """A search that was stopped between the runs of a round goes on on a machine that is half as fast by then."""
+    goes = {"now": 0.0}
+    speeds = iter([1000.0, *[500.0] * 99])
+    ran = []
+
+    def measure(label: str, settings: Mapping[str, Any]) -> float:
+        ran.append(label)
+        goes["now"] = float(len(ran) > 1)
+        return next(speeds)
+
+    facts = FACTS | {"in_memory": True, "world_size": 1}
+    search_ = Search("ddp", facts, (), measure, 3, 0.02, lossy=False, go=lambda: goes["now"])
+    tried = {change.label: change.standing for change in search_.run().tried}
+    assert {standing.speed for standing in tried.values()} == {1.0}
 
 
 def test_search_passes_over_settings_that_do_not_run() -> None:
@@ -264,84 +283,64 @@ def test_settling_steps_wait_for_adopted_autotune() -> None:
 
 def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
     found, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
-    text = as_yaml("ddp", found, {"lr": 0.1, "backend": "horovod"}, "tune -- job.py", {"cores": 2})
+    text = as_yaml("ddp", found, {"lr": 0.1, "backend": "horovod"}, "compare -- job.py", {"cores": 2})
     assert yaml.safe_load(text) == {"lr": 0.1, "backend": "ddp", "bucket_mb": 4}
-    assert text.startswith("# Found by: tune -- job.py\n# On: cores 2\n")
+    assert text.startswith("# Found by: compare -- job.py\n# On: cores 2\n")
     assert "# ddp: --bucket-mb 4 makes the job 1.2" in text
     assert "# It adds in another order" in text
 
 
-# From the command on.
+# The job, and its report.
 
 
 def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
-        cli.Job.read(["-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")])
+        SearchJob(("-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")), 2).on_trainer()
     with pytest.raises(OptionError, match="cannot be read"):
-        cli.Job.read(["-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"])
+        SearchJob(("-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"), 2).on_trainer()
 
 
-def command(out: Path, *options: str, job: Sequence[str] = ()) -> list[str]:
-    digits = ["-m", "hvd_trainer.mnist", "--dataset", "digits", *job]
-    return ["-m", "hvd_trainer", "tune", "--out", str(out), "--seconds", "0.1", *options, "--", *digits]
+def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal, the page, Markdown and JSON: the verdict, what to type, and the warnings."""
+    helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2})
+    nothing, _ = searched({})
+    job = SearchJob(("-m", "hvd_trainer.mnist", "--lr", "0.1"), 2, is_script=False)
+    search_report.write(
+        {"horovod": nothing, "ddp": helps},
+        job,
+        tmp_path,
+        machine={"cores": 2},
+        warnings=["busy"],
+        typed=["--search"],
+    )
+    out = capsys.readouterr().out
+    texts = [out, *((tmp_path / f"search.{kind}").read_text() for kind in ("json", "md", "html"))]
+    line = "torchrun --nproc-per-node 2 -m hvd_trainer.mnist --lr 0.1 --config "
+    for text in texts:
+        assert "ddp: --bucket-mb 4 makes the job 1.2" in text
+        assert "horovod: nothing is faster than the job as it is, for certain." in text
+        assert f"{line}{tmp_path}/ddp.yaml" in text
+        assert "busy" in text
+    assert "99.2 %" in out, "of the six candidates' exchange"
+    assert json.loads(texts[1])["backends"]["ddp"]["settings"] == {"bucket_mb": 4}
+    assert yaml.safe_load((tmp_path / "ddp.yaml").read_text()) == {"backend": "ddp", "bucket_mb": 4}
 
 
-@pytest.mark.long
-def test_tune_names_a_job_that_does_not_run(tmp_path: Path) -> None:
-    result = launch("python", 1, command(tmp_path, "--engines", "ddp", job=["--adasum"]), check=False)
-    assert result.returncode == 2
-    assert "The job does not run as it is, on ddp: failed, --adasum with --backend ddp" in result.stderr
+def test_search_repeats_runs_of_changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took an edited module for the one that it had measured."""
+    identities = []
 
+    def refuse(runner: TrialRunner, trial: Trial, round_: int) -> None:
+        identities.append(trial.identity)
+        raise OptionError("refused")
 
-SLOW_DISK = """
-import time
-import torch
-from torch.utils.data import Dataset
-from hvd_trainer import Trainer, TrainerOptions, run_job
-
-class SlowDisk(Dataset):
-    def __len__(self):
-        return 4096
-    def __getitem__(self, index):
-        time.sleep(0.004)
-        return torch.zeros(64), index % 2
-
-def main(options):
-    with Trainer(options) as trainer:
-        model = torch.nn.Linear(64, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, SlowDisk())
-
-if __name__ == "__main__":
-    run_job(TrainerOptions, main)
-"""
-
-
-def done(out: Path) -> int:
-    """How many runs have come to their end; those that failed are tried again."""
-    return sum(run.state == "done" for run in read_runs(out))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_tune_resumes_from_its_folder(tmp_path: Path) -> None:
-    """A disk that makes a step wait, on one rank whose threads are typed: loader processes are all that helps."""
-    job, own, out = tmp_path / "job.py", tmp_path / "own.yaml", tmp_path / "out"
-    job.write_text(SLOW_DISK)
-    own.write_text("batch-size: 4\nthreads: 1\nprefetch: 2\n")
-    tool_ = ["-m", "hvd_trainer", "tune", "--np", "1", "--engines", "ddp", "--rounds", "3", "--seconds", "1"]
-    tool_ += ["--least-gain", "0.3", "--out", str(out), "--", str(job), "--config", str(own)]
-    said = launch("python", 1, tool_, timeout_s=500).stdout
-    assert re.search(r"--workers [24] +[\d.]+ .* adopted", said), said
-    assert re.search(r"--workers 0 .* the job fails with it", said), "what is typed, --prefetch, needs some"
-    kept = done(out)
-    again = launch("python", 1, tool_).stdout
-    assert done(out) == kept
-    assert again.splitlines()[-1] == said.splitlines()[-1]
-    tuned = yaml.safe_load((out / "ddp.yaml").read_text())
-    assert tuned["workers"] in (2, 4)
-    assert (tuned["backend"], tuned["batch_size"], tuned["threads"]) == ("ddp", 4, 1)
-    assert json.loads((out / "tune.json").read_text())["engines"]["ddp"]["gain"]["low"] > 1
-    trained = launch("torchrun", 1, [str(job), "--config", str(out / "ddp.yaml"), "--max-steps", "3"]).stdout
-    assert "4 x 1 rank" in trained
+    monkeypatch.setattr(TrialRunner, "run", refuse)
+    (tmp_path / "job.py").write_text("import model\n")
+    job = SearchJob((str(tmp_path / "job.py"),), 2)
+    for text in ("", "changed = True\n"):
+        (tmp_path / "model.py").write_text(text)
+        with pytest.raises(OptionError, match="refused"):
+            search_all(job, ["ddp"], tmp_path, {}, CompareOptions())
+    assert identities[0] != identities[1]
+    assert identities[0] == {**identities[1], "code": identities[0]["code"]}

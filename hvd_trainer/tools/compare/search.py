@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.formats import percent
-from hvd_trainer.tools.runner.ratio import Ratio, ratio
+from hvd_trainer.measure.formats import percent
+from hvd_trainer.measure.stats import Noise, Ratio, interval_text, ratio
+from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing
+from hvd_trainer.tools.compare.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
 from hvd_trainer.tools.runner.trial_runner import in_rounds
-from hvd_trainer.tools.tune.race import MIN_ROUNDS, Noise, Race, Standing
-from hvd_trainer.tools.tune.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None if the job does not run with them."""
@@ -27,7 +27,7 @@ WITHOUT: Mapping[str, Group] = {"--leave-out exchange": "exchange", "--leave-out
 AS_IT_IS = "as it is"
 
 
-class Tried(NamedTuple):
+class TriedChange(NamedTuple):
     """The result of one change in one race."""
 
     group: Group
@@ -37,16 +37,16 @@ class Tried(NamedTuple):
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The results of a search."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """the options that certainly make the job faster"""
     gain: Ratio | None = None
     """the speed with them as a multiple of the unchanged job's, in runs of their own; None without settings"""
-    offers: dict[str, Tried] = field(default_factory=dict)
+    offers: dict[str, TriedChange] = field(default_factory=dict)
     """changes that are faster but round the gradients, by the value of `--compression`"""
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TriedChange] = field(default_factory=list)
     untried: dict[Group, str] = field(default_factory=dict)
     """groups that cannot gain enough, with the reason"""
     noise: float = 0.0
@@ -69,10 +69,12 @@ class Search:
     """below which a gain is not worth a search, as a fraction"""
     lossy: bool
     """whether gradients may be rounded"""
+    go: Callable[[], float] = lambda: 0.0
+    """when the command began that made the last run: only runs of one command are pairs"""
     noise: Noise = field(default_factory=Noise, init=False)
-    found: Found = field(default_factory=Found, init=False)
+    result: SearchResult = field(default_factory=SearchResult, init=False)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search, and return the results.
 
         Raises:
@@ -83,10 +85,10 @@ class Search:
                 self._race_lossy()
             else:
                 self._race_group(group)
-        self.found.noise = self.noise.deviation
-        if self.found.settings:
+        self.result.noise = self.noise.deviation
+        if self.result.settings:
             self._prove()
-        return self.found
+        return self.result
 
     def _select_groups(self) -> list[Group]:
         """Return the groups that can gain enough, in the order of their races.
@@ -94,36 +96,40 @@ class Search:
         Threads come first, on which all else depends, compression last, and between them what has most to gain.
         """
         if self.facts["world_size"] == 1:
-            self.found.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
+            self.result.untried |= dict.fromkeys(("exchange", "compression"), "one rank exchanges nothing")
         if "uses_hvd" in self.facts:
-            self.found.untried |= SCRIPT_UNTRIED
+            self.result.untried |= SCRIPT_UNTRIED
         elif self.facts["in_memory"]:
-            self.found.untried["data"] = "all of it is in memory"
+            self.result.untried["data"] = "all of it is in memory"
         elif self.facts["has_own_loader"]:
-            self.found.untried["data"] = "it comes from a loader of its own"
-        left_out = {label: group for label, group in WITHOUT.items() if group not in self.found.untried}
+            self.result.untried["data"] = "it comes from a loader of its own"
+        left_out = {label: group for label, group in WITHOUT.items() if group not in self.result.untried}
         race = self._race(list(left_out))
         while not race.is_over and any(self._is_undecided(race.standing(label)) for label in left_out):
             self._run_round(race, {label: {"leave_out": group} for label, group in left_out.items()})
         # Where the job does not run without it, nothing is known of what it costs.
         bounds = {group: race.standing(label) for label, group in left_out.items() if label not in race.broken}
-        for group, its in bounds.items():
+        for group, bound in bounds.items():
             # A setting gains less than leaving the whole part out.
-            if its.verdict == "no faster" or its.speed < 1 + self.least_gain:
-                self.found.untried[group] = (
-                    f"without it at all the job has {its.speed:.2f} times the speed ({its.low:.2f} to "
-                    f"{its.high:.2f})"
+            if bound.verdict == "no faster" or bound.speed < 1 + self.least_gain:
+                self.result.untried[group] = (
+                    f"without it at all the job has {bound.speed:.2f} times the speed "
+                    f"({interval_text(bound.low, bound.high, bound.level)})"
                 )
         # A step that is a fraction of the job's scatters by more, as a ratio: only one that is as long says how
         # much the job's does.
-        alike = (label for label, group in left_out.items() if group in bounds and group in self.found.untried)
+        alike = (label for label, group in left_out.items() if group in bounds and group in self.result.untried)
         self.noise = race.known_noise(alike)
-        if "exchange" in self.found.untried:
-            self.found.untried["compression"] = self.found.untried["exchange"]
-        for group, why in self.found.untried.items():
+        if "exchange" in self.result.untried:
+            self.result.untried["compression"] = self.result.untried["exchange"]
+        for group, why in self.result.untried.items():
             self._say(f"{GROUPS[group]}: {why}")
-        gains = {"threads": math.inf, "compression": 0.0, **{group: its.speed for group, its in bounds.items()}}
-        left = (group for group in GROUPS if group not in self.found.untried)
+        gains = {
+            "threads": math.inf,
+            "compression": 0.0,
+            **{group: bound.speed for group, bound in bounds.items()},
+        }
+        left = (group for group in GROUPS if group not in self.result.untried)
         return sorted(left, key=lambda group: -gains.get(group, 1.0))
 
     def _say(self, text: str) -> None:
@@ -139,40 +145,42 @@ class Search:
         hopeless: set[str] = set()
         decided: set[str] = set()
         while True:
-            left = (its for its in self._changes(group) if its.option not in decided)
-            winner = self._race_changes([its for its in left if its.label not in hopeless], adopt=True)
+            left = (change for change in self._changes(group) if change.option not in decided)
+            winner = self._race_changes([change for change in left if change.label not in hopeless], adopt=True)
             if winner is None:
                 return
             self._say(f"adopted: {winner.label}")
-            self.found.settings = winner.after(self.found.settings)
-            hopeless |= {its.label for its in self.found.tried if its.standing.verdict == "no faster"}
+            self.result.settings = winner.after(self.result.settings)
+            hopeless |= {tried.label for tried in self.result.tried if tried.standing.verdict == "no faster"}
             decided |= {winner.option, *winner.with_it}
 
     def _race_lossy(self) -> None:
         """Measure the options that round gradients, and leave it to the user to adopt them."""
-        known = len(self.found.tried)
+        known = len(self.result.tried)
         candidates = self._changes("compression")
         self._race_changes(candidates, adopt=False)
-        labels = {its.label: its.value for its in candidates}
-        self.found.offers = {
-            labels[its.label]: its for its in self.found.tried[known:] if its.standing.verdict == "faster"
+        values = {change.label: change.value for change in candidates}
+        self.result.offers = {
+            values[tried.label]: tried for tried in self.result.tried[known:] if tried.standing.verdict == "faster"
         }
 
     def _changes(self, group: Group) -> list[Change]:
-        return find_changes(group, self.backend, self.facts, self.found.settings, self.fixed)
+        return find_changes(group, self.backend, self.facts, self.result.settings, self.fixed)
 
     def _race_changes(self, candidates: Sequence[Change], *, adopt: bool) -> Change | None:
         """Race changes, record the results of all, and return the winner."""
         if not candidates:
             return None
-        race, by_label = self._race([its.label for its in candidates]), {its.label: its for its in candidates}
-        settings = {label: its.after(self.found.settings) for label, its in by_label.items()}
+        by_label = {change.label: change for change in candidates}
+        race = self._race(list(by_label))
+        settings = {label: change.after(self.result.settings) for label, change in by_label.items()}
         while not race.is_over:
             self._run_round(race, settings)
         self.noise = race.known_noise()
         group = candidates[0].group
-        self.found.tried += [
-            Tried(group, label, race.standing(label), adopted=adopt and label == race.winner) for label in by_label
+        self.result.tried += [
+            TriedChange(group, label, race.standing(label), adopted=adopt and label == race.winner)
+            for label in by_label
         ]
         return None if race.winner is None else by_label[race.winner]
 
@@ -182,13 +190,15 @@ class Search:
     def _run_round(self, race: Race, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Run one round of the present settings and the candidates still in the race, in alternating order."""
         everyone = [AS_IT_IS, *race.running]
-        present, speeds = math.nan, dict[str, float | None]()
+        present, speeds, goes = math.nan, dict[str, float | None](), dict[str, float]()
         for label in everyone[:: -1 if race.held % 2 else 1]:
             if label == AS_IT_IS:
-                present = self._must_run(label, self.found.settings)
+                present = self._must_run(label, self.result.settings)
             else:
                 speeds[label] = self.measure(label, settings[label])
-        race.note(present, speeds)
+            goes[label] = self.go()
+        paired = {label for label in speeds if speeds[label] is None or goes[label] == goes[AS_IT_IS]}
+        race.note(present, {label: speed for label, speed in speeds.items() if label in paired})
 
     def _must_run(self, label: str, settings: Mapping[str, Any]) -> float:
         speed = self.measure(label, settings)
@@ -200,11 +210,13 @@ class Search:
         return speed
 
     def _prove(self) -> None:
-        both = {"before": {}, "tuned": self.found.settings}
-        speeds: dict[str, list[float]] = {label: [] for label in both}
+        both = {"before": {}, "tuned": self.result.settings}
+        speeds: dict[str, list[tuple[float, float]]] = {label: [] for label in both}
         for _, label in in_rounds(list(both), self.rounds):
-            speeds[label].append(self._must_run(label, both[label]))
-        self.found.gain = gain = ratio(speeds["tuned"], speeds["before"])
+            speeds[label].append((self._must_run(label, both[label]), self.go()))
+        rounds = zip(speeds["tuned"], speeds["before"], strict=True)
+        pairs = [(tuned, before) for (tuned, go), (before, other) in rounds if go == other]
+        self.result.gain = gain = ratio([tuned for tuned, _ in pairs], [before for _, before in pairs])
         if not gain.is_clear or gain.value < 1:
-            self._say(f"not confirmed: {percent(gain.value - 1)} faster in runs of its own, which may be noise")
-            self.found.settings = {}
+            self._say(f"not confirmed: {percent(gain.value - 1)} faster in fresh runs ({gain.interval})")
+            self.result.settings = {}

@@ -152,7 +152,7 @@ def _cycle_times(settings: Mapping[str, Any]) -> Iterator[Change]:
 
 _SCRIPT_MAKERS = {"threads": _threads, "exchange": _script_exchange}
 SCRIPT_UNTRIED: Mapping[Group, str] = {
-    "data": "the script's own: give its DataLoader another num_workers, and tune again",
+    "data": "the script's own: give its DataLoader another num_workers, and search again",
     "compression": "the script's own: compression=hvd.Compression.fp16, or DDP's communication hooks",
 }
 """Groups that lie in the script itself."""

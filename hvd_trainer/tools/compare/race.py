@@ -13,38 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import fmean
 from typing import Literal
 
-ERROR_PROBABILITY = 0.05
-"""The probability with which a verdict may be wrong."""
+from hvd_trainer.measure.stats import ERROR, Noise
+
 MIN_ROUNDS = 2
 """Rounds before a candidate gets a verdict."""
 Verdict = Literal["faster", "no faster", "open"]
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The variance of the logarithm of the ratio of two runs' speeds on this machine."""
-
-    squares: float = 0.0
-    freedom: int = 0
-    """degrees of freedom"""
-
-    def with_series(self, series: Sequence[Sequence[float]]) -> Noise:
-        """Return the noise pooled with the squared deviations of each series from its own mean."""
-        squares, freedom = self.squares, self.freedom
-        for values in series:
-            mean = fmean(values) if values else 0.0
-            squares += sum((value - mean) ** 2 for value in values)
-            freedom += max(len(values) - 1, 0)
-        return Noise(squares, freedom)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of one ratio; infinite without measurements."""
-        return math.sqrt(self.squares / self.freedom) if self.freedom else math.inf
 
 
 @dataclass(frozen=True)
@@ -58,6 +34,8 @@ class Standing:
     high: float
     """bounds of the interval that decides whether it wins"""
     rounds: int
+    level: float = 1 - ERROR
+    """of the interval, which is above 95 % where there are several candidates"""
 
 
 @dataclass
@@ -103,22 +81,16 @@ class Race:
             return Standing("no faster", 0.0, 0.0, 0.0, 0)
         if not logs:
             return Standing("open", 1.0, 0.0, math.inf, 0)
-        mean, least = fmean(logs), math.log1p(self.least_gain)
-        half = self._half_width(len(logs), ERROR_PROBABILITY / 2 / len(self.names))
+        error = ERROR / len(self.names)
+        mean, least, noise = fmean(logs), math.log1p(self.least_gain), self.known_noise()
+        half = noise.half_width(len(logs), error / 2)
         verdict: Verdict = "open"
         if len(logs) >= MIN_ROUNDS:
             if mean - half > 0 and mean > least:
                 verdict = "faster"
-            elif mean + self._half_width(len(logs), ERROR_PROBABILITY) < least:
+            elif mean + noise.half_width(len(logs), ERROR) < least:
                 verdict = "no faster"
-        return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs))
-
-    def _half_width(self, rounds: int, tail: float) -> float:
-        """Return the half width of an interval that the true mean exceeds with the probability `tail`."""
-        noise = self.known_noise()
-        if not noise.freedom:
-            return math.inf
-        return _t_quantile(1 - tail, noise.freedom) * noise.deviation / math.sqrt(rounds)
+        return Standing(verdict, _exp(mean), _exp(mean - half), _exp(mean + half), len(logs), 1 - error)
 
     @property
     def running(self) -> list[str]:
@@ -127,8 +99,8 @@ class Race:
         A winner runs on beside those that may be faster still.
         """
         standings = {name: self.standing(name) for name in self.names}
-        left = [name for name, its in standings.items() if its.verdict != "no faster"]
-        best = max((its.low for its in standings.values() if its.verdict == "faster"), default=0.0)
+        left = [name for name, standing in standings.items() if standing.verdict != "no faster"]
+        best = max((s.low for s in standings.values() if s.verdict == "faster"), default=0.0)
         return [name for name in left if standings[name].high > best]
 
     @property
@@ -142,14 +114,6 @@ class Race:
         """The fastest of the candidates that are certainly faster than the present settings."""
         sure = [name for name in self.names if self.standing(name).verdict == "faster"]
         return max(sure, key=lambda name: self.standing(name).speed, default=None)
-
-
-@cache
-def _t_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t; cached, since it takes longer to compute than everything else here."""
-    from scipy.stats import t
-
-    return float(t.ppf(probability, freedom))
 
 
 def _exp(log: float) -> float:
