@@ -211,7 +211,7 @@ def diagnose_job(
 ) -> tuple[dict[str, Any], str]:
     """Diagnose a job with a planted cause; return the diagnosis and the output."""
     tool = ["-m", "hvd_trainer", "diagnose", "--backend", backend, "--out", str(tmp_path / "out")]
-    words = [*tool, "--budget", str(planted.budget), *planted.tool, *options, "--", *planted.job(tmp_path)]
+    words = [*tool, "--budget-s", str(planted.budget), *planted.tool, *options, "--", *planted.job(tmp_path)]
     with ExitStack() as stack:
         inside = stack.enter_context(AROUND[planted.planted]()) if planted.planted in AROUND else []
         if inside:
@@ -288,7 +288,10 @@ def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
     words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", *job]
     with start("python", 1, words) as diagnosis:
         deadline = time.monotonic() + 90
-        while not list((tmp_path / "out").glob("running/log/stacks/*1.json")) and time.monotonic() < deadline:
+        while (
+            not list((tmp_path / "out").glob("diagnose-runs/running/log/stacks/*1.json"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         diagnosis.popen.send_signal(signal.SIGINT)
         result = diagnosis.wait(30)

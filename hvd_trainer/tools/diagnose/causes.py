@@ -4,7 +4,7 @@ The normal run tells, for each rank, the seconds of a step by role and line (pro
 ranks spend is the job's; what one rank spends beyond the others makes them wait. Of the other runs, with T(...)
 the time of a step:
 
-    exchange     T(normal) - T(without exchange) - waiting for the slowest rank
+    exchange     T(normal) - T(without exchange) - waiting for the slowest rank; T without the user's collectives
     overlap      that, or what the exchange takes by itself, less what the backward pass could not hide of it
     contention   T(computing, quickest of N ranks without exchange) - T(computing, one rank alone)
     overhead     2 T(alone) - T(alone, twice the batch), less what lines of the user take in each step
@@ -21,8 +21,10 @@ from statistics import mean, median
 from typing import Any
 
 from hvd_trainer.observe.stack_record import MAIN, WORKER
-from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NOISE, NORMAL, SIGMAS, TWICE, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, TWICE, Cause, Evidence
 from hvd_trainer.tools.diagnose.profile import (
+    LONE,
+    WAITING,
     Blame,
     RankProfile,
     Seconds,
@@ -32,20 +34,28 @@ from hvd_trainer.tools.diagnose.profile import (
     library_line,
     user_frames,
 )
+from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.utils.text import plural
 
-ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "model")
+ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "own forward", "model")
 """Parts of a step's time, without the exchange."""
+OF_THE_MACHINE = ("programs", "throttled", "stolen")
+"""Kinds of causes that are none of the job's: its own are compared with a step without them."""
+COUNTED_ERROR = 0.05
+"""Relative standard error of what the system counts in a run."""
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
 """Fraction of a step from which an update, loss or metric is a cause that spends its time in libraries only."""
 CALLS = (".step", "loss", "cross_entropy")
 """Ends of calls by which a script's loop enters a library for it."""
+LOADER = "/torch/utils/data/dataloader.py"
 MIN_OTHER_CORES = 0.15
 """Cores that other programs use, from which they can be a cause."""
 MIN_MORE = 1.1
 """How many times as many elements a rank that has more to do must have."""
+MANY_CALLS = 1.5
+"""Calls of a collective in a step from which they are better one call."""
 MIN_SWAPPED = 1000
 """Pages that go to the swap or come from it in a run, from which it is a cause."""
 BUCKETS_MB = (1, 4, 12, 25, 64, 128)
@@ -55,13 +65,23 @@ BUCKETS_MB = (1, 4, 12, 25, 64, 128)
 def find_causes(evidence: Evidence) -> list[Cause]:
     """Return the causes that are worth an action and more than the noise, the largest first."""
     found = list(_of_limits(evidence))
-    found += _of_roles(evidence, is_swapping=_sum(found, "swap") > 0)
-    found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
     found += _of_queue(evidence, _sum(found, "throttled"))
+    limit = MIN_SHARE * quiet_s(evidence, found)
+    found += _of_roles(evidence, limit, is_swapping=_sum(found, "swap") > 0)
+    found += [
+        *_of_starts(evidence),
+        *_of_collectives(evidence, limit, _sum(found, "programs")),
+        *_of_lone(evidence),
+    ]
+    found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
         found += difference(evidence, found)
-    limit = MIN_SHARE * evidence.step_s
     return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
+
+
+def quiet_s(evidence: Evidence, known: Sequence[Cause]) -> float:
+    """Return the seconds of a step without what the machine's other programs and limits have taken."""
+    return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), 0.1 * evidence.step_s)
 
 
 def _ms(seconds: float) -> str:
@@ -81,11 +101,12 @@ def _blocked(its: Seconds) -> float:
     return its.blocked / max(its.own, 1e-9)
 
 
-def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
+def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[Cause]:
     """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
 
     Args:
         evidence: of the normal runs.
+        limit: seconds of a step from which a cause is worth an action.
         is_swapping: whether the machine swaps: then that is what it waits for, but for data.
     """
     for role in ROLES:
@@ -93,7 +114,12 @@ def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
         rank = _most([-its.own for its in each])
         profile, its = evidence.profiles[rank], each[rank]
         line = blame(profile, role)
-        seconds = its.own
+        seconds, kind, about = its.own, role, ""
+        if role == "own forward":
+            # What it computes is the training itself; what it waits can be taken out of the step.
+            is_waiting = _blocked(its) > 0.5
+            kind, seconds = ("script", its.blocked) if is_waiting else ("computing", its.own)
+            seconds = min(seconds, line.seconds if line else 0.0)
         if role in ("backward", "model") or (role == "script" and line is not None):
             seconds = min(its.blocked if role == "model" else seconds, line.seconds if line else 0.0)
         if is_swapping and role != "data":
@@ -101,10 +127,13 @@ def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
         is_own = line is not None or role == "data"
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
-        if seconds < (MIN_SHARE if is_own else MIN_LIBRARY_SHARE) * evidence.step_s:
+        is_own &= kind != "computing"
+        if role == "data":
+            # Slow steps, of which the start of processes makes some, are no part of it.
+            seconds -= max(0.0, profile.starts_s - (profile.hiccups_s if profile.slow else 0.0))
+        if seconds < limit * (1 if is_own else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
         where: object = line or library_line(profile, role) or role
-        kind, about = role, ""
         if role == "data":
             fetching = _worker_seconds(profile) if profile.workers else its
             kind = "data computes" if fetching.cpu > 0.5 * fetching.own else "data waits"
@@ -138,9 +167,90 @@ def _worker_line(profile: RankProfile) -> Blame | None:
     return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
 
 
+def _of_starts(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what ranks wait until the loader's processes are started again, such as in each epoch."""
+    rank = _most([-profile.starts_s for profile in evidence.profiles])
+    profile = evidence.profiles[rank]
+    times, processes = (sum(getattr(its, name) for its in profile.starts) for name in ("times", "processes"))
+    if times < 2:
+        return
+    own = [s for s in profile.main() if any(frame.file.endswith(LOADER) for frame in s.frames)]
+    line = hottest_line(own, profile, whole=True)
+    text = (
+        f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started anew "
+        f"({processes} in all), and the rank waits {_ms(profile.starts_s * profile.steps / times)} ms each time, at "
+        f"{line or 'the DataLoader'}"
+    )
+    details = {"where": str(line or "the DataLoader"), "processes": processes, "times": times}
+    error = profile.starts_s / math.sqrt(times) / SIGMAS
+    yield Cause("loader starts", profile.starts_s, error, text, line, details=details)
+
+
+def _of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:
+    """Yield what collectives take that the user's own code calls, by their lines: of the rank that waits least.
+
+    Args:
+        evidence: of the normal runs.
+        limit: seconds of a step from which a cause is worth an action.
+        queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
+    """
+    each: list[dict[tuple[str, int], Seconds]] = []
+    stacks: dict[tuple[str, int], list[tuple[RankProfile, Stack]]] = defaultdict(list)
+    for profile in evidence.profiles:
+        each.append(defaultdict(Seconds))
+        for stack in profile.main():
+            if stack.role == "collective":
+                frame = [f for f in stack.frames if f.owner == "user"][-1]
+                each[-1][frame.file, frame.line] += profile.seconds_of(stack)
+                stacks[frame.file, frame.line].append((profile, stack))
+    for place, found in stacks.items():
+        its = min((table[place] for table in each), key=lambda seconds: seconds.own)
+        profile = found[0][0]
+        line = hottest_line([stack for one, stack in found if one is profile], profile, whole=True)
+        if line is None:
+            continue
+        calls = profile.calls_at(line.frame)
+        seconds = max(0.0, its.own - queued)
+        if calls.per_step > MANY_CALLS:  # a late rank is waited for in one of them
+            seconds = max(seconds, its.own * (1 - queued / evidence.step_s))
+        if seconds < limit:
+            continue
+        often = f"{calls.per_step:.3g} calls a step" if calls.per_step >= 1 else ""
+        if 0 < calls.per_step < 1:
+            often = f"a call every {1 / calls.per_step:.3g} steps"
+        size = f" of {number(calls.bytes)} bytes" if calls.bytes else ""
+        text = (
+            f"{_ms(its.own)} of {_ms(evidence.step_s)} ms: {line}; {often or 'calls that were not counted'}{size}"
+        )
+        details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function, "where": str(line)}
+        yield Cause("collective", seconds, its.error, text, line, details=details)
+
+
+def _of_lone(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what only one rank does, while the others wait for it."""
+    for rank, profile in enumerate(evidence.profiles):
+        own = [stack for stack in profile.main() if stack.role == LONE]
+        seconds = sum(max(s.raw.wall_s - s.raw.queued_s - s.raw.gil_s, 0.0) for s in own) / profile.steps
+        line = hottest_line(own, profile, whole=True)
+        if line is None:
+            continue
+        waited = max(
+            sum(s.raw.wall_s for s in other.main() if s.role in WAITING) / other.steps
+            for number, other in enumerate(evidence.profiles)
+            if number != rank
+        )
+        text = (
+            f"only rank {rank} does this: {_ms(seconds)} of {_ms(evidence.step_s)} ms at {line}; the others wait "
+            f"for it in the next exchange ({_ms(waited)} ms a step in all)"
+        )
+        lost = min(seconds, waited)
+        yield Cause("lone", lost, lost / math.sqrt(profile.blocks), text, line, rank)
+
+
 def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what one rank does longer than the others."""
-    tables, busy = evidence.tables, evidence.busy
+    """Yield what one rank does longer than the others, of what all of them do."""
+    tables = evidence.tables
+    busy = [own - table[LONE].own for own, table in zip(evidence.busy, tables, strict=True)]
     slowest = _most(busy)
     others = [rank for rank in range(evidence.ranks) if rank != slowest]
     seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
@@ -149,8 +259,10 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
     excess = {
         role: its.own - mean(tables[rank][role].own for rank in others)
         for role, its in tables[slowest].items()
-        if role != "exchange"
+        if role not in (*WAITING, LONE)
     }
+    if not excess:
+        return
     role = max(excess, key=excess.__getitem__)
     profile, its = evidence.profiles[slowest], tables[slowest][role]
     line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
@@ -170,14 +282,14 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
         text += at_line
     else:
         kind = "slow rank"
-        cpu = [sum(its.cpu for name, its in table.items() if name != "exchange") for table in tables]
+        cpu = [sum(its.cpu for name, its in table.items() if name not in WAITING) for table in tables]
         text += (
             f"{at_line}, for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
             f"{_ms(mean(cpu[r] for r in others))}"
         )
         or_at = f", or at what it has to do more than the others at {line}" if at_line else ""
         details, line = {"or_at": or_at}, None
-    error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name != "exchange"))
+    error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name not in WAITING))
     yield Cause(kind, seconds, error, text, line, slowest, details)
 
 
@@ -206,18 +318,18 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
     machine = evidence.machine
     stopped = min(1.0, machine.throttled / min(evidence.cores, evidence.ranks))
     text = f"a limit of the control group stopped each rank for {stopped:.0%} of the time"
-    yield Cause("throttled", stopped * evidence.step_s, NOISE * stopped * evidence.step_s, text)
+    yield Cause("throttled", stopped * evidence.step_s, COUNTED_ERROR * stopped * evidence.step_s, text)
     if machine.stolen > MIN_OTHER_CORES:
         text = f"the hypervisor gave {machine.stolen:.1f} of {plural(evidence.cores, 'core')} to other machines"
         seconds = machine.stolen / evidence.cores * evidence.step_s
-        yield Cause("stolen", seconds, NOISE * seconds, text)
+        yield Cause("stolen", seconds, COUNTED_ERROR * seconds, text)
     faults = max(profile.major_faults / profile.steps for profile in evidence.profiles)
     if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
         seconds = max(
             sum(
                 its.blocked + its.cpu * p.in_kernel
                 for role, its in table.items()
-                if role not in ("exchange", "data")
+                if role not in (*WAITING, "data")
             )
             for table, p in zip(evidence.tables, evidence.profiles, strict=True)
         )
@@ -229,9 +341,9 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     """Yield what the threads of a rank wait for a CPU, beside what a limit has taken: for whom it is busy."""
     waits = []
     # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
-    exchange_s = min(table["exchange"].own for table in evidence.tables)
+    exchange_s = min(sum(table[role].own for role in WAITING) for table in evidence.tables)
     for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
-        queued = sum(its.queued for role, its in table.items() if role != "exchange")
+        queued = sum(its.queued for role, its in table.items() if role not in WAITING)
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
         waits.append(queued + min(exchange_s, max(0.0, carriers)))
@@ -241,31 +353,35 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     error = seconds / math.sqrt(evidence.profiles[rank].blocks)
     machine, cores = evidence.machine, plural(evidence.cores, "core")
     by_others = 0.0
-    if machine.other_cores >= MIN_OTHER_CORES:
-        crowding = max(0.0, evidence.run_cores - 0.9 * evidence.cores + machine.other_cores / 2)
-        by_others = machine.other_cores / (machine.other_cores + crowding)
+    if machine.other_cores >= MIN_OTHER_CORES and sum(waits) > 0:
+        # While others have a core, one thread waits for it: no more than they have used can be theirs.
+        by_others = min(1.0, machine.other_cores * evidence.step_s / sum(waits))
     named = f": {machine.named}" if machine.named else ""
     about = f"{text}; other programs keep {machine.other_cores:.1f} of {cores} busy{named}"
     yield Cause("programs", seconds * by_others, error, about, details={"programs": named})
-    about = f"{text}; the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
+    about = f"{text}; they wait for each other: the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
     yield Cause("contention", seconds * (1 - by_others), error, about)
 
 
 def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     """Yield what slow steps take beyond typical ones."""
-    seconds = mean(profile.hiccups_s for profile in evidence.profiles)
+    # The start of loader processes makes slow steps, too, but is a cause of its own.
+    seconds = mean(max(0.0, profile.hiccups_s - profile.starts_s) for profile in evidence.profiles)
     slow: list[dict[str, float]] = []
     for profile in evidence.profiles:
         slow.append(defaultdict(float))
         for stack in profile.main():
-            slow[-1][stack.role] += profile.slow_s(stack)
+            if stack.role != LONE:
+                slow[-1][stack.role] += profile.slow_s(stack)
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    rank = _most([sum(value for role, value in each.items() if role != "exchange") for each in slow])
+    rank = _most([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
     profile = evidence.profiles[rank]
     if not profile.slow:
         return
-    role = max((its for its in slow[rank] if its != "exchange"), key=slow[rank].__getitem__, default="exchange")
-    own = [stack for stack in profile.main() if stack.role != "exchange" and profile.slow_s(stack)]
+    role = max((its for its in slow[rank] if its not in WAITING), key=slow[rank].__getitem__, default="exchange")
+    own = [stack for stack in profile.main() if stack.role not in (*WAITING, LONE) and profile.slow_s(stack)]
+    lone = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == LONE) / profile.steps
+    seconds = max(0.0, seconds - lone)
     line, period = hottest_line(own, profile, slow=True), _period(profile)
     if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
         return  # the machine's own, such as other programs' time slices
@@ -301,14 +417,17 @@ def _of_exchange(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     # What a program beside the job makes an exchange wait is no cost of the exchange.
     seconds, error = max(0.0, least.own - queued), least.error
     text = f"{_ms(least.own)} of {_ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
-    normal, without = evidence.figure(NORMAL), evidence.figure(NO_EXCHANGE)
-    if normal is not None and without is not None:
-        seconds = max(0.0, normal[0] - without[0] - queued - _sum(known, "more work", "slow line", "slow rank"))
+    normal, without = (evidence.figure(label, "apart_s") for label in (NORMAL, NO_EXCHANGE))
+    if normal is not None and without is not None and math.isfinite(normal[1]):
+        of_ranks = _sum(known, "more work", "slow line", "slow rank", "lone")
+        seconds = max(0.0, normal[0] - without[0] - queued - of_ranks)
         error = math.hypot(normal[1], without[1])
-        text = f"a step takes {_ms(without[0])} ms without the exchange, {_ms(normal[0])} with it"
+        text = f"a step takes {_ms(without[0])} ms without the exchange of gradients, {_ms(normal[0])} with it"
+        if _sum(known, "collective"):
+            text += ", each without the collectives of your own code"
     details = exchange_parts(evidence, seconds)
     overlap = _overlap(evidence, seconds, error)
-    if overlap is not None:
+    if overlap is not None and overlap.is_clear:
         yield overlap
         seconds -= overlap.seconds
     yield Cause("exchange", seconds, error, text, details=details)
@@ -375,7 +494,7 @@ def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause
 def _of_overhead(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
     if alone and twice and twice[0] > alone[0]:  # else the noise is larger than the difference
-        fixed = _sum(known, "callback", "update", "script", "model", "hiccups")
+        fixed = _sum(known, "callback", "update", "script", "computing", "model", "hiccups")
         text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
         seconds = min(2 * alone[0] - twice[0], alone[0]) - fixed
         details = {"more_s": twice[0] - alone[0]}

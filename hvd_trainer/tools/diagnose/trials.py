@@ -10,10 +10,11 @@ from typing import Any
 
 import psutil
 
-from hvd_trainer.tools.diagnose.causes import MIN_SHARE, find_causes
+from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
-from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
-from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
+from hvd_trainer.tools.diagnose.lone import mark_lone
+from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
+from hvd_trainer.tools.diagnose.profile import WAITING, RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
 from hvd_trainer.tools.runner.command import NOT_SAVED
 from hvd_trainer.tools.runner.job_kind import is_trainer_job
@@ -41,7 +42,7 @@ class Trials:
 
     def __init__(self, normal: MeasuredTrial, folder: Path, budget_s: float) -> None:
         self.normal = normal
-        self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget", resume=False)
+        self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget-s", resume=False)
         self._kept = folder / "log"
         shutil.rmtree(self._kept, ignore_errors=True)
         self._is_trainer_job = is_trainer_job(normal.job)
@@ -64,9 +65,11 @@ class Trials:
 
     def evidence(self) -> Evidence:
         """Return all that is known so far."""
+        profiles = merge(self.profiles)
+        mark_lone(profiles)
         return Evidence(
-            profiles=merge(self.profiles),
-            machine=self._machine,
+            profiles=profiles,
+            machine=replace(self._machine, other_cores=other_cores(profiles)),
             cores=len(cpu_ids()),
             is_trainer_job=self._is_trainer_job,
             facts=self._facts,
@@ -77,6 +80,8 @@ class Trials:
     def run(self, trial: MeasuredTrial, steps: int, limit_s: float | None = None) -> RunRecord:
         """Run a trial once, and keep its figures under its label; of a normal run also its stacks.
 
+        All are sampled alike, so that what sampling costs is in each figure that is subtracted.
+
         Args:
             trial: to run.
             steps: that count.
@@ -84,22 +89,24 @@ class Trials:
         """
         is_normal, options = trial.label == NORMAL, trial.options
         if self._is_trainer_job:
-            options = (*NOT_SAVED, *options, *(("--sample-stacks",) if is_normal else ()))
-        probe = {"sample_stacks": is_normal}
-        trial = replace(trial, steps=WARMUP_STEPS + steps, options=options, probe=probe)
-        watch = MachineWatch() if is_normal else None
-        has_ended = False
+            options = (*NOT_SAVED, *options, "--sample-stacks")
+        trial = replace(trial, steps=WARMUP_STEPS + steps, options=options, probe={"sample_stacks": True})
+        watch, profiles = MachineWatch(), []
+        shutil.rmtree(self._kept, ignore_errors=True)
         try:
             run = self._run(trial, limit_s)
-            has_ended = run.state != "killed"
         finally:
-            if watch is not None and (profiles := read_profiles(self._kept)):
+            profiles = read_profiles(self._kept)
+            if is_normal and profiles:
                 self.profiles.append(profiles)
-                self._machine = watch.end(has_ended=has_ended)
+                self._machine = watch.end()
         if run.state == "done":
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
+            own = [profile.roles()["collective"].own for profile in profiles]
+            figures["collective_s"] = min(own, default=0.0)
+            figures["apart_s"] = figures["step_s"] - figures["collective_s"]
             self.figures.setdefault(trial.label, []).append(figures)
         return run
 
@@ -113,18 +120,21 @@ class Trials:
 
     def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
         self._runs += 1  # each run is a new one
-        keep = self._kept if trial.label == NORMAL else None
-        return self.runner.run(trial, self._runs, keep=keep, limit_s=limit_s)
+        return self.runner.run(trial, self._runs, keep=self._kept, limit_s=limit_s)
 
 
 def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTrial]:
     """Return the trials of each round: those that may explain what the normal runs have left unexplained."""
-    facts, step_s, ranks = evidence.facts, evidence.step_s, normal.ranks
-    rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
-    if rest < MIN_REST * step_s:
+    facts, ranks = evidence.facts, normal.ranks
+    causes = find_causes(evidence)
+    # What the machine has taken explains nothing of what is left.
+    quiet = quiet_s(evidence, causes)
+    known = sum(cause.seconds for cause in causes if cause.kind not in ("exchange", *OF_THE_MACHINE))
+    if quiet - known < MIN_REST * quiet:
         return []
     found = []
-    if max(table["exchange"].own for table in evidence.tables) >= MIN_SHARE * step_s:
+    waits = max(sum(table[role].own for role in WAITING) for table in evidence.tables)
+    if waits >= MIN_SHARE * quiet:
         found.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from hvd_trainer.observe.stack_record import FOLDER
+from hvd_trainer.observe.stack_record import AFTER_STEP, FOLDER
 from hvd_trainer.observe.stacks import StackSampler, count_elements
 from hvd_trainer.tools.probe.script_events import ScriptListener
 
@@ -19,7 +19,7 @@ class ScriptStacks(ScriptListener):
     def __init__(self, log: Path, rank: int) -> None:
         self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")
         # A loader starts its processes before the first step, and they may stay until the end.
-        self._sampler.sample_children()
+        self._sampler.install()
 
     def on_start(self, optimizer: Optimizer) -> None:
         self._sampler.device = optimizer.param_groups[0]["params"][0].device
@@ -33,4 +33,5 @@ class ScriptStacks(ScriptListener):
         self._sampler.elements += count_elements(batch)
 
     def on_step_end(self, optimizer: Optimizer) -> None:
+        self._sampler.phase = AFTER_STEP
         self._sampler.end_step()

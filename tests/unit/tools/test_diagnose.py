@@ -217,7 +217,7 @@ CASES = {
     ),
     "too many threads": Case(
         (QUEUED,),
-        *("contention", 30, "OMP_NUM_THREADS=1: 2 ranks with 2 threads each are 4 on 1 core"),
+        *("contention", 30, "OMP_NUM_THREADS=1, or --threads 1: 2 ranks with 2 threads each are 4 on 1 core"),
         known={"cores": 1, "facts": FACTS | {"threads": 2}},
     ),
     # A thread that is stopped by a limit is in the queue: that is counted once.
@@ -538,7 +538,9 @@ def test_role_of_a_stack() -> None:
     assert role_of("forward", (user, MODULE), in_trainer=False) == "model"
     # Lightning's optimizer computes the loss in a closure.
     assert role_of("forward", (user, optimizer, MODULE, user), in_trainer=False) == "model"
-    assert role_of("forward", (user,), in_trainer=False) == "script"
+    assert role_of("forward", (user,), in_trainer=False) == "own forward"
+    assert role_of("after step", (user,), in_trainer=False) == "script"
+    assert role_of("after step", (user, MODULE), in_trainer=False) == "script"
     assert role_of("step", (FINISH, CALLBACK, MODULE), in_trainer=True) == "callback"
     assert role_of("reduce", (LOOP,), in_trainer=True) == "exchange"
     # The Trainer counts metrics before it leaves the phase in which the exchange has ended.

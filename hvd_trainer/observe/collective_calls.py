@@ -1,0 +1,90 @@
+"""Count the collectives that the user's own code calls, such as `dist.all_reduce`, by the line of the call."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch.distributed
+
+from hvd_trainer.observe.stack_record import Place, owner_of
+from hvd_trainer.utils.import_hooks import ImportHooks
+from hvd_trainer.utils.tensors import tensors_in
+
+OF_TORCH = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "barrier"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_gather_object"),
+    *("gather_object", "broadcast_object_list", "monitored_barrier"),
+)
+OF_HOROVOD = (
+    *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"),
+    *("allgather", "allgather_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "barrier"),
+    *("alltoall", "alltoall_async", "allgather_object", "broadcast_object", "reducescatter"),
+)
+ENGINES = (
+    *("/torch/nn/parallel/", "/torch/optim/", "/horovod/torch/optimizer.py", "/hvd_trainer/hvd/optimizer.py"),
+    *("/hvd_trainer/training/loop.py", "/torch/nn/modules/"),
+)
+"""Files of what exchanges by itself: a call that comes through them is not the user's own."""
+
+
+class CollectiveCalls:
+    """Counts the calls from `install` on; those within another one are a part of it."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, Place], list[int]] = {}
+        """calls and bytes, by function and place"""
+        self._inside = threading.local()
+
+    def install(self) -> None:
+        """Replace the functions by ones that count."""
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            self._wrap(module, OF_TORCH)
+        names = dict.fromkeys(("horovod.torch", "hvd_trainer.hvd"), lambda module: self._wrap(module, OF_HOROVOD))
+        ImportHooks(aliases={}, absent={}, after=names).install()
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.counts = {}
+
+    def _wrap(self, module: ModuleType, names: Sequence[str]) -> None:
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, self._counting(name, getattr(module, name)))
+
+    def _counting(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "one", False):
+                return function(*args, **kwargs)
+            self._inside.one = True
+            try:
+                place = user_place(sys._getframe(1))
+                if place is not None:
+                    self._add(name, place, (args, kwargs))
+                return function(*args, **kwargs)
+            finally:
+                self._inside.one = False
+
+        return count
+
+    def _add(self, name: str, place: Place, arguments: Any) -> None:
+        entry = self.counts.setdefault((name, place), [0, 0])
+        entry[0] += 1
+        entry[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
+
+
+def user_place(frame: FrameType | None) -> Place | None:
+    """Return the innermost place of the user's code from a frame outwards; None where an engine calls."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in ENGINES):
+            return None
+        if owner_of(file) == "user":
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None
