@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from hvd_trainer.tools.diagnose.causes import MANY_CALLS
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.own_code import MANY_CALLS
 from hvd_trainer.utils.text import plural
 
 MAX_ACTIONS = 3

@@ -21,7 +21,18 @@ from statistics import mean, median
 from typing import Any
 
 from hvd_trainer.observe.stack_record import MAIN, WORKER
-from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, SIGMAS, TWICE, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import (
+    ALONE,
+    NO_EXCHANGE,
+    NORMAL,
+    SIGMAS,
+    TWICE,
+    Cause,
+    Evidence,
+    most,
+    ms,
+)
+from hvd_trainer.tools.diagnose.own_code import starts_s
 from hvd_trainer.tools.diagnose.profile import (
     LONE,
     WAITING,
@@ -34,7 +45,6 @@ from hvd_trainer.tools.diagnose.profile import (
     library_line,
     user_frames,
 )
-from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.utils.text import plural
 
 ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "own forward", "model")
@@ -49,13 +59,10 @@ MIN_LIBRARY_SHARE = 0.15
 """Fraction of a step from which an update, loss or metric is a cause that spends its time in libraries only."""
 CALLS = (".step", "loss", "cross_entropy")
 """Ends of calls by which a script's loop enters a library for it."""
-LOADER = "/torch/utils/data/dataloader.py"
 MIN_OTHER_CORES = 0.15
 """Cores that other programs use, from which they can be a cause."""
 MIN_MORE = 1.1
 """How many times as many elements a rank that has more to do must have."""
-MANY_CALLS = 1.5
-"""Calls of a collective in a step from which they are better one call."""
 MIN_SWAPPED = 1000
 """Pages that go to the swap or come from it in a run, from which it is a cause."""
 BUCKETS_MB = (1, 4, 12, 25, 64, 128)
@@ -69,9 +76,9 @@ def find_causes(evidence: Evidence) -> list[Cause]:
     limit = MIN_SHARE * quiet_s(evidence, found)
     found += _of_roles(evidence, limit, is_swapping=_sum(found, "swap") > 0)
     found += [
-        *_of_starts(evidence),
-        *_of_collectives(evidence, limit, _sum(found, "programs")),
-        *_of_lone(evidence),
+        *of_starts(evidence),
+        *of_collectives(evidence, limit, _sum(found, "programs")),
+        *of_lone(evidence),
     ]
     found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
@@ -84,16 +91,8 @@ def quiet_s(evidence: Evidence, known: Sequence[Cause]) -> float:
     return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), 0.1 * evidence.step_s)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}"
-
-
 def _sum(causes: Sequence[Cause], *kinds: str) -> float:
     return sum(cause.seconds for cause in causes if cause.kind in kinds)
-
-
-def _most(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 def _blocked(its: Seconds) -> float:
@@ -111,7 +110,7 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
     """
     for role in ROLES:
         each = [table[role] for table in evidence.tables]
-        rank = _most([-its.own for its in each])
+        rank = most([-its.own for its in each])
         profile, its = evidence.profiles[rank], each[rank]
         line = blame(profile, role)
         seconds, kind, about = its.own, role, ""
@@ -130,7 +129,7 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         is_own &= kind != "computing"
         if role == "data":
             # Slow steps, of which the start of processes makes some, are no part of it.
-            seconds -= max(0.0, profile.starts_s - (profile.hiccups_s if profile.slow else 0.0))
+            seconds -= max(0.0, starts_s(profile) - profile.hiccups_s)
         if seconds < limit * (1 if is_own else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
         where: object = line or library_line(profile, role) or role
@@ -140,9 +139,7 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
             line = _worker_line(profile) or line
             where, about = line or "the DataLoader", _about_data(profile, fetching)
         how = "waits" if _blocked(its) > 0.5 else "computes"
-        text = (
-            f"{_ms(seconds)} of {_ms(evidence.step_s)} ms: {where}; it {how} (CPU time {_ms(its.cpu)} ms){about}"
-        )
+        text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(its.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
         yield Cause(kind, seconds, its.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
@@ -167,91 +164,11 @@ def _worker_line(profile: RankProfile) -> Blame | None:
     return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
 
 
-def _of_starts(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what ranks wait until the loader's processes are started again, such as in each epoch."""
-    rank = _most([-profile.starts_s for profile in evidence.profiles])
-    profile = evidence.profiles[rank]
-    times, processes = (sum(getattr(its, name) for its in profile.starts) for name in ("times", "processes"))
-    if times < 2:
-        return
-    own = [s for s in profile.main() if any(frame.file.endswith(LOADER) for frame in s.frames)]
-    line = hottest_line(own, profile, whole=True)
-    text = (
-        f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started anew "
-        f"({processes} in all), and the rank waits {_ms(profile.starts_s * profile.steps / times)} ms each time, at "
-        f"{line or 'the DataLoader'}"
-    )
-    details = {"where": str(line or "the DataLoader"), "processes": processes, "times": times}
-    error = profile.starts_s / math.sqrt(times) / SIGMAS
-    yield Cause("loader starts", profile.starts_s, error, text, line, details=details)
-
-
-def _of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:
-    """Yield what collectives take that the user's own code calls, by their lines: of the rank that waits least.
-
-    Args:
-        evidence: of the normal runs.
-        limit: seconds of a step from which a cause is worth an action.
-        queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
-    """
-    each: list[dict[tuple[str, int], Seconds]] = []
-    stacks: dict[tuple[str, int], list[tuple[RankProfile, Stack]]] = defaultdict(list)
-    for profile in evidence.profiles:
-        each.append(defaultdict(Seconds))
-        for stack in profile.main():
-            if stack.role == "collective":
-                frame = [f for f in stack.frames if f.owner == "user"][-1]
-                each[-1][frame.file, frame.line] += profile.seconds_of(stack)
-                stacks[frame.file, frame.line].append((profile, stack))
-    for place, found in stacks.items():
-        its = min((table[place] for table in each), key=lambda seconds: seconds.own)
-        profile = found[0][0]
-        line = hottest_line([stack for one, stack in found if one is profile], profile, whole=True)
-        if line is None:
-            continue
-        calls = profile.calls_at(line.frame)
-        seconds = max(0.0, its.own - queued)
-        if calls.per_step > MANY_CALLS:  # a late rank is waited for in one of them
-            seconds = max(seconds, its.own * (1 - queued / evidence.step_s))
-        if seconds < limit:
-            continue
-        often = f"{calls.per_step:.3g} calls a step" if calls.per_step >= 1 else ""
-        if 0 < calls.per_step < 1:
-            often = f"a call every {1 / calls.per_step:.3g} steps"
-        size = f" of {number(calls.bytes)} bytes" if calls.bytes else ""
-        text = (
-            f"{_ms(its.own)} of {_ms(evidence.step_s)} ms: {line}; {often or 'calls that were not counted'}{size}"
-        )
-        details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function, "where": str(line)}
-        yield Cause("collective", seconds, its.error, text, line, details=details)
-
-
-def _of_lone(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what only one rank does, while the others wait for it."""
-    for rank, profile in enumerate(evidence.profiles):
-        own = [stack for stack in profile.main() if stack.role == LONE]
-        seconds = sum(max(s.raw.wall_s - s.raw.queued_s - s.raw.gil_s, 0.0) for s in own) / profile.steps
-        line = hottest_line(own, profile, whole=True)
-        if line is None:
-            continue
-        waited = max(
-            sum(s.raw.wall_s for s in other.main() if s.role in WAITING) / other.steps
-            for number, other in enumerate(evidence.profiles)
-            if number != rank
-        )
-        text = (
-            f"only rank {rank} does this: {_ms(seconds)} of {_ms(evidence.step_s)} ms at {line}; the others wait "
-            f"for it in the next exchange ({_ms(waited)} ms a step in all)"
-        )
-        lost = min(seconds, waited)
-        yield Cause("lone", lost, lost / math.sqrt(profile.blocks), text, line, rank)
-
-
 def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
     """Yield what one rank does longer than the others, of what all of them do."""
     tables = evidence.tables
     busy = [own - table[LONE].own for own, table in zip(evidence.busy, tables, strict=True)]
-    slowest = _most(busy)
+    slowest = most(busy)
     others = [rank for rank in range(evidence.ranks) if rank != slowest]
     seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
     if seconds < MIN_SHARE * evidence.step_s:
@@ -267,11 +184,11 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
     profile, its = evidence.profiles[slowest], tables[slowest][role]
     line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
     theirs = mean(busy[rank] for rank in others)
-    text = f"rank {slowest} takes {_ms(busy[slowest])} ms of its own a step, the others {_ms(theirs)}"
+    text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(theirs)}"
     per_step = [p.elements / p.steps for p in evidence.profiles]
     usual = mean(per_step[rank] for rank in others)
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
-    at_line = f"; {_ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
+    at_line = f"; {ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
     details: dict[str, Any] = {}
     if usual and per_step[slowest] > MIN_MORE * usual:
         kind, ratio = "more work", per_step[slowest] / usual
@@ -284,8 +201,8 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
         kind = "slow rank"
         cpu = [sum(its.cpu for name, its in table.items() if name not in WAITING) for table in tables]
         text += (
-            f"{at_line}, for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
-            f"{_ms(mean(cpu[r] for r in others))}"
+            f"{at_line}, for batches of the same size; its CPU time is {ms(cpu[slowest])} ms, that of the others "
+            f"{ms(mean(cpu[r] for r in others))}"
         )
         or_at = f", or at what it has to do more than the others at {line}" if at_line else ""
         details, line = {"or_at": or_at}, None
@@ -296,7 +213,7 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
 def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     """Yield what a main thread waits for another thread of Python."""
     gils = [sum(its.gil for its in table.values()) for table in evidence.tables]
-    rank = _most(gils)
+    rank = most(gils)
     profile, seconds = evidence.profiles[rank], gils[rank]
     threads: dict[str, list[Stack]] = defaultdict(list)
     for stack in profile.stacks:
@@ -307,7 +224,7 @@ def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     thread = max(threads, key=lambda name: sum(stack.raw.cpu_s for stack in threads[name]))
     line = hottest_line(threads[thread], profile)
     text = (
-        f"the main thread of rank {rank} waits {_ms(seconds)} of {_ms(evidence.step_s)} ms for the GIL, which the "
+        f"the main thread of rank {rank} waits {ms(seconds)} of {ms(evidence.step_s)} ms for the GIL, which the "
         f"thread {thread!r} has: {line}"
     )
     yield Cause("gil", seconds, seconds / math.sqrt(profile.blocks), text, line, rank, {"thread": thread})
@@ -347,9 +264,9 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
         waits.append(queued + min(exchange_s, max(0.0, carriers)))
-    rank = _most(waits)
+    rank = most(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
-    text = f"the threads of rank {rank} are in the queue for a CPU for {_ms(seconds)} of {_ms(evidence.step_s)} ms"
+    text = f"the threads of rank {rank} are in the queue for a CPU for {ms(seconds)} of {ms(evidence.step_s)} ms"
     error = seconds / math.sqrt(evidence.profiles[rank].blocks)
     machine, cores = evidence.machine, plural(evidence.cores, "core")
     by_others = 0.0
@@ -366,7 +283,7 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
 def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     """Yield what slow steps take beyond typical ones."""
     # The start of loader processes makes slow steps, too, but is a cause of its own.
-    seconds = mean(max(0.0, profile.hiccups_s - profile.starts_s) for profile in evidence.profiles)
+    seconds = mean(max(0.0, profile.hiccups_s - starts_s(profile)) for profile in evidence.profiles)
     slow: list[dict[str, float]] = []
     for profile in evidence.profiles:
         slow.append(defaultdict(float))
@@ -374,7 +291,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
             if stack.role != LONE:
                 slow[-1][stack.role] += profile.slow_s(stack)
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    rank = _most([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
+    rank = most([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
     profile = evidence.profiles[rank]
     if not profile.slow:
         return
@@ -389,7 +306,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     often = f"every {period:.0f} steps" if period else "now and then"
     when = often if period else f"{plural(len(profile.slow), 'time')} in {plural(profile.steps, 'step')}"
     text = (
-        f"{when} a step takes {_ms(size_s)} ms longer (typical: {_ms(profile.typical_s)} ms), on rank {rank} in "
+        f"{when} a step takes {ms(size_s)} ms longer (typical: {ms(profile.typical_s)} ms), on rank {rank} in "
         f"its {role}{'' if line is None else f': {line}'}"
     )
     details = {"often": often, "size_ms": 1000 * size_s, "where": f"its {role}"}
@@ -416,13 +333,13 @@ def _of_exchange(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     least = min((table["exchange"] for table in evidence.tables), key=lambda its: its.own)
     # What a program beside the job makes an exchange wait is no cost of the exchange.
     seconds, error = max(0.0, least.own - queued), least.error
-    text = f"{_ms(least.own)} of {_ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
+    text = f"{ms(least.own)} of {ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
     normal, without = (evidence.figure(label, "apart_s") for label in (NORMAL, NO_EXCHANGE))
     if normal is not None and without is not None and math.isfinite(normal[1]):
         of_ranks = _sum(known, "more work", "slow line", "slow rank", "lone")
         seconds = max(0.0, normal[0] - without[0] - queued - of_ranks)
         error = math.hypot(normal[1], without[1])
-        text = f"a step takes {_ms(without[0])} ms without the exchange of gradients, {_ms(normal[0])} with it"
+        text = f"a step takes {ms(without[0])} ms without the exchange of gradients, {ms(normal[0])} with it"
         if _sum(known, "collective"):
             text += ", each without the collectives of your own code"
     details = exchange_parts(evidence, seconds)
@@ -475,8 +392,8 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
     if saved < MIN_SHARE * evidence.step_s:
         return None
     text = (
-        f"the backward pass takes {_ms(backward_s)} ms and the exchange by itself {_ms(whole)} ms, in "
-        f"{plural(pieces, 'bucket')}; together they take {_ms(saved)} ms longer than they need to"
+        f"the backward pass takes {ms(backward_s)} ms and the exchange by itself {ms(whole)} ms, in "
+        f"{plural(pieces, 'bucket')}; together they take {ms(saved)} ms longer than they need to"
     )
     by_size = left[evidence.bucket_mb] - left[best] > saved / 2
     details = {"pieces": pieces, "best_mb": best, "best_pieces": counts[best], "by_size": by_size}
@@ -486,7 +403,7 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
 def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, apart = evidence.figure(ALONE, "compute_s"), evidence.figure(NO_EXCHANGE, "compute_s")
     if alone and apart:
-        text = f"computing takes {_ms(apart[0])} ms beside the other ranks, {_ms(alone[0])} alone"
+        text = f"computing takes {ms(apart[0])} ms beside the other ranks, {ms(alone[0])} alone"
         seconds = apart[0] - alone[0] - _sum(known, "contention", "programs")
         yield Cause("contention", max(0.0, seconds), math.hypot(alone[1], apart[1]), text)
 
@@ -495,7 +412,7 @@ def _of_overhead(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
     if alone and twice and twice[0] > alone[0]:  # else the noise is larger than the difference
         fixed = _sum(known, "callback", "update", "script", "computing", "model", "hiccups")
-        text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
+        text = f"one rank computes {ms(alone[0])} ms a step, and {ms(twice[0])} for twice the batch"
         seconds = min(2 * alone[0] - twice[0], alone[0]) - fixed
         details = {"more_s": twice[0] - alone[0]}
         yield Cause("overhead", seconds, math.hypot(2 * alone[1], twice[1]), text, details=details)

@@ -167,3 +167,13 @@ class Cause:
     def is_clear(self) -> bool:
         """Whether it is more than the noise."""
         return self.seconds > SIGMAS * self.error
+
+
+def ms(seconds: float) -> str:
+    """Return milliseconds as text."""
+    return f"{1000 * seconds:.1f}"
+
+
+def most(values: Sequence[float]) -> int:
+    """Return the place of the largest value."""
+    return max(range(len(values)), key=values.__getitem__)

@@ -1,0 +1,115 @@
+"""Find what the user's own code adds to a step: its collectives, what only one rank does, the start of loaders.
+
+Pure functions, as those of causes.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, most, ms
+from hvd_trainer.tools.diagnose.profile import LONE, WAITING, Calls, RankProfile, Seconds, Stack, hottest_line
+from hvd_trainer.tools.runner.formats import number
+from hvd_trainer.utils.text import plural
+
+MIN_STARTS = 2
+"""Starts of a loader's processes in a run from which they are a cause."""
+MANY_CALLS = 1.5
+"""Calls of a collective in a step from which they are better one call."""
+LOADER = "/torch/utils/data/dataloader.py"
+
+Line = tuple[str, int]
+
+
+def of_starts(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what ranks wait until the loader's processes are started again, such as in each epoch."""
+    rank = most([-starts_s(profile) for profile in evidence.profiles])
+    profile, seconds = evidence.profiles[rank], starts_s(evidence.profiles[rank])
+    times, processes = (sum(getattr(its, name) for its in profile.starts) for name in ("times", "processes"))
+    if times < MIN_STARTS:
+        return
+    own = [s for s in profile.main() if any(frame.file.endswith(LOADER) for frame in s.frames)]
+    line = hottest_line(own, profile, whole=True)
+    where = str(line or "the DataLoader")
+    text = (
+        f"{times} times in {plural(profile.steps, 'step')} the loader's processes are started anew "
+        f"({processes} in all), which takes {ms(seconds * profile.steps / times)} ms each time, at {where}"
+    )
+    error = seconds / math.sqrt(times) / SIGMAS
+    yield Cause("loader starts", seconds, error, text, line, details={"where": where, "times": times})
+
+
+def starts_s(profile: RankProfile) -> float:
+    """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
+    if sum(its.times for its in profile.starts) < MIN_STARTS:
+        return 0.0
+    late = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == "data") / profile.steps
+    return max(profile.starts_s, late)
+
+
+def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:
+    """Yield what collectives take that the user's own code calls, by their lines: of the rank that waits least.
+
+    Args:
+        evidence: of the normal runs.
+        limit: seconds of a step from which a cause is worth an action.
+        queued: seconds that other programs make a rank wait, and so the ranks that wait for that one.
+    """
+    times: dict[Line, list[Seconds]] = defaultdict(lambda: [Seconds() for _ in evidence.profiles])
+    stacks: dict[Line, list[Stack]] = defaultdict(list)
+    for rank, profile in enumerate(evidence.profiles):
+        for stack in profile.main():
+            if stack.role == "collective":
+                frame = [f for f in stack.frames if f.owner == "user"][-1]
+                place = frame.file, frame.line
+                times[place][rank] += profile.seconds_of(stack)
+                stacks[place].append(stack)
+    for place, found in stacks.items():
+        rank = most([-its.own for its in times[place]])
+        its, profile = times[place][rank], evidence.profiles[rank]
+        line = hottest_line(found, profile, whole=True)
+        if line is None:
+            continue
+        calls = profile.calls_at(line.frame)
+        seconds = max(0.0, its.own - queued)
+        if calls.per_step > MANY_CALLS:  # a late rank is waited for in one of them
+            seconds = max(seconds, its.own * (1 - queued / evidence.step_s))
+        if seconds >= limit:
+            text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {line}; {_describe(calls)}"
+            details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function}
+            yield Cause("collective", seconds, its.error, text, line, details=details)
+
+
+def _describe(calls: Calls) -> str:
+    """Return how often a collective is called, and how much it sends."""
+    if not calls.per_step:
+        return "calls that were not counted"
+    often = (
+        f"{calls.per_step:.3g} calls a step"
+        if calls.per_step >= 1
+        else f"a call every {1 / calls.per_step:.3g} steps"
+    )
+    return often + (f" of {number(calls.bytes)} bytes" if calls.bytes else "")
+
+
+def of_lone(evidence: Evidence) -> Iterator[Cause]:
+    """Yield what only one rank does, while the others wait for it."""
+    for rank, profile in enumerate(evidence.profiles):
+        own = [stack for stack in profile.main() if stack.role == LONE]
+        seconds = sum(max(s.raw.wall_s - s.raw.queued_s - s.raw.gil_s, 0.0) for s in own) / profile.steps
+        line = hottest_line(own, profile, whole=True)
+        if line is None:
+            continue
+        waited = max(
+            sum(s.raw.wall_s for s in other.main() if s.role in WAITING) / other.steps
+            for number, other in enumerate(evidence.profiles)
+            if number != rank
+        )
+        text = (
+            f"only rank {rank} does this: {ms(seconds)} of {ms(evidence.step_s)} ms at {line}; the others wait "
+            f"for it in the next exchange ({ms(waited)} ms a step in all)"
+        )
+        lost = min(seconds, waited)
+        yield Cause("lone", lost, lost / math.sqrt(profile.blocks), text, line, rank)
