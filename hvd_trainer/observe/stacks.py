@@ -50,8 +50,6 @@ PERIOD_S = 0.005
 """Mean time between two looks; it varies, so that it does not keep in step with the training's own period."""
 WARMUP_STEPS = 5
 """Steps at the beginning that do not count, unless the training ends with them."""
-FIND_AFTER_STEPS = 2
-"""Steps after which parameters and wrapped models are looked for: there they are, and nothing counts yet."""
 WRITE_EVERY_S = 2.0
 """So that a rank that is killed leaves its stacks."""
 WRITE_WORKER_EVERY_S = 0.5
@@ -157,6 +155,8 @@ class StackSampler:
 
     def start(self) -> None:
         """Begin to sample."""
+        # Not in the other thread, where it would be beside steps that count.
+        self._switches.find()
         self._ends.append(time.perf_counter())
         self._clear()
         self._thread.start()
@@ -209,10 +209,6 @@ class StackSampler:
             self._step[stack] = self._step.get(stack, 0.0) + wall
             del frames
             self._switches.look()
-            if len(self._ends) > FIND_AFTER_STEPS and self._switches.find():
-                # What that has taken counts for no stack.
-                last = time.perf_counter()
-                main_clocks.since_last()
             if not self._skipped and len(self._ends) > WARMUP_STEPS:
                 self._skipped = len(self._ends) - 1
                 self._clear()

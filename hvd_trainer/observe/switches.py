@@ -30,17 +30,11 @@ class SwitchReader:
     def __init__(self) -> None:
         self._looks, self._anomalies = 0, 0
         self._elements, self._doubles = 0, 0
-        self._searching: WeakSet[Any] | None = None
+        self._searching: WeakSet[Any] = WeakSet()
         self._unused = False
 
-    def find(self) -> bool:
-        """Find the parameters and wrapped models among all objects, and return whether this is the first call.
-
-        Later calls do nothing: it takes a while.
-        """
-        if self._searching is not None:
-            return False
-        self._searching = WeakSet()
+    def find(self) -> None:
+        """Find the parameters and wrapped models among all objects; it takes a while."""
         # Not by isinstance, for which some proxies among all objects compute their class, and warn.
         for it in gc.get_objects():
             if issubclass(type(it), DistributedDataParallel):
@@ -49,7 +43,6 @@ class SwitchReader:
             elif type(it) is torch.nn.Parameter and it.requires_grad:
                 self._elements += it.numel()
                 self._doubles += it.numel() if it.dtype == torch.float64 else 0
-        return True
 
     def look(self) -> None:
         """Take note of what is on at this moment."""
@@ -58,8 +51,7 @@ class SwitchReader:
 
     def read(self) -> Switches:
         """Return what is known."""
-        searching = self._searching or ()
-        for model in searching:
+        for model in self._searching:
             # Of the first steps and of one in a hundred.
             self._unused |= bool(model._get_ddp_logging_data().get("unused_parameter_size", 0))
         environ = {name: os.environ.get(name, "") for name in VARIABLES}
@@ -68,6 +60,6 @@ class SwitchReader:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             threads=torch.get_num_threads(),
             float64=self._doubles / max(self._elements, 1),
-            needless_search=len(searching) > 0 and not self._unused,
+            needless_search=len(self._searching) > 0 and not self._unused,
             variables={name: its for name, its in environ.items() if its.upper() in VARIABLES[name]},
         )

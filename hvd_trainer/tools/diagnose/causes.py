@@ -32,7 +32,6 @@ from hvd_trainer.tools.diagnose.evidence import (
     most,
     ms,
 )
-from hvd_trainer.tools.diagnose.own_code import starts_s
 from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
 from hvd_trainer.tools.diagnose.profile import (
     LONE,

@@ -84,13 +84,12 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
 
 def _describe(calls: Calls) -> str:
     """Return how often a collective is called, and how much it sends."""
-    if not calls.per_step:
+    count = calls.per_step
+    if not count:
         return "calls that were not counted"
-    often = (
-        f"{calls.per_step:.3g} calls a step"
-        if calls.per_step >= 1
-        else f"a call every {1 / calls.per_step:.3g} steps"
-    )
+    often = f"{count:.3g} calls a step" if count > MANY_CALLS else "a call in each step"
+    if count < 1 / MANY_CALLS:
+        often = f"a call every {1 / count:.3g} steps"
     return often + (f" of {number(calls.bytes)} bytes" if calls.bytes else "")
 
 
