@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -32,12 +34,28 @@ ENGINES = (
 """Files of what exchanges by itself: a call that comes through them is not the user's own."""
 
 
+MAX_TIMED = 4000
+"""Calls of a place whose seconds are kept."""
+
+
+@dataclass
+class Count:
+    """The calls from a place that count."""
+
+    first: int
+    """the number of the first one, from 0"""
+    calls: int = 0
+    bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
 class CollectiveCalls:
     """Counts the calls from `install` on; those within another one are a part of it."""
 
     def __init__(self) -> None:
-        self.counts: dict[tuple[str, Place], list[int]] = {}
-        """calls and bytes, by function and place"""
+        self.counts: dict[tuple[str, Place], Count] = {}
+        """by function and place"""
+        self._numbers: dict[tuple[str, Place], int] = {}
         self._inside = threading.local()
 
     def install(self) -> None:
@@ -64,18 +82,24 @@ class CollectiveCalls:
             self._inside.one = True
             try:
                 place = user_place(sys._getframe(1))
-                if place is not None:
-                    self._add(name, place, (args, kwargs))
-                return function(*args, **kwargs)
+                if place is None:
+                    return function(*args, **kwargs)
+                began = time.perf_counter()
+                result = function(*args, **kwargs)
+                self._add((name, place), (args, kwargs), time.perf_counter() - began)
+                return result
             finally:
                 self._inside.one = False
 
         return count
 
-    def _add(self, name: str, place: Place, arguments: Any) -> None:
-        entry = self.counts.setdefault((name, place), [0, 0])
-        entry[0] += 1
-        entry[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
+    def _add(self, key: tuple[str, Place], arguments: Any, seconds: float) -> None:
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        entry = self.counts.setdefault(key, Count(number))
+        entry.calls += 1
+        entry.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
+        if len(entry.seconds) < MAX_TIMED:
+            entry.seconds.append(seconds)
 
 
 def user_place(frame: FrameType | None) -> Place | None:

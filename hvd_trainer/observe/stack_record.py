@@ -81,6 +81,10 @@ class CallCount(Struct):
     """number of the record's frame"""
     calls: int
     bytes: int
+    first: int = 0
+    """the number of the first one, from 0: those of the warm-up do not count"""
+    seconds: list[float] = []
+    """of the first ones; a call that is asynchronous returns at once"""
 
 
 class LoaderStarts(Struct):

@@ -254,8 +254,10 @@ class StackSampler:
             count.frames = [numbers.setdefault(place, len(numbers)) for place in places]
         # A copy: the main thread may call meanwhile.
         calls = [
-            CallCount(name, numbers.setdefault(place, len(numbers)), *count)
-            for (name, place), count in list(self._calls.counts.items())
+            CallCount(
+                name, numbers.setdefault(place, len(numbers)), it.calls, it.bytes, it.first, list(it.seconds)
+            )
+            for (name, place), it in list(self._calls.counts.items())
         ]
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return Record(

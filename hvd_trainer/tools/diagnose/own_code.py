@@ -10,7 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, most, ms
-from hvd_trainer.tools.diagnose.profile import LONE, WAITING, Calls, RankProfile, Seconds, Stack, hottest_line
+from hvd_trainer.tools.diagnose.profile import (
+    LONE,
+    WAITING,
+    Calls,
+    RankProfile,
+    Seconds,
+    Stack,
+    hottest_line,
+    together_s,
+)
 from hvd_trainer.tools.runner.formats import number
 from hvd_trainer.utils.text import plural
 
@@ -73,9 +82,9 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
         if line is None:
             continue
         calls = profile.calls_at(line.frame)
-        seconds = max(0.0, its.own - queued)
-        if calls.per_step > MANY_CALLS:  # a late rank is waited for in one of them
-            seconds = max(seconds, its.own * (1 - queued / evidence.step_s))
+        seconds, each_s = max(0.0, its.own - queued), together_s(evidence.profiles, line.frame)
+        if each_s is not None:
+            seconds = min(its.own, each_s * calls.per_step)
         if seconds >= limit:
             text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {line}; {_describe(calls)}"
             details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function}

@@ -14,7 +14,17 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from hvd_trainer.observe.collective_calls import ENGINES
-from hvd_trainer.observe.stack_record import AFTER_STEP, FOLDER, MAIN, WORKER, Frame, Record, StackCount, Switches
+from hvd_trainer.observe.stack_record import (
+    AFTER_STEP,
+    FOLDER,
+    MAIN,
+    WORKER,
+    CallCount,
+    Frame,
+    Record,
+    StackCount,
+    Switches,
+)
 from hvd_trainer.observe.stacks import slow_from
 
 BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
@@ -156,15 +166,11 @@ class RankProfile:
 
     def calls_at(self, frame: Frame) -> Calls:
         """Return the calls of collectives from a line."""
-        found = [
-            (call.calls, call.bytes, call.function)
-            for record in self.records
-            for call in record.calls
-            if (its := record.frames[call.frame]).line == frame.line and its.file == frame.file
-        ]
-        calls = sum(count for count, _, _ in found)
-        size = sum(size for _, size, _ in found) / max(calls, 1)
-        return Calls(calls / self.steps, size, max(found)[2] if found else "")
+        found = [call for record in self.records for call in calls_at(record, frame)]
+        calls = sum(call.calls for call in found)
+        size = sum(call.bytes for call in found) / max(calls, 1)
+        function = max(found, key=lambda call: call.calls).function if found else ""
+        return Calls(calls / self.steps, size, function)
 
     @property
     def processes(self) -> int:
@@ -228,6 +234,30 @@ def read_stacks(record: Record) -> Iterator[Stack]:
         # Where no batch was seen, what comes after a step may be the next one's forward pass.
         phase = raw.phase if raw.phase != AFTER_STEP or record.elements else "forward"
         yield Stack(role_of(phase, inside, in_trainer=start is not None), inside, raw)
+
+
+def calls_at(record: Record, frame: Frame) -> list[CallCount]:
+    """Return the calls of collectives from a line, by functions and places in it."""
+    place = frame.file, frame.line
+    return [
+        call for call in record.calls if place == (record.frames[call.frame].file, record.frames[call.frame].line)
+    ]
+
+
+def together_s(profiles: Sequence[RankProfile], frame: Frame) -> float | None:
+    """Return the mean seconds of a call from a line on the rank that arrives last; None if unknown.
+
+    The others have waited for that one, whatever it did before.
+    """
+    least: list[float] = []
+    for records in zip(*(profile.records for profile in profiles), strict=False):
+        each = [{call.function: call for call in calls_at(record, frame)} for record in records]
+        for function in set(each[0]).intersection(*each[1:]):
+            calls = [its[function] for its in each]
+            first = max(call.first for call in calls)
+            timed = (call.seconds[first - call.first :] for call in calls)
+            least += [min(seconds) for seconds in zip(*timed, strict=False)]
+    return sum(least) / len(least) if least else None
 
 
 def read_profiles(log: Path) -> list[RankProfile]:

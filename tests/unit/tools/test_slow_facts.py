@@ -50,8 +50,8 @@ def test_own_collectives_are_counted_by_line() -> None:
         dist.all_reduce(torch.ones(10))
     dist.barrier()
     (line, sums), (_, barriers) = sorted(calls.counts.items(), key=lambda item: item[0][0])
-    assert (line[0], sums) == ("all_reduce", [3, 120])
-    assert barriers == [1, 0]
+    assert (line[0], sums.calls, sums.bytes, len(sums.seconds)) == ("all_reduce", 3, 120, 3)
+    assert (barriers.calls, barriers.bytes) == (1, 0)
     calls.clear()
     gathered: list[Any] = [None]
     dist.all_gather_object(gathered, "calls others within")
@@ -142,6 +142,8 @@ def test_a_rank_writes_them(tmp_path: Path) -> None:
     (call,) = record.calls
     assert call.function == "all_reduce"
     assert call.bytes == 40 * call.calls
+    assert call.first + call.calls == 12
+    assert len(call.seconds) == call.calls
     assert record.frames[call.frame].file == os.path.realpath(__file__)
     assert record.frames[call.frame].call == "dist.all_reduce"
     assert record.switches.threads == torch.get_num_threads()
