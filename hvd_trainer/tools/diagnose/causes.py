@@ -80,7 +80,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
         *of_collectives(evidence, limit, _sum(found, "programs")),
         *of_lone(evidence),
     ]
-    found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
+    found += [*_of_stragglers(evidence, limit), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
         found += difference(evidence, found)
     return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
@@ -164,14 +164,14 @@ def _worker_line(profile: RankProfile) -> Blame | None:
     return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
 
 
-def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what one rank does longer than the others, of what all of them do."""
+def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
+    """Yield what one rank does longer than the others, of what all of them do, if it is `limit` seconds a step."""
     tables = evidence.tables
     busy = [own - table[LONE].own for own, table in zip(evidence.busy, tables, strict=True)]
     slowest = most(busy)
     others = [rank for rank in range(evidence.ranks) if rank != slowest]
     seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
-    if seconds < MIN_SHARE * evidence.step_s:
+    if seconds < limit:
         return
     excess = {
         role: its.own - mean(tables[rank][role].own for rank in others)

@@ -79,7 +79,7 @@ class TrialRunner:
         folder: of the tool, which it has locked.
         limit_s: after which a run is killed, in seconds.
         limit_option: the tool's option for it.
-        budget_s: seconds from now on after which no run is left running (`--budget`); None: no limit.
+        budget_s: seconds from now on after which no run is left running (`--budget-s`); None: no limit.
         resume: go on from the runs in the folder; False: remove them.
         are_figures: whether these, from a file, can be the figures of a run that is done.
     """
@@ -167,7 +167,7 @@ class TrialRunner:
         if limit_s is not None:
             limit = limit_s
         elif self.left_s < limit:
-            limit, option = max(self.left_s, 1.0), "--budget"
+            limit, option = max(self.left_s, 1.0), "--budget-s"
         began_at, began, log = time.time(), time.monotonic(), log_dir(self.folder)
         try:
             start, warn = in_own_folder(trial.start(log), place), partial(self._warn_of_outside, place)

@@ -171,7 +171,7 @@ SLOW = (
     [
         ({"limit_s": 2.0}, "had not ended after 2 s (--timeout-s)"),
         ({"limit_s": 2.0, "limit_option": "--limit-s", "budget_s": 900.0}, "had not ended after 2 s (--limit-s)"),
-        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget)"),
+        ({"limit_s": 9.0, "budget_s": 0.0}, "had not ended after 1 s (--budget-s)"),
     ],
 )
 def test_trial_runner_kills_a_run_past_its_limit(tmp_path: Path, limits: dict[str, Any], note: str) -> None:
