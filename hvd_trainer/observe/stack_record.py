@@ -69,6 +69,7 @@ class StackCount(Struct):
     """another thread had the GIL"""
     slow_s: float = 0.0
     """in slow steps"""
+    looks: int = 0
     squares: float = 0.0
     """sum of the squares of its seconds in each step"""
 

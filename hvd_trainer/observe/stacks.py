@@ -226,6 +226,7 @@ class StackSampler:
         if stack not in self._counts:
             self._counts[stack] = StackCount(stack[0], stack[1])
         count = self._counts[stack]
+        count.looks += 1
         count.wall_s += wall
         count.cpu_s += cpu
         count.queued_s += queued

@@ -35,6 +35,7 @@ from hvd_trainer.tools.diagnose.evidence import (
 from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
 from hvd_trainer.tools.diagnose.profile import (
     LONE,
+    START,
     WAITING,
     Blame,
     RankProfile,
@@ -127,9 +128,6 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
         is_own &= kind != "computing"
-        if role == "data":
-            # Slow steps, of which the start of processes makes some, are no part of it.
-            seconds -= max(0.0, starts_s(profile) - profile.hiccups_s)
         if seconds < limit * (1 if is_own else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
         where: object = line or library_line(profile, role) or role
@@ -176,7 +174,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
     excess = {
         role: its.own - mean(tables[rank][role].own for rank in others)
         for role, its in tables[slowest].items()
-        if role not in (*WAITING, LONE)
+        if role not in (*WAITING, LONE, START)
     }
     if not excess:
         return
@@ -288,7 +286,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     for profile in evidence.profiles:
         slow.append(defaultdict(float))
         for stack in profile.main():
-            if stack.role != LONE:
+            if stack.role not in (LONE, START):
                 slow[-1][stack.role] += profile.slow_s(stack)
     # The rank that is to blame is the one that does not wait for others meanwhile.
     rank = most([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
@@ -296,9 +294,13 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     if not profile.slow:
         return
     role = max((its for its in slow[rank] if its not in WAITING), key=slow[rank].__getitem__, default="exchange")
-    own = [stack for stack in profile.main() if stack.role not in (*WAITING, LONE) and profile.slow_s(stack)]
+    own = [
+        stack for stack in profile.main() if stack.role not in (*WAITING, LONE, START) and profile.slow_s(stack)
+    ]
     lone = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == LONE) / profile.steps
     seconds = max(0.0, seconds - lone)
+    if role == "data" and starts_s(profile):
+        return  # the batches after a start are late
     line, period = hottest_line(own, profile, slow=True), _period(profile)
     if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
         return  # the machine's own, such as other programs' time slices

@@ -10,6 +10,8 @@ from hvd_trainer.tools.diagnose.profile import LONE, WAITING, RankProfile, Stack
 
 MIN_SHARE = 0.05
 """Fraction of a rank's time from which a line is its own: of a shorter one, looks may miss the other ranks."""
+MIN_LOOKS = 10
+"""Looks on one rank that would hardly have missed the others, if these were as often there."""
 
 Key = tuple[str, int]
 
@@ -29,7 +31,9 @@ def mark_lone(profiles: Sequence[RankProfile]) -> None:
                 stack.first = first
                 through[_key(stack.frames[first])].append(stack)
         for stacks in through.values():
-            if sum(stack.raw.wall_s for stack in stacks) >= MIN_SHARE * profile.seconds:
+            own_s = sum(max(its.raw.wall_s - its.raw.queued_s - its.raw.gil_s, 0.0) for its in stacks)
+            looks = sum(its.raw.looks for its in stacks)
+            if own_s >= MIN_SHARE * profile.seconds and looks >= MIN_LOOKS:
                 for stack in stacks:
                     stack.role = LONE
 

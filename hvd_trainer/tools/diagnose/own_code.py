@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, most, ms
 from hvd_trainer.tools.diagnose.profile import (
+    LOADER,
     LONE,
+    START,
     WAITING,
     Calls,
     RankProfile,
@@ -27,7 +29,6 @@ MIN_STARTS = 2
 """Starts of a loader's processes in a run from which they are a cause."""
 MANY_CALLS = 1.5
 """Calls of a collective in a step from which they are better one call."""
-LOADER = "/torch/utils/data/dataloader.py"
 
 Line = tuple[str, int]
 
@@ -54,8 +55,12 @@ def starts_s(profile: RankProfile) -> float:
     """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
     if sum(its.times for its in profile.starts) < MIN_STARTS:
         return 0.0
-    late = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == "data") / profile.steps
-    return max(profile.starts_s, late)
+    late = sum(
+        stack.raw.wall_s if stack.role == START else profile.slow_s(stack)
+        for stack in profile.main()
+        if stack.role in ("data", START)
+    )
+    return max(profile.starts_s, late / profile.steps)
 
 
 def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[Cause]:

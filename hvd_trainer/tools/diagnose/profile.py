@@ -59,6 +59,10 @@ INNER = (
 """Roles by the folder of the code, from the innermost frame on; they come before the others in a script."""
 WAITING = ("exchange", "collective")
 """Roles in which a rank waits for others: exchanging gradients, and collectives that the user's code calls."""
+START = "start"
+"""The role of starting a loader's processes, and of ending them."""
+LOADER, STARTING = "/torch/utils/data/dataloader.py", ("__init__", "_shutdown_workers")
+"""The file and the functions that do."""
 LONE = "lone"
 """The role of what only one rank does (lone.py)."""
 EXCHANGING = ("/torch/distributed/", "/horovod/", "/hvd_trainer/hvd/", "/hvd_trainer/backends/")
@@ -296,6 +300,8 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     """
     if phase != WORKER and is_own_collective(frames):
         return "collective"
+    if any(frame.file.endswith(LOADER) and frame.name.endswith(STARTING) for frame in frames):
+        return START
     calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
     in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)
     if phase in ("reduce", "data", WORKER) and in_call not in OUT_OF_PHASE:

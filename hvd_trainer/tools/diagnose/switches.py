@@ -73,7 +73,9 @@ def _switches(evidence: Evidence) -> Iterator[Switch]:
 
 def _line(profiles: Sequence[RankProfile], pattern: str) -> str:
     """Return `train.py:6`, the first line with a pattern in the user's files that were seen; empty without one."""
-    files = {f.file for p in profiles for stack in p.stacks for f in stack.frames if f.owner == "user"}
+    # Of a Trainer job, the frames outside of its loop are in no stack.
+    frames = (frame for profile in profiles for record in profile.records for frame in record.frames)
+    files = {frame.file for frame in frames if frame.owner == "user"}
     for file in sorted(files):
         for number, line in enumerate(read_text(Path(file)).splitlines(), 1):
             if re.search(pattern, line.partition("#")[0]):

@@ -105,6 +105,7 @@ def make_rank(
             part.phase,
             [frames.index(frame) for frame in part.frames],
             *(STEPS * part.ms / 1000 * fraction for fraction in (1, part.cpu, part.queued, part.gil, part.slow)),
+            round(STEPS * part.ms / 5),
             STEPS * (part.ms / 1000) ** 2,
         )
         for part in parts
