@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hvd_trainer.tools.diagnose.causes import leading
 from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, ONE_THREAD, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.diagnose.own_code import MANY_CALLS
 from hvd_trainer.utils.text import plural
@@ -58,19 +59,23 @@ class Action:
 
 
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
-    """Return the best few actions, that with the largest gain first; none whose gain may be noise."""
+    """Return the best few actions, that with the largest gain first; none whose gain may be noise.
+
+    There is one about the largest cause, and about the largest of the job's own, if any is known.
+    """
     useful: list[Action] = []
-    for place, cause in enumerate(causes):
+    first: list[Action] = []
+    for cause in causes:
         made = list(_advice(cause, evidence))
         good = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
-        if place == 0 and not good:  # what to do about the largest is told, also where the gain is unknown
-            good = [replace(action, speed=1.0, low=1.0, high=1.0) for action in made[:1]]
+        if cause in leading(causes):  # told, also where nobody knows the gain
+            good = good or [replace(action, speed=1.0, low=1.0, high=1.0) for action in made[:1]]
+            first += sorted(good, key=lambda action: -action.speed)[:1]
         useful += good
-    largest = causes[0].kind if causes else ""
-    # Where nobody knows the gain, that of the largest cause comes first, and others last.
-    return sorted(useful, key=lambda its: (its.speed > 1 or its.cause != largest, -round(its.speed, 6)))[
-        :MAX_ACTIONS
-    ]
+    others = sorted((its for its in useful if its not in first), key=lambda its: -round(its.speed, 6))
+    kept = [*first, *others][:MAX_ACTIONS]
+    # Where nobody knows the gain, that of the leading causes comes first.
+    return sorted(kept, key=lambda its: (its.speed > 1 or its not in first, -round(its.speed, 6)))
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:

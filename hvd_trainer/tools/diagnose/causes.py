@@ -87,6 +87,12 @@ def find_causes(evidence: Evidence) -> list[Cause]:
     return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
 
 
+def leading(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the largest cause, and the largest of the job's own if that is another one."""
+    own = [cause for cause in causes if cause.kind not in OF_THE_MACHINE]
+    return [*causes[:1], *(cause for cause in own[:1] if cause is not causes[0])]
+
+
 def quiet_s(evidence: Evidence, known: Sequence[Cause]) -> float:
     """Return the seconds of a step without what the machine's other programs and limits have taken."""
     return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), 0.1 * evidence.step_s)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
+from hvd_trainer.tools.diagnose.causes import leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
 from hvd_trainer.tools.diagnose.switches import Switch, find_switches
 from hvd_trainer.tools.runner.formats import console, make_table, milliseconds, number
@@ -104,8 +105,9 @@ def sentences(report: Report) -> list[str]:
             f"Together that is {share:.0%} of a step, since some of it goes on at the same time, on several "
             f"ranks: to mend one cause may gain less than its share."
         )
-    if all(action.cause != report.causes[0].kind for action in report.advice):
-        said.append(f"About the largest loss there is nothing to type: {CAUSES[report.causes[0].kind].name}.")
+    for cause in leading(report.causes):
+        if all(action.cause != cause.kind for action in report.advice):
+            said.append(f"Nothing is known that makes this cheaper: {CAUSES[cause.kind].name}.")
     for place, action in enumerate(report.advice, 1):
         gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
         said.append(f"{place}. {action.text}{gain if action.speed > 1 else ''}")

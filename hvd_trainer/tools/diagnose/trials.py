@@ -14,6 +14,7 @@ from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_ca
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.lone import mark_lone
 from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
+from hvd_trainer.tools.diagnose.own_code import of_collectives
 from hvd_trainer.tools.diagnose.profile import WAITING, RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
 from hvd_trainer.tools.runner.command import NOT_SAVED
@@ -104,8 +105,8 @@ class Trials:
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
-            own = [profile.roles()["collective"].own for profile in profiles]
-            figures["collective_s"] = min(own, default=0.0)
+            own = of_collectives(Evidence(profiles=profiles), 0.0, 0.0) if profiles else ()
+            figures["collective_s"] = sum(cause.seconds for cause in own)
             figures["apart_s"] = figures["step_s"] - figures["collective_s"]
             self.figures.setdefault(trial.label, []).append(figures)
         return run

@@ -379,9 +379,7 @@ def test_verdict_on(name: str) -> None:
     if case.advice is None:
         report = Report(evidence=case.evidence, causes=causes, advice=advice, backend="ddp")
         assert advice == []
-        assert any(
-            text.startswith("About the largest loss there is nothing to type") for text in sentences(report)
-        )
+        assert any(text.startswith("Nothing is known that makes this cheaper") for text in sentences(report))
         return
     assert advice[0].text.startswith(case.advice)
     assert "--batch-size" not in advice[0].text or case.kind == "swap"
