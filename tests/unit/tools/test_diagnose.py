@@ -484,6 +484,17 @@ def test_no_gain_above_that_of_the_run_without_the_exchange() -> None:
     assert find_actions([exchange], evidence)[0].speed == pytest.approx(30 / 22)
 
 
+def test_the_jobs_own_largest_cause_has_advice_behind_other_programs() -> None:
+    """Nothing else was named where other programs had been at work."""
+    evidence = Evidence(profiles=[make_rank(COMPUTE)] * 2, cores=2, facts=FACTS)
+    waits = {"function": "all_reduce", "calls": 62.0, "bytes": 8.0}
+    kinds = ("programs", "callback", "metric", "loss")
+    causes = [Cause(kind, 0.005, 0.0, "", details={"programs": ""}) for kind in kinds]
+    causes[1:1] = [Cause("collective", 0.0049, 0.0, "", details=waits)]
+    found = find_actions(causes, evidence)
+    assert [action.cause for action in found] == ["collective", "programs", "callback"]
+
+
 def test_other_programs_are_what_the_ranks_have_not_used() -> None:
     """Of a run that was killed, programs counted as little as those that were there the whole time."""
     busy = make_rank(COMPUTE, machine_s=STEPS * 0.018, cores=(0, 1))
