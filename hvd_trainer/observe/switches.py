@@ -61,5 +61,5 @@ class SwitchReader:
             threads=torch.get_num_threads(),
             float64=self._doubles / max(self._elements, 1),
             needless_search=len(self._searching) > 0 and not self._unused,
-            variables={name: its for name, its in environ.items() if its.upper() in VARIABLES[name]},
+            variables={name: value for name, value in environ.items() if value.upper() in VARIABLES[name]},
         )

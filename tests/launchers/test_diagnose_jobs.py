@@ -281,15 +281,15 @@ SWITCHES = (
 @pytest.mark.parametrize(
     "planted",
     [
-        pytest.param(its, id=f"{its.script}, {its.planted}", marks=[pytest.mark.nightly] if place else [])
-        for place, its in enumerate(SWITCHES)
+        pytest.param(one, id=f"{one.script}, {one.planted}", marks=[pytest.mark.nightly] if place else [])
+        for place, one in enumerate(SWITCHES)
     ],
 )
 def test_switch_that_slows_every_step_is_told(planted: Planted, tmp_path: Path) -> None:
     """Anomaly detection was not seen: in the stacks it is nowhere."""
     result, said = diagnose_job(planted, "ddp", tmp_path)
     file = JOB if planted.script == JOB.name else SCRIPT
-    where = {its["kind"]: its["where"] for its in result["switches"]}
+    where = {switch["kind"]: switch["where"] for switch in result["switches"]}
     assert where.get(planted.kind) == f"{file.name}:{line_of(planted.planted, file)}", said
     assert f"On in every step: {where[planted.kind]}: " in said
 

@@ -72,10 +72,10 @@ def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
             good = good or [replace(action, speed=1.0, low=1.0, high=1.0) for action in made[:1]]
             first += sorted(good, key=lambda action: -action.speed)[:1]
         useful += good
-    others = sorted((its for its in useful if its not in first), key=lambda its: -round(its.speed, 6))
+    others = sorted((one for one in useful if one not in first), key=lambda one: -round(one.speed, 6))
     kept = [*first, *others][:MAX_ACTIONS]
     # Where nobody knows the gain, that of the leading causes comes first.
-    return sorted(kept, key=lambda its: (its.speed > 1 or its not in first, -round(its.speed, 6)))
+    return sorted(kept, key=lambda one: (one.speed > 1 or one not in first, -round(one.speed, 6)))
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -90,16 +90,16 @@ def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = N
     """Return an action that saves `saved` of the cause's seconds; all of them if that is None."""
     step, all_s = evidence.step_s, cause.seconds if saved is None else saved
     error = cause.error * all_s / max(cause.seconds, 1e-9)
-    most = min(_most_saved(cause, evidence), MAX_SAVED * step)
+    limit = min(_max_saved(cause, evidence), MAX_SAVED * step)
 
     def speed(seconds: float) -> float:
-        return step / max(step - min(max(seconds, 0.0), most), 1e-9)
+        return step / max(step - min(max(seconds, 0.0), limit), 1e-9)
 
     low, high = speed(all_s - SIGMAS * error), speed(all_s + SIGMAS * error)
     return Action(cause=cause.kind, text=text, speed=speed(all_s), low=low, high=high, **further)
 
 
-def _most_saved(cause: Cause, evidence: Evidence) -> float:
+def _max_saved(cause: Cause, evidence: Evidence) -> float:
     """Return the seconds of a step that a run without the exchange has saved, for what is a part of it."""
     normal, without = evidence.figure(NORMAL), evidence.figure(NO_EXCHANGE)
     if cause.kind not in ("exchange", "overlap", "collective") or normal is None or without is None:

@@ -29,7 +29,7 @@ from hvd_trainer.tools.diagnose.evidence import (
     TWICE,
     Cause,
     Evidence,
-    most,
+    argmax,
     ms,
 )
 from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
@@ -117,7 +117,7 @@ def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[C
     """
     for role in ROLES:
         each = [table[role] for table in evidence.tables]
-        rank = most([-its.own for its in each])
+        rank = argmax([-its.own for its in each])
         profile, its = evidence.profiles[rank], each[rank]
         line = blame(profile, role)
         seconds, kind, about = its.own, role, ""
@@ -172,7 +172,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
     """Yield what one rank does longer than the others, of what all of them do, if it is `limit` seconds a step."""
     tables = evidence.tables
     busy = [own - table[LONE].own for own, table in zip(evidence.busy, tables, strict=True)]
-    slowest = most(busy)
+    slowest = argmax(busy)
     others = [rank for rank in range(evidence.ranks) if rank != slowest]
     seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
     if seconds < limit:
@@ -217,7 +217,7 @@ def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
 def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     """Yield what a main thread waits for another thread of Python."""
     gils = [sum(its.gil for its in table.values()) for table in evidence.tables]
-    rank = most(gils)
+    rank = argmax(gils)
     profile, seconds = evidence.profiles[rank], gils[rank]
     threads: dict[str, list[Stack]] = defaultdict(list)
     for stack in profile.stacks:
@@ -268,7 +268,7 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
         waits.append(queued + min(exchange_s, max(0.0, carriers)))
-    rank = most(waits)
+    rank = argmax(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
     text = f"the threads of rank {rank} are in the queue for a CPU for {ms(seconds)} of {ms(evidence.step_s)} ms"
     error = seconds / math.sqrt(evidence.profiles[rank].blocks)
@@ -295,7 +295,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
             if stack.role not in (LONE, START):
                 slow[-1][stack.role] += profile.slow_s(stack)
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    rank = most([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
+    rank = argmax([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
     profile = evidence.profiles[rank]
     if not profile.slow:
         return

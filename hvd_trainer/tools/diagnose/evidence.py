@@ -174,6 +174,6 @@ def ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
 
 
-def most(values: Sequence[float]) -> int:
+def argmax(values: Sequence[float]) -> int:
     """Return the place of the largest value."""
     return max(range(len(values)), key=values.__getitem__)

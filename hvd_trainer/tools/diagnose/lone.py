@@ -22,7 +22,7 @@ def mark_lone(profiles: Sequence[RankProfile]) -> None:
         return
     lines = [{_key(f) for stack in p.stacks for f in stack.frames if f.owner == "user"} for p in profiles]
     for rank, profile in enumerate(profiles):
-        others = set().union(*(its for number, its in enumerate(lines) if number != rank))
+        others = set().union(*(keys for number, keys in enumerate(lines) if number != rank))
         through: dict[Key, list[Stack]] = defaultdict(list)
         for stack in profile.main():
             places = enumerate(stack.frames)
@@ -31,8 +31,8 @@ def mark_lone(profiles: Sequence[RankProfile]) -> None:
                 stack.first = first
                 through[_key(stack.frames[first])].append(stack)
         for stacks in through.values():
-            own_s = sum(max(its.raw.wall_s - its.raw.queued_s - its.raw.gil_s, 0.0) for its in stacks)
-            looks = sum(its.raw.looks for its in stacks)
+            own_s = sum(max(stack.raw.wall_s - stack.raw.queued_s - stack.raw.gil_s, 0.0) for stack in stacks)
+            looks = sum(stack.raw.looks for stack in stacks)
             if own_s >= MIN_SHARE * profile.seconds and looks >= MIN_LOOKS:
                 for stack in stacks:
                     stack.role = LONE

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, most, ms
+from hvd_trainer.tools.diagnose.evidence import SIGMAS, Cause, Evidence, argmax, ms
 from hvd_trainer.tools.diagnose.profile import (
     LOADER,
     LONE,
@@ -35,9 +35,9 @@ Line = tuple[str, int]
 
 def of_starts(evidence: Evidence) -> Iterator[Cause]:
     """Yield what ranks wait until the loader's processes are started again, such as in each epoch."""
-    rank = most([-starts_s(profile) for profile in evidence.profiles])
+    rank = argmax([-starts_s(profile) for profile in evidence.profiles])
     profile, seconds = evidence.profiles[rank], starts_s(evidence.profiles[rank])
-    times, processes = (sum(getattr(its, name) for its in profile.starts) for name in ("times", "processes"))
+    times, processes = (sum(getattr(one, name) for one in profile.starts) for name in ("times", "processes"))
     if times < MIN_STARTS:
         return
     own = [s for s in profile.main() if any(frame.file.endswith(LOADER) for frame in s.frames)]
@@ -53,7 +53,7 @@ def of_starts(evidence: Evidence) -> Iterator[Cause]:
 
 def starts_s(profile: RankProfile) -> float:
     """Return the seconds of a step that starting loader processes takes, with the late batches after it."""
-    if sum(its.times for its in profile.starts) < MIN_STARTS:
+    if sum(one.times for one in profile.starts) < MIN_STARTS:
         return 0.0
     late = sum(
         stack.raw.wall_s if stack.role == START else profile.slow_s(stack)
@@ -80,20 +80,20 @@ def of_collectives(evidence: Evidence, limit: float, queued: float) -> Iterator[
                 place = frame.file, frame.line
                 times[place][rank] += profile.seconds_of(stack)
                 stacks[place].append(stack)
-    for place, found in stacks.items():
-        rank = most([-its.own for its in times[place]])
-        its, profile = times[place][rank], evidence.profiles[rank]
-        line = hottest_line(found, profile, whole=True)
+    for place, through in stacks.items():
+        rank = argmax([-seconds.own for seconds in times[place]])
+        spent, profile = times[place][rank], evidence.profiles[rank]
+        line = hottest_line(through, profile, whole=True)
         if line is None:
             continue
         calls = profile.calls_at(line.frame)
-        seconds, each_s = max(0.0, its.own - queued), together_s(evidence.profiles, line.frame)
+        seconds, each_s = max(0.0, spent.own - queued), together_s(evidence.profiles, line.frame)
         if each_s is not None:
-            seconds = min(its.own, each_s * calls.per_step)
+            seconds = min(spent.own, each_s * calls.per_step)
         if seconds >= limit:
             text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {line}; {_describe(calls)}"
             details = {"calls": calls.per_step, "bytes": calls.bytes, "function": calls.function}
-            yield Cause("collective", seconds, its.error, text, line, details=details)
+            yield Cause("collective", seconds, spent.error, text, line, details=details)
 
 
 def _describe(calls: Calls) -> str:

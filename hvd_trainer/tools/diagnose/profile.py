@@ -170,10 +170,10 @@ class RankProfile:
 
     def calls_at(self, frame: Frame) -> Calls:
         """Return the calls of collectives from a line."""
-        found = [call for record in self.records for call in calls_at(record, frame)]
-        calls = sum(call.calls for call in found)
-        size = sum(call.bytes for call in found) / max(calls, 1)
-        function = max(found, key=lambda call: call.calls).function if found else ""
+        counts = [count for record in self.records for count in calls_at(record, frame)]
+        calls = sum(count.calls for count in counts)
+        size = sum(count.bytes for count in counts) / max(calls, 1)
+        function = max(counts, key=lambda count: count.calls).function if counts else ""
         return Calls(calls / self.steps, size, function)
 
     @property
@@ -257,7 +257,7 @@ def together_s(profiles: Sequence[RankProfile], frame: Frame) -> float | None:
     for records in zip(*(profile.records for profile in profiles), strict=False):
         each = [{call.function: call for call in calls_at(record, frame)} for record in records]
         for function in set(each[0]).intersection(*each[1:]):
-            calls = [its[function] for its in each]
+            calls = [by_function[function] for by_function in each]
             first = max(call.first for call in calls)
             timed = (call.seconds[first - call.first :] for call in calls)
             least += [min(seconds) for seconds in zip(*timed, strict=False)]

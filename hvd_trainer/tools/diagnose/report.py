@@ -142,7 +142,7 @@ def as_json(report: Report, tried: Sequence[Tried]) -> dict[str, Any]:
                 {"name": CAUSES[its.kind].name, "share": its.seconds / evidence.step_s, **asdict(its)}
                 for its in report.causes
             ],
-            "switches": [its._asdict() for its in report.switches],
+            "switches": [switch._asdict() for switch in report.switches],
             "advice": [asdict(action) for action in report.advice],
             "note": report.note,
             "tried": [its._asdict() for its in tried],

@@ -34,17 +34,17 @@ def find_switches(evidence: Evidence, *, with_threads: bool = True) -> list[Swit
         evidence: of the normal runs.
         with_threads: whether it is told that the ranks have more threads than there are cores.
     """
-    return [its for its in _switches(evidence) if with_threads or its.kind != "threads"]
+    return [switch for switch in _switches(evidence) if with_threads or switch.kind != "threads"]
 
 
 def _switches(evidence: Evidence) -> Iterator[Switch]:
     all_of = [profile.switches for profile in evidence.profiles]
     uses_gpu = any(profile.uses_gpu for profile in evidence.profiles)
-    if max(its.anomaly for its in all_of) >= MIN_ANOMALY:
+    if max(one.anomaly for one in all_of) >= MIN_ANOMALY:
         where = _line(evidence.profiles, r"detect_anomaly\(")
         text = "anomaly detection is on, which keeps a traceback of each operation: take it out, but for a search"
         yield Switch("anomaly", text, where)
-    if any(its.deterministic for its in all_of):
+    if any(one.deterministic for one in all_of):
         where = _line(evidence.profiles, r"use_deterministic_algorithms\(")
         text = "torch.use_deterministic_algorithms is on, which forbids the faster algorithms: take it out"
         yield Switch("deterministic", text, where)
@@ -55,18 +55,18 @@ def _switches(evidence: Evidence) -> Iterator[Switch]:
             f"{plural(evidence.cores, 'core')}: OMP_NUM_THREADS={max(1, evidence.cores // ranks)}, or --threads"
         )
         yield Switch("threads", text)
-    doubles = max(its.float64 for its in all_of)
+    doubles = max(one.float64 for one in all_of)
     if doubles >= MIN_FLOAT64:
         where = _line(evidence.profiles, r"float64|\.double\(\)")
         text = (
             f"{doubles:.0%} of the parameters have 64 bits: model.float(), and no set_default_dtype(torch.float64)"
         )
         yield Switch("float64", text, where)
-    if all(its.needless_search for its in all_of):
+    if all(one.needless_search for one in all_of):
         where = _line(evidence.profiles, r"find_unused_parameters\s*=\s*True")
         text = "DDP searches for unused parameters in each step, and all are used: find_unused_parameters=False"
         yield Switch("search", text, where)
-    for name, value in sorted({pair for its in all_of for pair in its.variables.items()}):
+    for name, value in sorted({pair for one in all_of for pair in one.variables.items()}):
         if uses_gpu or not name.startswith(OF_GPUS):
             yield Switch("variable", f"{name}={value} is for a search only: unset {name}")
 

@@ -491,8 +491,8 @@ def test_the_jobs_own_largest_cause_has_advice_behind_other_programs() -> None:
     kinds = ("programs", "callback", "metric", "loss")
     causes = [Cause(kind, 0.005, 0.0, "", details={"programs": ""}) for kind in kinds]
     causes[1:1] = [Cause("collective", 0.0049, 0.0, "", details=waits)]
-    found = find_actions(causes, evidence)
-    assert [action.cause for action in found] == ["collective", "programs", "callback"]
+    advice = find_actions(causes, evidence)
+    assert [action.cause for action in advice] == ["collective", "programs", "callback"]
 
 
 def test_other_programs_are_what_the_ranks_have_not_used() -> None:
@@ -531,7 +531,7 @@ def test_switches_are_told_with_their_line(tmp_path: Path) -> None:
     )
     rank = make_rank(COMPUTE, Part(0, (frame,)), switches=on)
     evidence = Evidence(profiles=[rank, rank], cores=4)
-    told = {its.kind: its for its in find_switches(evidence)}
+    told = {switch.kind: switch for switch in find_switches(evidence)}
     assert list(told) == ["anomaly", "deterministic", "threads", "float64", "search", "variable"]
     assert told["anomaly"].where == "train.py:3"
     assert "2 ranks with 4 threads each are 8 on 4 cores: OMP_NUM_THREADS=2" in told["threads"].text
