@@ -52,6 +52,8 @@ ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "
 """Parts of a step's time, without the exchange."""
 OF_THE_MACHINE = ("programs", "throttled", "stolen")
 """Kinds of causes that are none of the job's: its own are compared with a step without them."""
+MIN_QUIET = 0.5
+"""Fraction of a step that is taken for quiet at least: what is small beside other programs may be their own."""
 COUNTED_ERROR = 0.05
 """Relative standard error of what the system counts in a run."""
 MIN_SHARE = 0.05
@@ -95,7 +97,7 @@ def leading(causes: Sequence[Cause]) -> list[Cause]:
 
 def quiet_s(evidence: Evidence, known: Sequence[Cause]) -> float:
     """Return the seconds of a step without what the machine's other programs and limits have taken."""
-    return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), 0.1 * evidence.step_s)
+    return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), MIN_QUIET * evidence.step_s)
 
 
 def _sum(causes: Sequence[Cause], *kinds: str) -> float:

@@ -115,8 +115,9 @@ def of_lone(evidence: Evidence) -> Iterator[Cause]:
         line = hottest_line(own, profile, whole=True)
         if line is None:
             continue
+        # Slow steps are not in the tables.
         waited = max(
-            sum(s.raw.wall_s for s in other.main() if s.role in WAITING) / other.steps
+            other.hiccups_s + sum(evidence.tables[number][role].own for role in WAITING)
             for number, other in enumerate(evidence.profiles)
             if number != rank
         )

@@ -229,6 +229,11 @@ CASES = {
         *("lone", 50, "train.py:61 average, dist.all_reduce (from train.py:63 <module>): only rank 0 does this"),
         *("only rank 0 does this: 50.0 of 60.0 ms", 0),
     ),
+    "what one rank does while others wait in their backward pass": Case(
+        (make_rank(COMPUTE, Part(50, (ENGINE,), "backward")), make_rank(COMPUTE, Part(50, (CALLBACK,)))),
+        *("lone", 50, f"{AT_CALLBACK}: only rank 1 does this"),
+        rank=1,
+    ),
     # It was "exchanging gradients", with the advice to exchange less often, or to compress.
     "an all-reduce per parameter": Case(
         (make_rank(COMPUTE, Part(50, (SHARED, REDUCE, COLLECTIVE)), calls={REDUCE: ("all_reduce", 62, 8000)}),),
