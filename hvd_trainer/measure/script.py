@@ -20,7 +20,7 @@ from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.no_steps import NoSteps
 from hvd_trainer.measure.script_steps import ScriptSteps
 from hvd_trainer.measure.script_trace import ScriptTrace, seed_by_rank
-from hvd_trainer.measure.stack_record import FOLDER
+from hvd_trainer.measure.stack_record import AFTER_STEP, FOLDER
 from hvd_trainer.measure.stacks import StackSampler, count_elements
 from hvd_trainer.utils.import_hooks import ImportHooks
 
@@ -63,7 +63,7 @@ class ScriptStacks(ScriptListener):
     def __init__(self, log: Path, rank: int) -> None:
         self._sampler = StackSampler(log / FOLDER / f"rank-{rank}.json")
         # A loader starts its processes before the first step, and they may stay until the end.
-        self._sampler.sample_children()
+        self._sampler.install()
 
     def on_start(self, optimizer: Optimizer) -> None:
         self._sampler.device = optimizer.param_groups[0]["params"][0].device
@@ -80,4 +80,5 @@ class ScriptStacks(ScriptListener):
         self._sampler.elements += count_elements(batch)
 
     def on_step_end(self, optimizer: Optimizer) -> None:
+        self._sampler.phase = AFTER_STEP
         self._sampler.end_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import os
 import sys
@@ -11,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 FOLDER = "stacks"
 MAIN = "main"
 """The name of the main thread."""
+AFTER_STEP = "after step"
+"""The phase of a script between an optimizer step and the next batch."""
 WORKER = "worker"
 """The phase of a loader's process."""
 LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "<string>")
@@ -66,8 +69,49 @@ class StackCount(Struct):
     """another thread had the GIL"""
     slow_s: float = 0.0
     """in slow steps"""
+    looks: int = 0
     squares: float = 0.0
     """sum of the squares of its seconds in each step"""
+
+
+class CallCount(Struct):
+    """The calls of a collective from one place of the user's code."""
+
+    function: str
+    frame: int
+    """number of the record's frame"""
+    calls: int
+    bytes: int
+    first: int = 0
+    """the number of the first one, from 0: those of the warm-up do not count"""
+    seconds: list[float] = []
+    """of the first ones; a call that is asynchronous returns at once"""
+
+
+class LoaderStarts(Struct):
+    """The starts of a loader's processes."""
+
+    times: int = 0
+    processes: int = 0
+    """of all times"""
+    seconds: float = 0.0
+    """in which the rank waited for their start, the first batch and their end"""
+
+
+class Switches(Struct):
+    """What slows every step by a decision of the user's."""
+
+    anomaly: float = 0.0
+    """fraction of the looks at which anomaly detection was on"""
+    deterministic: bool = False
+    """`torch.use_deterministic_algorithms`"""
+    threads: int = 0
+    """of this rank's operations on tensors"""
+    float64: float = 0.0
+    """fraction of the trained parameters' elements that have 64 bits"""
+    needless_search: bool = False
+    """`find_unused_parameters`, where every parameter is used"""
+    variables: dict[str, str] = {}
 
 
 class Record(Struct, kw_only=True):
@@ -82,6 +126,12 @@ class Record(Struct, kw_only=True):
     elements: int
     """of the inputs of all batches"""
     cpu_s: float
+    children_s: float = 0.0
+    """CPU time of its processes that have ended"""
+    machine_s: float = 0.0
+    """CPU time of all programs on the cores that this process may use"""
+    cores: tuple[int, ...] = ()
+    """their numbers"""
     system_s: float
     """of `cpu_s`, in the kernel"""
     major_faults: int
@@ -89,6 +139,9 @@ class Record(Struct, kw_only=True):
     """of all threads but the sampler"""
     frames: list[Frame]
     stacks: list[StackCount]
+    calls: list[CallCount] = []
+    starts: LoaderStarts = field(default_factory=LoaderStarts)
+    switches: Switches = field(default_factory=Switches)
 
 
 def describe_frame(code: CodeType, instruction: int) -> Frame:
@@ -108,20 +161,27 @@ def describe_frame(code: CodeType, instruction: int) -> Frame:
     function = getattr(code, "co_qualname", code.co_name)
     # In a trial of a tool, scripts are found by links to the user's files.
     file = os.path.realpath(code.co_filename) if os.path.isabs(code.co_filename) else code.co_filename
-    return Frame(file, line, function, called_expression(text), _owner(file))
+    return Frame(file, line, function, called_expression(text), owner_of(file))
 
 
 def called_expression(text: str) -> str:
-    """Return what a call's source calls, such as `time.sleep`; empty if it is no call."""
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(text.strip())):
-            if isinstance(node, ast.Call):
-                return ast.unparse(node.func)
+    """Return what a call's source calls, such as `time.sleep`; of a loop its head, and empty if it is no call."""
+    text = text.strip()
+    # Of a loop Python tells all lines, or the first one alone.
+    for source in (text, f"{text} pass"):
+        with suppress(SyntaxError, ValueError):
+            tree = ast.parse(source)
+            if tree.body and isinstance(loop := tree.body[0], ast.For):
+                return f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+            return next((ast.unparse(it.func) for it in ast.walk(tree) if isinstance(it, ast.Call)), "")
     return ""
 
 
-def _owner(file: str) -> str:
+@functools.cache
+def owner_of(file: str) -> str:
     """Return whose code a file is: library, hvd_trainer or user."""
+    # In a trial of a tool, scripts are found by links to the user's files.
+    file = os.path.realpath(file) if os.path.isabs(file) else file
     if any(part in file for part in LIBRARIES) or file.startswith(STANDARD_LIBRARY):
         return "library"
     return "hvd_trainer" if file.startswith(OURS) else "user"

@@ -22,11 +22,16 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
-from hvd_trainer.measure.stack_record import MAIN, WORKER, Place, Record, StackCount, describe_frame
+from hvd_trainer.measure.collective_calls import CollectiveCalls
+from hvd_trainer.measure.loader_starts import LoaderWatch
+from hvd_trainer.measure.stack_record import MAIN, WORKER, CallCount, Place, Record, StackCount, describe_frame
+from hvd_trainer.measure.switches import SwitchReader
 from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.files import atomic_write
+from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.tensors import tensors_in
 
 PERIOD_S = 0.005
@@ -106,6 +111,7 @@ class StackSampler:
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="stack sampler", daemon=True)
         self._skipped = 0
+        self._calls, self._loaders, self._switches = CollectiveCalls(), LoaderWatch(), SwitchReader()
         self._clear()
 
     def _clear(self) -> None:
@@ -113,13 +119,18 @@ class StackSampler:
         self._counts: dict[Stack, StackCount] = {}
         self._step: dict[Stack, float] = {}
         self._blocks, self._folded = 0, len(self._ends)
-        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._usage, self._children_s = resource.getrusage(resource.RUSAGE_SELF), _children_s()
+        self._machine_s = machine_s()
+        self._calls.clear()
+        self._loaders.clear()
         self._queued = self._queued_of_others()
         self._began = time.perf_counter()
         self._elements_before = self.elements
 
-    def sample_children(self) -> None:
-        """Sample the main thread of each process that is forked from now on, too."""
+    def install(self) -> None:
+        """See what happens from now on: collectives, the start of loader processes, and the stacks of these."""
+        self._calls.install()
+        self._loaders.install()
         os.register_at_fork(after_in_child=self._sample_child)
 
     def spare_children(self) -> None:
@@ -136,6 +147,8 @@ class StackSampler:
 
     def start(self) -> None:
         """Begin to sample."""
+        # Not in the other thread, where it would be beside steps that count.
+        self._switches.find()
         self._ends.append(time.perf_counter())
         self._clear()
         self._thread.start()
@@ -187,6 +200,7 @@ class StackSampler:
             self._add(stack, wall, cpu, queued, gil)
             self._step[stack] = self._step.get(stack, 0.0) + wall
             del frames
+            self._switches.look()
             if not self._skipped and len(self._ends) > WARMUP_STEPS:
                 self._skipped = len(self._ends) - 1
                 self._clear()
@@ -204,6 +218,7 @@ class StackSampler:
         if stack not in self._counts:
             self._counts[stack] = StackCount(stack[0], stack[1])
         count = self._counts[stack]
+        count.looks += 1
         count.wall_s += wall
         count.cpu_s += cpu
         count.queued_s += queued
@@ -230,6 +245,13 @@ class StackSampler:
         numbers: dict[Place, int] = {}
         for (_, _, places), count in self._counts.items():
             count.frames = [numbers.setdefault(place, len(numbers)) for place in places]
+        # A copy: the main thread may call meanwhile.
+        calls = [
+            CallCount(
+                name, numbers.setdefault(place, len(numbers)), it.calls, it.bytes, it.first, list(it.seconds)
+            )
+            for (name, place), it in list(self._calls.counts.items())
+        ]
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return Record(
             uses_gpu=not accelerator.is_host(self.device),
@@ -238,11 +260,17 @@ class StackSampler:
             durations=self._durations,
             elements=self.elements - self._elements_before,
             cpu_s=usage.ru_utime + usage.ru_stime - self._usage.ru_utime - self._usage.ru_stime,
+            children_s=_children_s() - self._children_s,
+            machine_s=machine_s() - self._machine_s,
+            cores=cpu_ids(),
             system_s=usage.ru_stime - self._usage.ru_stime,
             major_faults=usage.ru_majflt - self._usage.ru_majflt,
             queued_s=self._queued_of_others() - self._queued,
             frames=[describe_frame(*place) for place in numbers],
             stacks=list(self._counts.values()),
+            calls=calls,
+            starts=self._loaders.starts,
+            switches=self._switches.read(),
         )
 
     def _queued_of_others(self) -> float:
@@ -255,6 +283,17 @@ class StackSampler:
             with suppress(OSError, IndexError, ValueError):
                 total += int(file.read_text().split()[1]) if file.parent.name != str(self._thread.native_id) else 0
         return total / 1e9
+
+
+def machine_s() -> float:
+    """Return the CPU time of all programs, so far, on the cores that this process may use."""
+    cores, names = psutil.cpu_times(percpu=True), ("user", "nice", "system", "irq", "softirq")
+    return sum(getattr(cores[n], name, 0.0) for n in cpu_ids() if n < len(cores) for name in names)
+
+
+def _children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def slow_from(durations: Sequence[float]) -> float:

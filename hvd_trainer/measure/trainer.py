@@ -127,7 +127,7 @@ class TrainerStacks(Observer):
         listeners = run.backend.activity.listeners
         listeners.append(self._enter)
         self._sampler.device = run.device
-        self._sampler.sample_children()
+        self._sampler.install()
         self._sampler.start()
         try:
             yield

@@ -76,7 +76,9 @@ PLANTED = (
     Planted("backward", "backward", "it runs in each backward pass"),
     Planted("metric", "metric", "compute this metric less often"),
     Planted("computing callback", "callback", "do this every few steps only"),
-    Planted("callback of one rank", "slow line", "rank 1 spends its time there", rank=1),
+    Planted("callback of one rank", "lone", "only rank 1 does this", rank=1),
+    Planted("rank 0 evaluates", "lone", "only rank 0 does this", rank=0),
+    Planted("collective", "collective", "send them as one tensor, not 10 a step"),
     Planted("callback hiccups", "hiccups", "do it less often"),
     Planted("data hiccups", "hiccups", "do it less often"),
     Planted("one rank has more", "more work", "give all ranks the same", rank=1, line=False),
@@ -97,7 +99,13 @@ PLANTED = (
     Planted("decode", "data computes", "cheaper, or store its results", script=SCRIPT.name),
     Planted("two slow workers", "data waits", "num_workers=8", script=SCRIPT.name, budget=45),
     Planted("slow decode", "data computes", "cheaper, or store its results", script=SCRIPT.name, budget=45),
-    Planted("one rank", "slow line", "rank 1 spends its time there", rank=1, script=SCRIPT.name),
+    Planted("one rank", "lone", "only rank 1 does this", rank=1, script=SCRIPT.name),
+    Planted("rank 0 evaluates", "lone", "only rank 0 does this", rank=0, script=SCRIPT.name),
+    Planted("per parameter", "collective", "send them as one tensor, not 44 a step", script=SCRIPT.name),
+    Planted(
+        "metric each batch", "collective", "do this every few steps only", script=SCRIPT.name, is_largest=False
+    ),
+    Planted("workers each epoch", "loader starts", "persistent_workers=True", script=SCRIPT.name),
     Planted("line", "script", "do this every few steps only", script="with_accelerate.py"),
     Planted("line", "script", "do this every few steps only", script="with_fabric.py"),
     Planted("line", "model", "the model waits there in each forward pass", script="with_lightning.py"),
@@ -211,7 +219,7 @@ def diagnose_job(
 ) -> tuple[dict[str, Any], str]:
     """Diagnose a job with a planted cause; return the diagnosis and the output."""
     tool = ["-m", "hvd_trainer", "diagnose", "--backend", backend, "--out", str(tmp_path / "out")]
-    words = [*tool, "--budget", str(planted.budget), *planted.tool, *options, "--", *planted.job(tmp_path)]
+    words = [*tool, "--budget-s", str(planted.budget), *planted.tool, *options, "--", *planted.job(tmp_path)]
     with ExitStack() as stack:
         inside = stack.enter_context(AROUND[planted.planted]()) if planted.planted in AROUND else []
         if inside:
@@ -260,6 +268,47 @@ def test_planted_cause_is_found(planted: Planted, backend: str, tmp_path: Path) 
         assert any(action["text"].startswith("--compression fp16") for action in result["advice"])
 
 
+SWITCHES = (
+    Planted("anomaly", "anomaly", "", script=SCRIPT.name),
+    Planted("anomaly", "anomaly", ""),
+    Planted("float64", "float64", "", script=SCRIPT.name),
+    Planted("search", "search", "", script=SCRIPT.name),
+    Planted("deterministic", "deterministic", "", script=SCRIPT.name),
+)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "planted",
+    [
+        pytest.param(one, id=f"{one.script}, {one.planted}", marks=[pytest.mark.nightly] if place else [])
+        for place, one in enumerate(SWITCHES)
+    ],
+)
+def test_switch_that_slows_every_step_is_told(planted: Planted, tmp_path: Path) -> None:
+    """Anomaly detection was not seen: in the stacks it is nowhere."""
+    result, said = diagnose_job(planted, "ddp", tmp_path)
+    file = JOB if planted.script == JOB.name else SCRIPT
+    where = {switch["kind"]: switch["where"] for switch in result["switches"]}
+    assert where.get(planted.kind) == f"{file.name}:{line_of(planted.planted, file)}", said
+    assert f"On in every step: {where[planted.kind]}: " in said
+
+
+@pytest.mark.timeout(120)
+def test_out_leaves_the_runs_of_other_tools(tmp_path: Path) -> None:
+    """They were gone, with the output of those that had failed."""
+    kept = {tmp_path / "runs.jsonl": "of compare", tmp_path / "failed" / "1.txt": "of compare"}
+    for file, text in kept.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    job = tmp_path / "job.py"
+    job.write_text("raise ValueError('it does not train')\n")
+    words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path), "--", str(job)]
+    said = launch("python", 1, words, timeout_s=90, check=False).stderr
+    assert "ValueError: it does not train; its output is in" in said
+    assert {file: file.read_text() for file in kept} == kept
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_advice_is_tried(tmp_path: Path) -> None:
@@ -288,7 +337,10 @@ def test_ctrl_c_ends_with_a_verdict(tmp_path: Path) -> None:
     words = ["-m", "hvd_trainer", "diagnose", "--backend", "ddp", "--out", str(tmp_path / "out"), "--", *job]
     with start("python", 1, words) as diagnosis:
         deadline = time.monotonic() + 90
-        while not list((tmp_path / "out").glob("running/log/stacks/*1.json")) and time.monotonic() < deadline:
+        while (
+            not list((tmp_path / "out").glob("diagnose-runs/running/log/stacks/*1.json"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         diagnosis.popen.send_signal(signal.SIGINT)
         result = diagnosis.wait(30)

@@ -191,6 +191,21 @@ class OneRank(Callback):
             time.sleep(0.05)  # planted: callback of one rank
 
 
+class Sums(Callback):
+    """Adds up a number of each step on all ranks."""
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        for loss in result.losses * 10:
+            run.backend.collectives.all_reduce(loss)  # planted: collective
+
+
+class Evaluates(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        if run.world.rank == 0 and run.progress.step % 4 == 0:
+            for _ in range(100):
+                run.model(torch.randn(200, 64))  # planted: rank 0 evaluates
+
+
 class Checks(Callback):
     def on_step_end(self, run: Any, result: Any) -> None:
         if run.progress.step % 25 == 0:
@@ -235,6 +250,8 @@ def data_of(planted: str, rank: int) -> Any:
 
 def main(options: PlantedOptions) -> None:
     planted = options.planted
+    if planted == "anomaly":
+        torch.autograd.set_detect_anomaly(True)  # planted: anomaly
     with Trainer(options) as trainer:
         rank = trainer.world.rank
         data = data_of(planted, rank)
@@ -266,6 +283,8 @@ def main(options: PlantedOptions) -> None:
             "computing callback": [Compute()],
             "callback of one rank": [OneRank()],
             "callback hiccups": [Checks()],
+            "collective": [Sums()],
+            "rank 0 evaluates": [Evaluates()],
             "swap": [Touch()] if planted == "swap" else [],
         }
         trainer.fit(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hvd_trainer.tools.diagnose.evidence import ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.causes import leading
+from hvd_trainer.tools.diagnose.evidence import NO_EXCHANGE, NORMAL, ONE_THREAD, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.own_code import MANY_CALLS
 from hvd_trainer.utils.text import plural
 
 MAX_ACTIONS = 3
@@ -48,6 +50,12 @@ class Action:
     """samples of a step, as a multiple of now"""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The options by their names in YAML."""
+        pairs = zip(self.words[::2], self.words[1::2], strict=True)
+        return {name[2:].replace("-", "_"): msgspec.yaml.decode(value) for name, value in pairs}
+
+    @property
     def can_be_tried(self) -> bool:
         return bool(self.words) or self.threads is not None
 
@@ -57,16 +65,29 @@ class Action:
 
 
 def find_actions(causes: Sequence[Cause], evidence: Evidence) -> list[Action]:
-    """Return the best few actions, that with the largest gain first; none whose gain may be noise."""
-    made = [action for cause in causes for action in _advice(cause, evidence)]
-    useful = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
-    return sorted(useful, key=lambda action: -round(action.speed, 6))[:MAX_ACTIONS]
+    """Return the best few actions, that with the largest gain first; none whose gain may be noise.
+
+    There is one about the largest cause, and about the largest of the job's own, if any is known.
+    """
+    useful: list[Action] = []
+    first: list[Action] = []
+    for cause in causes:
+        made = list(_advice(cause, evidence))
+        good = [action for action in made if action.speed == 1 or (action.speed >= MIN_GAIN and action.low > 1)]
+        if cause in leading(causes):  # told, also where nobody knows the gain
+            good = good or [replace(action, speed=1.0, low=1.0, high=1.0) for action in made[:1]]
+            first += sorted(good, key=lambda action: -action.speed)[:1]
+        useful += good
+    others = sorted((one for one in useful if one not in first), key=lambda one: -round(one.speed, 6))
+    kept = [*first, *others][:MAX_ACTIONS]
+    # Where nobody knows the gain, that of the leading causes comes first.
+    return sorted(kept, key=lambda one: (one.speed > 1 or one not in first, -round(one.speed, 6)))
 
 
 def _advice(cause: Cause, evidence: Evidence) -> Iterator[Action]:
     if cause.kind in MAKERS:
         yield from MAKERS[cause.kind](cause, evidence)
-    else:
+    elif CAUSES[cause.kind].advice:
         text = CAUSES[cause.kind].advice.format(**{**cause.details, "where": _at(cause), "rank": cause.rank})
         yield _action(cause, evidence, text, cause.details.get("saved_s"))
 
@@ -75,12 +96,25 @@ def _action(cause: Cause, evidence: Evidence, text: str, saved: float | None = N
     """Return an action that saves `saved` of the cause's seconds; all of them if that is None."""
     step, all_s = evidence.step_s, cause.seconds if saved is None else saved
     error = cause.error * all_s / max(cause.seconds, 1e-9)
+    limit = min(_max_saved(cause, evidence), MAX_SAVED * step)
 
     def speed(seconds: float) -> float:
-        return step / max(step - min(max(seconds, 0.0), MAX_SAVED * step), 1e-9)
+        return step / max(step - min(max(seconds, 0.0), limit), 1e-9)
 
     low, high = speed(all_s - SIGMAS * error), speed(all_s + SIGMAS * error)
     return Action(cause=cause.kind, text=text, speed=speed(all_s), low=low, high=high, **further)
+
+
+def _max_saved(cause: Cause, evidence: Evidence) -> float:
+    """Return the seconds of a step that a run without the exchange has saved, for what is a part of it."""
+    normal, without = evidence.figure(NORMAL), evidence.figure(NO_EXCHANGE)
+    if cause.kind not in ("exchange", "overlap", "collective") or normal is None or without is None:
+        return math.inf
+    if cause.kind == "collective":
+        ours, left = (evidence.figure(label, "collective_s") for label in (NORMAL, NO_EXCHANGE))
+        if ours is None or left is None or left[0] > 0.5 * ours[0]:  # that run had them, too
+            return math.inf
+    return max(0.0, normal[0] - without[0])
 
 
 def _at(cause: Cause) -> str:
@@ -177,21 +211,62 @@ def _about_exchange(cause: Cause, evidence: Evidence) -> Iterator[Action]:
 
 
 def _about_contention(cause: Cause, evidence: Evidence) -> Iterator[Action]:
-    threads, cores, ranks = evidence.facts.get("threads", 1), evidence.cores, evidence.ranks
+    cores, ranks = evidence.cores, evidence.ranks
+    threads, workers = evidence.threads, max(profile.processes for profile in evidence.profiles)
     one = evidence.figure(ONE_THREAD)
     if threads > 1 and threads * ranks > cores:
         text = (
-            f"OMP_NUM_THREADS=1: {ranks} ranks with {threads} threads each are {threads * ranks} on "
-            f"{plural(cores, 'core')}, and wait for each other's turn"
+            f"OMP_NUM_THREADS=1, or --threads 1: {ranks} ranks with {threads} threads each are {threads * ranks} "
+            f"on {plural(cores, 'core')}, and wait for each other's turn"
         )
         saved = cause.seconds if one is None else evidence.step_s - one[0]
         yield _action(cause, evidence, text, saved, threads=1)
     elif ranks > cores:
         text = f"-np {cores}: {ranks} ranks share {plural(cores, 'core')}, and none of them gets on faster by it"
         yield Action(cause=cause.kind, text=text)
-    else:
-        text = "the ranks share the caches and memory of a machine: fewer ranks or a larger --batch-size may help"
+    elif workers and ranks * (1 + workers) > cores:
+        option = "--workers" if evidence.is_trainer_job else "num_workers"
+        text = (
+            f"fewer loader processes ({option}): {ranks} ranks with {workers} each are {ranks * (1 + workers)} "
+            f"processes on {plural(cores, 'core')}, and wait for each other's turn"
+        )
         yield Action(cause=cause.kind, text=text)
+    else:
+        text = (
+            "OMP_NUM_THREADS=1, or --threads 1, if the ranks have more threads than that; else they share the "
+            "cores, caches and memory of this machine, where fewer ranks or a larger batch may help"
+        )
+        yield Action(cause=cause.kind, text=text)
+
+
+def _about_collective(cause: Cause, evidence: Evidence) -> Iterator[Action]:
+    calls, size, where = cause.details["calls"], cause.details["bytes"], _at(cause)
+    if "barrier" in cause.details["function"]:
+        text = (
+            f"{where}: leave this barrier out, unless files or devices need it: every exchange waits for all ranks"
+        )
+        yield Action(cause=cause.kind, text=text)
+        return
+    saved = None
+    if evidence.line is not None and calls:
+        # By itself, on ranks that are there at the same time, it takes no longer than this.
+        saved = min(cause.seconds, sum(evidence.line.parts(calls * size, calls)))
+        together = sum(evidence.line.parts(calls * size, 1)) if calls > 1 else 0.0
+        saved = max(0.0, saved - together)
+    if calls > MANY_CALLS:
+        text = (
+            f"{where}: send them as one tensor, not {calls:.3g} a step (torch.cat, or DistributedDataParallel if "
+            f"they are gradients)"
+        )
+    else:
+        text = (
+            f"{where}: do this every few steps only: add up on each rank, and exchange the sum, several values "
+            f"as one tensor"
+        )
+    if saved is None:
+        yield Action(cause=cause.kind, text=text)
+    else:
+        yield _action(cause, evidence, text, saved)
 
 
 def _about_overhead(cause: Cause, evidence: Evidence) -> Iterator[Action]:
@@ -213,6 +288,7 @@ MAKERS: dict[str, Callable[[Cause, Evidence], Iterator[Action]]] = {
     "overlap": _about_overlap,
     "exchange": _about_exchange,
     "contention": _about_contention,
+    "collective": _about_collective,
     "overhead": _about_overhead,
 }
 """Functions that yield the advice about causes that have none in causes.yaml."""

@@ -4,7 +4,7 @@ The normal run tells, for each rank, the seconds of a step by role and line (pro
 ranks spend is the job's; what one rank spends beyond the others makes them wait. Of the other runs, with T(...)
 the time of a step:
 
-    exchange     T(normal) - T(without exchange) - waiting for the slowest rank
+    exchange     T(normal) - T(without exchange) - waiting for the slowest rank; T without the user's collectives
     overlap      that, or what the exchange takes by itself, less what the backward pass could not hide of it
     contention   T(computing, quickest of N ranks without exchange) - T(computing, one rank alone)
     overhead     2 T(alone) - T(alone, twice the batch), less what lines of the user take in each step
@@ -21,8 +21,22 @@ from statistics import mean, median
 from typing import Any
 
 from hvd_trainer.measure.stack_record import MAIN, WORKER
-from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NOISE, NORMAL, SIGMAS, TWICE, Cause, Evidence
+from hvd_trainer.tools.diagnose.evidence import (
+    ALONE,
+    NO_EXCHANGE,
+    NORMAL,
+    SIGMAS,
+    TWICE,
+    Cause,
+    Evidence,
+    argmax,
+    ms,
+)
+from hvd_trainer.tools.diagnose.own_code import of_collectives, of_lone, of_starts, starts_s
 from hvd_trainer.tools.diagnose.profile import (
+    LONE,
+    START,
+    WAITING,
     Blame,
     RankProfile,
     Seconds,
@@ -34,8 +48,14 @@ from hvd_trainer.tools.diagnose.profile import (
 )
 from hvd_trainer.utils.text import plural
 
-ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "model")
+ROLES = ("data", "loss", "backward", "update", "metric", "callback", "script", "own forward", "model")
 """Parts of a step's time, without the exchange."""
+OF_THE_MACHINE = ("programs", "throttled", "stolen")
+"""Kinds of causes that are none of the job's: its own are compared with a step without them."""
+MIN_QUIET = 0.5
+"""Fraction of a step that is taken for quiet at least: what is small beside other programs may be their own."""
+COUNTED_ERROR = 0.05
+"""Relative standard error of what the system counts in a run."""
 MIN_SHARE = 0.05
 """Fraction of a step below which a cause is not worth an action."""
 MIN_LIBRARY_SHARE = 0.15
@@ -55,25 +75,33 @@ BUCKETS_MB = (1, 4, 12, 25, 64, 128)
 def find_causes(evidence: Evidence) -> list[Cause]:
     """Return the causes that are worth an action and more than the noise, the largest first."""
     found = list(_of_limits(evidence))
-    found += _of_roles(evidence, is_swapping=_sum(found, "swap") > 0)
-    found += [*_of_stragglers(evidence), *_of_gil(evidence), *_of_hiccups(evidence)]
     found += _of_queue(evidence, _sum(found, "throttled"))
+    limit = MIN_SHARE * quiet_s(evidence, found)
+    found += _of_roles(evidence, limit, is_swapping=_sum(found, "swap") > 0)
+    found += [
+        *of_starts(evidence),
+        *of_collectives(evidence, limit, _sum(found, "programs")),
+        *of_lone(evidence),
+    ]
+    found += [*_of_stragglers(evidence, limit), *_of_gil(evidence), *_of_hiccups(evidence)]
     for difference in (_of_exchange, _of_contention, _of_overhead):
         found += difference(evidence, found)
-    limit = MIN_SHARE * evidence.step_s
     return sorted((c for c in found if c.seconds >= limit and c.is_clear), key=lambda c: -c.seconds)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}"
+def leading(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the largest cause, and the largest of the job's own if that is another one."""
+    own = [cause for cause in causes if cause.kind not in OF_THE_MACHINE]
+    return [*causes[:1], *(cause for cause in own[:1] if cause is not causes[0])]
+
+
+def quiet_s(evidence: Evidence, known: Sequence[Cause]) -> float:
+    """Return the seconds of a step without what the machine's other programs and limits have taken."""
+    return max(evidence.step_s - _sum(known, *OF_THE_MACHINE), MIN_QUIET * evidence.step_s)
 
 
 def _sum(causes: Sequence[Cause], *kinds: str) -> float:
     return sum(cause.seconds for cause in causes if cause.kind in kinds)
-
-
-def _most(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 def _blocked(its: Seconds) -> float:
@@ -81,19 +109,25 @@ def _blocked(its: Seconds) -> float:
     return its.blocked / max(its.own, 1e-9)
 
 
-def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
+def _of_roles(evidence: Evidence, limit: float, is_swapping: bool) -> Iterator[Cause]:
     """Yield what all ranks spend outside of the exchange, and of the model what they wait in it.
 
     Args:
         evidence: of the normal runs.
+        limit: seconds of a step from which a cause is worth an action.
         is_swapping: whether the machine swaps: then that is what it waits for, but for data.
     """
     for role in ROLES:
         each = [table[role] for table in evidence.tables]
-        rank = _most([-its.own for its in each])
+        rank = argmax([-its.own for its in each])
         profile, its = evidence.profiles[rank], each[rank]
         line = blame(profile, role)
-        seconds = its.own
+        seconds, kind, about = its.own, role, ""
+        if role == "own forward":
+            # What it computes is the training itself; what it waits can be taken out of the step.
+            is_waiting = _blocked(its) > 0.5
+            kind, seconds = ("script", its.blocked) if is_waiting else ("computing", its.own)
+            seconds = min(seconds, line.seconds if line else 0.0)
         if role in ("backward", "model") or (role == "script" and line is not None):
             seconds = min(its.blocked if role == "model" else seconds, line.seconds if line else 0.0)
         if is_swapping and role != "data":
@@ -101,19 +135,17 @@ def _of_roles(evidence: Evidence, is_swapping: bool) -> Iterator[Cause]:
         is_own = line is not None or role == "data"
         if role in ("loss", "update", "metric") and line is not None and line.frame.call.endswith(CALLS):
             is_own = False  # the script's own optimizer.step(), say
-        if seconds < (MIN_SHARE if is_own else MIN_LIBRARY_SHARE) * evidence.step_s:
+        is_own &= kind != "computing"
+        if seconds < limit * (1 if is_own else MIN_LIBRARY_SHARE / MIN_SHARE):
             continue
         where: object = line or library_line(profile, role) or role
-        kind, about = role, ""
         if role == "data":
             fetching = _worker_seconds(profile) if profile.workers else its
             kind = "data computes" if fetching.cpu > 0.5 * fetching.own else "data waits"
             line = _worker_line(profile) or line
             where, about = line or "the DataLoader", _about_data(profile, fetching)
         how = "waits" if _blocked(its) > 0.5 else "computes"
-        text = (
-            f"{_ms(seconds)} of {_ms(evidence.step_s)} ms: {where}; it {how} (CPU time {_ms(its.cpu)} ms){about}"
-        )
+        text = f"{ms(seconds)} of {ms(evidence.step_s)} ms: {where}; it {how} (CPU time {ms(its.cpu)} ms){about}"
         saved_s = seconds / 2 if role == "update" and line is None else seconds
         yield Cause(kind, seconds, its.error, text, line, details={"where": str(where), "saved_s": saved_s})
 
@@ -138,28 +170,31 @@ def _worker_line(profile: RankProfile) -> Blame | None:
     return blame(RankProfile(profile.workers), WORKER) if profile.workers else None
 
 
-def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
-    """Yield what one rank does longer than the others."""
-    tables, busy = evidence.tables, evidence.busy
-    slowest = _most(busy)
+def _of_stragglers(evidence: Evidence, limit: float) -> Iterator[Cause]:
+    """Yield what one rank does longer than the others, of what all of them do, if it is `limit` seconds a step."""
+    tables = evidence.tables
+    busy = [own - table[LONE].own for own, table in zip(evidence.busy, tables, strict=True)]
+    slowest = argmax(busy)
     others = [rank for rank in range(evidence.ranks) if rank != slowest]
     seconds = busy[slowest] - max((busy[rank] for rank in others), default=busy[slowest])
-    if seconds < MIN_SHARE * evidence.step_s:
+    if seconds < limit:
         return
     excess = {
         role: its.own - mean(tables[rank][role].own for rank in others)
         for role, its in tables[slowest].items()
-        if role != "exchange"
+        if role not in (*WAITING, LONE, START)
     }
+    if not excess:
+        return
     role = max(excess, key=excess.__getitem__)
     profile, its = evidence.profiles[slowest], tables[slowest][role]
     line = (_worker_line(profile) if role == "data" else None) or blame(profile, role)
     theirs = mean(busy[rank] for rank in others)
-    text = f"rank {slowest} takes {_ms(busy[slowest])} ms of its own a step, the others {_ms(theirs)}"
+    text = f"rank {slowest} takes {ms(busy[slowest])} ms of its own a step, the others {ms(theirs)}"
     per_step = [p.elements / p.steps for p in evidence.profiles]
     usual = mean(per_step[rank] for rank in others)
     is_alone = excess[role] > 0.5 * sum(value for value in excess.values() if value > 0)
-    at_line = f"; {_ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
+    at_line = f"; {ms(excess[role])} ms more at {line}" if line is not None and is_alone else ""
     details: dict[str, Any] = {}
     if usual and per_step[slowest] > MIN_MORE * usual:
         kind, ratio = "more work", per_step[slowest] / usual
@@ -170,21 +205,21 @@ def _of_stragglers(evidence: Evidence) -> Iterator[Cause]:
         text += at_line
     else:
         kind = "slow rank"
-        cpu = [sum(its.cpu for name, its in table.items() if name != "exchange") for table in tables]
+        cpu = [sum(its.cpu for name, its in table.items() if name not in WAITING) for table in tables]
         text += (
-            f"{at_line}, for batches of the same size; its CPU time is {_ms(cpu[slowest])} ms, that of the others "
-            f"{_ms(mean(cpu[r] for r in others))}"
+            f"{at_line}, for batches of the same size; its CPU time is {ms(cpu[slowest])} ms, that of the others "
+            f"{ms(mean(cpu[r] for r in others))}"
         )
         or_at = f", or at what it has to do more than the others at {line}" if at_line else ""
         details, line = {"or_at": or_at}, None
-    error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name != "exchange"))
+    error = math.sqrt(sum(t.variance for table in tables for name, t in table.items() if name not in WAITING))
     yield Cause(kind, seconds, error, text, line, slowest, details)
 
 
 def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     """Yield what a main thread waits for another thread of Python."""
     gils = [sum(its.gil for its in table.values()) for table in evidence.tables]
-    rank = _most(gils)
+    rank = argmax(gils)
     profile, seconds = evidence.profiles[rank], gils[rank]
     threads: dict[str, list[Stack]] = defaultdict(list)
     for stack in profile.stacks:
@@ -195,7 +230,7 @@ def _of_gil(evidence: Evidence) -> Iterator[Cause]:
     thread = max(threads, key=lambda name: sum(stack.raw.cpu_s for stack in threads[name]))
     line = hottest_line(threads[thread], profile)
     text = (
-        f"the main thread of rank {rank} waits {_ms(seconds)} of {_ms(evidence.step_s)} ms for the GIL, which the "
+        f"the main thread of rank {rank} waits {ms(seconds)} of {ms(evidence.step_s)} ms for the GIL, which the "
         f"thread {thread!r} has: {line}"
     )
     yield Cause("gil", seconds, seconds / math.sqrt(profile.blocks), text, line, rank, {"thread": thread})
@@ -206,18 +241,18 @@ def _of_limits(evidence: Evidence) -> Iterator[Cause]:
     machine = evidence.machine
     stopped = min(1.0, machine.throttled / min(evidence.cores, evidence.ranks))
     text = f"a limit of the control group stopped each rank for {stopped:.0%} of the time"
-    yield Cause("throttled", stopped * evidence.step_s, NOISE * stopped * evidence.step_s, text)
+    yield Cause("throttled", stopped * evidence.step_s, COUNTED_ERROR * stopped * evidence.step_s, text)
     if machine.stolen > MIN_OTHER_CORES:
         text = f"the hypervisor gave {machine.stolen:.1f} of {plural(evidence.cores, 'core')} to other machines"
         seconds = machine.stolen / evidence.cores * evidence.step_s
-        yield Cause("stolen", seconds, NOISE * seconds, text)
+        yield Cause("stolen", seconds, COUNTED_ERROR * seconds, text)
     faults = max(profile.major_faults / profile.steps for profile in evidence.profiles)
     if machine.swapped_pages > MIN_SWAPPED and faults >= 1:
         seconds = max(
             sum(
                 its.blocked + its.cpu * p.in_kernel
                 for role, its in table.items()
-                if role not in ("exchange", "data")
+                if role not in (*WAITING, "data")
             )
             for table, p in zip(evidence.tables, evidence.profiles, strict=True)
         )
@@ -229,43 +264,51 @@ def _of_queue(evidence: Evidence, throttled_s: float) -> Iterator[Cause]:
     """Yield what the threads of a rank wait for a CPU, beside what a limit has taken: for whom it is busy."""
     waits = []
     # In what a rank waits beyond this, it waits for a slower one, whatever its threads do meanwhile.
-    exchange_s = min(table["exchange"].own for table in evidence.tables)
+    exchange_s = min(sum(table[role].own for role in WAITING) for table in evidence.tables)
     for table, profile in zip(evidence.tables, evidence.profiles, strict=True):
-        queued = sum(its.queued for role, its in table.items() if role != "exchange")
+        queued = sum(its.queued for role, its in table.items() if role not in WAITING)
         # While a main thread waits for an exchange, the threads that carry it out may be in the queue.
         carriers = profile.queued_s / profile.steps - sum(its.queued for its in table.values())
         waits.append(queued + min(exchange_s, max(0.0, carriers)))
-    rank = _most(waits)
+    rank = argmax(waits)
     seconds = max(0.0, min(waits[rank], evidence.step_s) - throttled_s)
-    text = f"the threads of rank {rank} are in the queue for a CPU for {_ms(seconds)} of {_ms(evidence.step_s)} ms"
+    text = f"the threads of rank {rank} are in the queue for a CPU for {ms(seconds)} of {ms(evidence.step_s)} ms"
     error = seconds / math.sqrt(evidence.profiles[rank].blocks)
     machine, cores = evidence.machine, plural(evidence.cores, "core")
     by_others = 0.0
-    if machine.other_cores >= MIN_OTHER_CORES:
-        crowding = max(0.0, evidence.run_cores - 0.9 * evidence.cores + machine.other_cores / 2)
-        by_others = machine.other_cores / (machine.other_cores + crowding)
+    if machine.other_cores >= MIN_OTHER_CORES and sum(waits) > 0:
+        # While others have a core, one thread waits for it: no more than they have used can be theirs.
+        by_others = min(1.0, machine.other_cores * evidence.step_s / sum(waits))
     named = f": {machine.named}" if machine.named else ""
     about = f"{text}; other programs keep {machine.other_cores:.1f} of {cores} busy{named}"
     yield Cause("programs", seconds * by_others, error, about, details={"programs": named})
-    about = f"{text}; the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
+    about = f"{text}; they wait for each other: the job itself keeps {evidence.run_cores:.1f} of {cores} busy"
     yield Cause("contention", seconds * (1 - by_others), error, about)
 
 
 def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     """Yield what slow steps take beyond typical ones."""
-    seconds = mean(profile.hiccups_s for profile in evidence.profiles)
+    # The start of loader processes makes slow steps, too, but is a cause of its own.
+    seconds = mean(max(0.0, profile.hiccups_s - starts_s(profile)) for profile in evidence.profiles)
     slow: list[dict[str, float]] = []
     for profile in evidence.profiles:
         slow.append(defaultdict(float))
         for stack in profile.main():
-            slow[-1][stack.role] += profile.slow_s(stack)
+            if stack.role not in (LONE, START):
+                slow[-1][stack.role] += profile.slow_s(stack)
     # The rank that is to blame is the one that does not wait for others meanwhile.
-    rank = _most([sum(value for role, value in each.items() if role != "exchange") for each in slow])
+    rank = argmax([sum(value for role, value in each.items() if role not in WAITING) for each in slow])
     profile = evidence.profiles[rank]
     if not profile.slow:
         return
-    role = max((its for its in slow[rank] if its != "exchange"), key=slow[rank].__getitem__, default="exchange")
-    own = [stack for stack in profile.main() if stack.role != "exchange" and profile.slow_s(stack)]
+    role = max((its for its in slow[rank] if its not in WAITING), key=slow[rank].__getitem__, default="exchange")
+    own = [
+        stack for stack in profile.main() if stack.role not in (*WAITING, LONE, START) and profile.slow_s(stack)
+    ]
+    lone = sum(profile.slow_s(stack) for stack in profile.main() if stack.role == LONE) / profile.steps
+    seconds = max(0.0, seconds - lone)
+    if role == "data" and starts_s(profile):
+        return  # the batches after a start are late
     line, period = hottest_line(own, profile, slow=True), _period(profile)
     if period is None and not any(user_frames(stack) for stack in own if stack.role == role):
         return  # the machine's own, such as other programs' time slices
@@ -273,7 +316,7 @@ def _of_hiccups(evidence: Evidence) -> Iterator[Cause]:
     often = f"every {period:.0f} steps" if period else "now and then"
     when = often if period else f"{plural(len(profile.slow), 'time')} in {plural(profile.steps, 'step')}"
     text = (
-        f"{when} a step takes {_ms(size_s)} ms longer (typical: {_ms(profile.typical_s)} ms), on rank {rank} in "
+        f"{when} a step takes {ms(size_s)} ms longer (typical: {ms(profile.typical_s)} ms), on rank {rank} in "
         f"its {role}{'' if line is None else f': {line}'}"
     )
     details = {"often": often, "size_ms": 1000 * size_s, "where": f"its {role}"}
@@ -300,15 +343,18 @@ def _of_exchange(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     least = min((table["exchange"] for table in evidence.tables), key=lambda its: its.own)
     # What a program beside the job makes an exchange wait is no cost of the exchange.
     seconds, error = max(0.0, least.own - queued), least.error
-    text = f"{_ms(least.own)} of {_ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
-    normal, without = evidence.figure(NORMAL), evidence.figure(NO_EXCHANGE)
-    if normal is not None and without is not None:
-        seconds = max(0.0, normal[0] - without[0] - queued - _sum(known, "more work", "slow line", "slow rank"))
+    text = f"{ms(least.own)} of {ms(evidence.step_s)} ms a rank waits in the exchange that ends last"
+    normal, without = (evidence.figure(label, "apart_s") for label in (NORMAL, NO_EXCHANGE))
+    if normal is not None and without is not None and math.isfinite(normal[1]):
+        of_ranks = _sum(known, "more work", "slow line", "slow rank", "lone")
+        seconds = max(0.0, normal[0] - without[0] - queued - of_ranks)
         error = math.hypot(normal[1], without[1])
-        text = f"a step takes {_ms(without[0])} ms without the exchange, {_ms(normal[0])} with it"
+        text = f"a step takes {ms(without[0])} ms without the exchange of gradients, {ms(normal[0])} with it"
+        if _sum(known, "collective"):
+            text += ", each without the collectives of your own code"
     details = exchange_parts(evidence, seconds)
     overlap = _overlap(evidence, seconds, error)
-    if overlap is not None:
+    if overlap is not None and overlap.is_clear:
         yield overlap
         seconds -= overlap.seconds
     yield Cause("exchange", seconds, error, text, details=details)
@@ -356,8 +402,8 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
     if saved < MIN_SHARE * evidence.step_s:
         return None
     text = (
-        f"the backward pass takes {_ms(backward_s)} ms and the exchange by itself {_ms(whole)} ms, in "
-        f"{plural(pieces, 'bucket')}; together they take {_ms(saved)} ms longer than they need to"
+        f"the backward pass takes {ms(backward_s)} ms and the exchange by itself {ms(whole)} ms, in "
+        f"{plural(pieces, 'bucket')}; together they take {ms(saved)} ms longer than they need to"
     )
     by_size = left[evidence.bucket_mb] - left[best] > saved / 2
     details = {"pieces": pieces, "best_mb": best, "best_pieces": counts[best], "by_size": by_size}
@@ -367,7 +413,7 @@ def _overlap(evidence: Evidence, seconds: float, error: float) -> Cause | None:
 def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, apart = evidence.figure(ALONE, "compute_s"), evidence.figure(NO_EXCHANGE, "compute_s")
     if alone and apart:
-        text = f"computing takes {_ms(apart[0])} ms beside the other ranks, {_ms(alone[0])} alone"
+        text = f"computing takes {ms(apart[0])} ms beside the other ranks, {ms(alone[0])} alone"
         seconds = apart[0] - alone[0] - _sum(known, "contention", "programs")
         yield Cause("contention", max(0.0, seconds), math.hypot(alone[1], apart[1]), text)
 
@@ -375,8 +421,8 @@ def _of_contention(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause
 def _of_overhead(evidence: Evidence, known: Sequence[Cause]) -> Iterator[Cause]:
     alone, twice = evidence.figure(ALONE, "compute_s"), evidence.figure(TWICE, "compute_s")
     if alone and twice and twice[0] > alone[0]:  # else the noise is larger than the difference
-        fixed = _sum(known, "callback", "update", "script", "model", "hiccups")
-        text = f"one rank computes {_ms(alone[0])} ms a step, and {_ms(twice[0])} for twice the batch"
+        fixed = _sum(known, "callback", "update", "script", "computing", "model", "hiccups")
+        text = f"one rank computes {ms(alone[0])} ms a step, and {ms(twice[0])} for twice the batch"
         seconds = min(2 * alone[0] - twice[0], alone[0]) - fixed
         details = {"more_s": twice[0] - alone[0]}
         yield Cause("overhead", seconds, math.hypot(2 * alone[1], twice[1]), text, details=details)

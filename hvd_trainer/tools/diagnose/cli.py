@@ -45,6 +45,8 @@ RUN_S = 4.0
 MIN_SAMPLED_S = 1.5
 """Seconds of the normal run whose stacks suffice for a verdict."""
 MAX_ROUNDS = 3
+RUNS_FOLDER = "diagnose-runs"
+"""The folder below --out in which the runs are made."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ class Options:
     """ranks"""
     backend: Literal["horovod", "ddp"] = "horovod"
     """the engine"""
-    budget: Annotated[float, Gt(0)] = 180.0
+    budget_s: Annotated[float, Gt(0)] = 180.0
     """seconds that all of it may take"""
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank; None: as the launcher and OMP_NUM_THREADS say"""
     attempt: Annotated[bool, tyro.conf.arg(name="try")] = False
-    """run what is advised, too, beside the job as it is; beyond the budget"""
+    """run what is advised, too, beside the job as it is; beyond --budget-s"""
     out: Path = Path("runs/diagnose")
     """folder for diagnosis.json, diagnosis.html and stacks.speedscope.json"""
 
@@ -76,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
     """
     options, job = read_command("diagnose", Options, argv)
     check_installed()
-    with locked_folder(options.out) as folder:
+    # Its own: in --out another tool may keep runs that it goes on from.
+    with locked_folder(options.out), locked_folder(options.out / RUNS_FOLDER) as folder:
         normal = MeasuredTrial(
             label=NORMAL,
             job=job,
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             threads=options.threads,
             warmup_steps=WARMUP_STEPS,
         )
-        trials, code = Trials(normal, folder, options.budget), 130
+        trials, code = Trials(normal, folder, options.budget_s), 130
         try:
             note = measure(trials, options)
             code = 1 if note and NORMAL not in trials.figures else 0
@@ -93,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             note = "Interrupted."
         if not trials.profiles:
             raise OptionError(note or "The job ended without a step that counts")
-        conclude(trials, options, folder, note)
+        conclude(trials, options, folder.parent, note)
     return code
 
 
@@ -101,17 +104,17 @@ def measure(trials: Trials, options: Options) -> str:
     """Run what is worth it within the budget, and return why that has ended early; empty if it has not."""
     warn_if_busy()
     print(
-        f"this takes {options.budget:g} s at most (--budget): {plural(options.np, 'rank')} on {options.backend}, "
-        f"as they are; then, if that explains too little, with parts left out",
+        f"this takes {options.budget_s:g} s at most (--budget-s): {plural(options.np, 'rank')} on "
+        f"{options.backend}, as they are; then, if that explains too little, with parts left out",
         flush=True,
     )
     first = trials.run(trials.normal, FIRST_STEPS)
     if first.state != "done":
-        return f"The job ended early when it was run {NORMAL}: {first.why(options.out)}."
+        return f"The job ended early when it was run {NORMAL}: {first.why(trials.runner.folder)}."
     step_s = trials.figures[NORMAL][0]["step_s"]
     start_s = max(first.seconds - step_s * (WARMUP_STEPS + FIRST_STEPS), 1.0)
     print(f"{NORMAL}: {1000 * step_s:.2f} ms per step, and {start_s:.0f} s to start", flush=True)
-    steps = steps_of(min(RUN_S, options.budget / 10), step_s)
+    steps = steps_of(min(RUN_S, options.budget_s / 10), step_s)
     cost_s = start_s + step_s * (WARMUP_STEPS + steps)
     sampled_s = min(profile.seconds for profile in trials.profiles[0])
     if sampled_s < MIN_SAMPLED_S and cost_s < trials.runner.left_s:
@@ -125,11 +128,12 @@ def measure(trials: Trials, options: Options) -> str:
         print(f"{what}: about {len(plan) * cost_s:.0f} s", flush=True)
     for place, variant in enumerate(plan, 1):
         if trials.runner.left_s < cost_s:
-            return "The budget (--budget) is spent."
+            return "The budget (--budget-s) is spent."
         run = trials.run(variant, steps)
         said = f"{1000 * run.figures['step_s']:.2f} ms per step" if run.state == "done" else run.note
         print(f"{place}/{len(plan)}  {variant.label}: {said}", flush=True)
-    if trials.runner.left_s > cost_s and NO_EXCHANGE in trials.figures:
+    has_collectives = any(cause.kind == "collective" for cause in find_causes(trials.evidence()))
+    if trials.runner.left_s > cost_s and (NO_EXCHANGE in trials.figures or has_collectives):
         trials.measure_exchanges()
     return ""
 
@@ -149,7 +153,7 @@ def conclude(trials: Trials, options: Options, folder: Path, note: str) -> None:
     tried = []
     for action in advice if options.attempt else ():
         if action.can_be_tried:
-            tried.append(try_action(trials, action, evidence.step_s, options.budget))
+            tried.append(try_action(trials, action, evidence.step_s, options.budget_s))
             print(describe_tried(tried[-1]), flush=True)
     heading = f"{plural(options.np, 'rank')} on {options.backend}: {shlex.join(trials.normal.job)}"
     files = {
@@ -173,7 +177,8 @@ def try_action(trials: Trials, action: Action, step_s: float, limit_s: float) ->
         trials.normal,
         label=f"with {action.title}",
         threads=action.threads or trials.normal.threads,
-        run_options=(*SAME_NUMBERS, *action.words),
+        options=action.settings if on_trainer else {},
+        run_options=SAME_NUMBERS if on_trainer else (*SAME_NUMBERS, *action.words),
     )
     steps = steps_of(RUN_S, step_s)
     print(f"{plural(2 * MIN_ROUNDS, 'run')} of the job with {action.title} and without it", flush=True)

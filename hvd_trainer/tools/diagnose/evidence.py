@@ -6,20 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import mean, median, pstdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from hvd_trainer.tools.diagnose.machine_use import MachineUse
-from hvd_trainer.tools.diagnose.profile import Blame, RankProfile, Seconds
+from hvd_trainer.tools.diagnose.profile import WAITING, Blame, RankProfile, Seconds
 
 NORMAL, NO_EXCHANGE = "normal", "without exchange"
 ALONE, TWICE, ONE_THREAD = "one rank alone", "alone, twice the batch", "one thread per rank"
-NOISE = 0.05
-"""Relative standard error of the time of a step in one run, at least, where nothing else is at work."""
 SIGMAS = 2.0
 """Standard errors on either side of a figure that its interval has: 95 %."""
+CONFIDENCE = 0.95
 BYTES = {"none": 4, "fp16": 2, "bf16": 2, "powersgd": 4}
 """Bytes of a gradient's element on the wire; of PowerSGD, which sends far fewer, an upper bound."""
 DEFAULT_BUCKET_MB = 25
@@ -80,12 +79,17 @@ class Evidence:
     @cached_property
     def busy(self) -> list[float]:
         """The seconds of a typical step in which each rank does not wait for the others."""
-        return [sum(its.own for role, its in table.items() if role != "exchange") for table in self.tables]
+        return [sum(its.own for role, its in table.items() if role not in WAITING) for table in self.tables]
 
     @cached_property
     def step_s(self) -> float:
         """Mean seconds of a step of the normal run."""
         return mean(profile.step_s for profile in self.profiles)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank's operations on tensors; 0 if unknown."""
+        return max(profile.switches.threads for profile in self.profiles) or int(self.facts.get("threads", 0))
 
     @property
     def run_cores(self) -> float:
@@ -107,12 +111,30 @@ class Evidence:
         return float(self.facts.get("bucket_mb", DEFAULT_BUCKET_MB))
 
     def figure(self, trial: str, *names: str) -> tuple[float, float] | None:
-        """Return a figure's median over the runs of a trial, and its standard error; None if it was not run.
+        """Return a figure's mean over the runs of a trial, and its error; None if it was not run.
+
+        The error is such that `SIGMAS` of it are Student's interval, by the spread between runs of the same kind,
+        of all kinds together; without a kind that was run twice it is infinite.
 
         Args:
             trial: its name.
             names: of the figure, from the outermost dictionary on; `step_s` by default.
         """
+        from scipy.stats import t
+
+        values = self._values(trial, names)
+        if not values:
+            return None
+        squares, freedom = 0.0, 0
+        for each in (self._values(label, names) for label in self.runs):
+            squares += sum((value / mean(each) - 1) ** 2 for value in each) if each and mean(each) else 0.0
+            freedom += max(0, len(each) - 1)
+        if not freedom:
+            return mean(values), math.inf
+        spread = math.sqrt(squares / freedom) * float(t.ppf((1 + CONFIDENCE) / 2, freedom))
+        return mean(values), spread * mean(values) / math.sqrt(len(values)) / SIGMAS
+
+    def _values(self, trial: str, names: Sequence[str]) -> list[float]:
         values = []
         for figures in self.runs.get(trial, ()):
             value: Any = figures
@@ -120,12 +142,7 @@ class Evidence:
                 value = value.get(name, {})
             if value != {}:
                 values.append(float(value))
-        if not values:
-            return None
-        # Beside other programs, runs differ by more: several show it.
-        noise = NOISE if len(values) >= 3 else NOISE * (1 + 4 * self.machine.other_cores / self.cores)
-        error = max(noise * median(values), pstdev(values)) / math.sqrt(len(values))
-        return median(values), error
+        return values
 
 
 @dataclass(frozen=True)
@@ -150,3 +167,13 @@ class Cause:
     def is_clear(self) -> bool:
         """Whether it is more than the noise."""
         return self.seconds > SIGMAS * self.error
+
+
+def ms(seconds: float) -> str:
+    """Return milliseconds as text."""
+    return f"{1000 * seconds:.1f}"
+
+
+def argmax(values: Sequence[float]) -> int:
+    """Return the place of the largest value."""
+    return max(range(len(values)), key=values.__getitem__)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 import psutil
 
+from hvd_trainer.tools.diagnose.profile import RankProfile
 from hvd_trainer.tools.runner.machine import cpu_control_groups, read_text
 
 MIN_CORES = 0.1
@@ -47,27 +49,19 @@ class MachineWatch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._programs = _cpu_of_programs()
-        self._cpu, self._own = psutil.cpu_times(), _own_cpu_s()
+        self._cpu = psutil.cpu_times()
         self._throttled, self._pages = _throttled_s(), _swapped_pages()
 
-    def end(self, *, has_ended: bool = True) -> MachineUse:
-        """Return what was at work since the beginning.
-
-        Args:
-            has_ended: whether the run came to its end. If it was killed, nobody has waited for all its processes,
-                and their CPU time is unknown: then only programs count that were there the whole time.
-        """
+    def end(self) -> MachineUse:
+        """Return what was at work since the beginning, but for `other_cores`, which the ranks tell."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         cpu = psutil.cpu_times()
-        busy = sum(_busy(cpu)) - sum(_busy(self._cpu)) - (_own_cpu_s() - self._own)
         cores = {
             f"{name} (process {key[0]})": (used - self._programs[key][1]) / seconds
             for key, (name, used) in _cpu_of_programs().items()
             if key in self._programs
         }
-        named = sum(cores.values())
         return MachineUse(
-            other_cores=max(busy / seconds, named) if has_ended else named,
             programs={name: its for name, its in cores.items() if its >= MIN_CORES},
             stolen=(getattr(cpu, "steal", 0.0) - getattr(self._cpu, "steal", 0.0)) / seconds,
             throttled=(_throttled_s() - self._throttled) / seconds,
@@ -75,14 +69,15 @@ class MachineWatch:
         )
 
 
-def _busy(cpu: object) -> list[float]:
-    return [getattr(cpu, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")]
-
-
-def _own_cpu_s() -> float:
-    """Return the CPU time of this process and of its children that have ended: those of the run."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def other_cores(profiles: Sequence[RankProfile]) -> float:
+    """Return the cores that other programs kept busy while the ranks' stacks were sampled, in the mean."""
+    by_cores: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for profile in profiles:
+        for record in profile.records:
+            by_cores[record.cores].append(record.machine_s / max(record.seconds, 1e-9))
+    # Ranks on the same cores have seen the same.
+    busy = sum(mean(each) for each in by_cores.values())
+    return max(0.0, busy - sum(profile.cores for profile in profiles))
 
 
 def _cpu_of_programs() -> dict[tuple[int, float], tuple[str, float]]:

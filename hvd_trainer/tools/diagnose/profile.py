@@ -13,7 +13,18 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from hvd_trainer.measure.stack_record import FOLDER, MAIN, WORKER, Frame, Record, StackCount
+from hvd_trainer.measure.collective_calls import ENGINES
+from hvd_trainer.measure.stack_record import (
+    AFTER_STEP,
+    FOLDER,
+    MAIN,
+    WORKER,
+    CallCount,
+    Frame,
+    Record,
+    StackCount,
+    Switches,
+)
 from hvd_trainer.measure.stacks import slow_from
 
 BETWEEN_STEPS = ("start", "epoch", "save", "evaluate", "end")
@@ -46,6 +57,16 @@ INNER = (
     ("/torch/optim/", "update"),
 )
 """Roles by the folder of the code, from the innermost frame on; they come before the others in a script."""
+WAITING = ("exchange", "collective")
+"""Roles in which a rank waits for others: exchanging gradients, and collectives that the user's code calls."""
+START = "start"
+"""The role of starting a loader's processes, and of ending them."""
+LOADER, STARTING = "/torch/utils/data/dataloader.py", ("__init__", "_shutdown_workers")
+"""The file and the functions that do."""
+LONE = "lone"
+"""The role of what only one rank does (lone.py)."""
+EXCHANGING = ("/torch/distributed/", "/horovod/", "/hvd_trainer/hvd/", "/hvd_trainer/backends/")
+"""Folders of collectives."""
 OTHER_PHASES = ("data", "forward", "backward")
 """Phases in which no optimizer updates anything."""
 BY_PHASE = {"reduce": "exchange", "forward": "model", "step": "update", "callback": "callback"}
@@ -61,6 +82,17 @@ class Stack(Struct):
     role: str
     frames: tuple[Frame, ...]
     raw: StackCount
+    first: int = 0
+    """the frame from which only one rank does it"""
+
+
+class Calls(Struct):
+    """The calls of a collective from a line of the user's code."""
+
+    per_step: float = 0.0
+    bytes: float = 0.0
+    """of a call, in the mean"""
+    function: str = ""
 
 
 class Seconds(Struct):
@@ -113,6 +145,8 @@ class RankProfile:
         self.queued_s = sum(record.queued_s for record in records)
         self.elements = sum(record.elements for record in records)
         self.major_faults = sum(record.major_faults for record in records)
+        self.switches = records[-1].switches if records else Switches()
+        self.starts = [record.starts for record in records]
         self.stacks = [stack for record in records for stack in read_stacks(record)]
         limit = slow_from(self.durations) if self.durations else math.inf
         slow = [number for number, seconds in enumerate(self.durations) if seconds > limit]
@@ -124,7 +158,23 @@ class RankProfile:
     @property
     def cores(self) -> float:
         """Cores that this rank keeps busy, with the loader's processes."""
-        return (self.cpu_s + sum(record.cpu_s for record in self.workers)) / max(self.seconds, 1e-9)
+        ended = sum(record.children_s for record in self.records)
+        # Processes that have ended may have written their own records, too.
+        loading = max(ended, sum(record.cpu_s for record in self.workers))
+        return (self.cpu_s + loading) / max(self.seconds, 1e-9)
+
+    @property
+    def starts_s(self) -> float:
+        """Seconds of a step in which the rank waits until the loader's processes are started or have ended."""
+        return sum(starts.seconds for starts in self.starts) / self.steps
+
+    def calls_at(self, frame: Frame) -> Calls:
+        """Return the calls of collectives from a line."""
+        counts = [count for record in self.records for count in calls_at(record, frame)]
+        calls = sum(count.calls for count in counts)
+        size = sum(count.bytes for count in counts) / max(calls, 1)
+        function = max(counts, key=lambda count: count.calls).function if counts else ""
+        return Calls(calls / self.steps, size, function)
 
     @property
     def processes(self) -> int:
@@ -185,7 +235,33 @@ def read_stacks(record: Record) -> Iterator[Stack]:
         frames = tuple(record.frames[number] for number in raw.frames)
         start = max((n for n, frame in enumerate(frames) if LOOP in frame.file), default=None)
         inside = frames if start is None else frames[start:]
-        yield Stack(role_of(raw.phase, inside, in_trainer=start is not None), inside, raw)
+        # Where no batch was seen, what comes after a step may be the next one's forward pass.
+        phase = raw.phase if raw.phase != AFTER_STEP or record.elements else "forward"
+        yield Stack(role_of(phase, inside, in_trainer=start is not None), inside, raw)
+
+
+def calls_at(record: Record, frame: Frame) -> list[CallCount]:
+    """Return the calls of collectives from a line, by functions and places in it."""
+    place = frame.file, frame.line
+    return [
+        call for call in record.calls if place == (record.frames[call.frame].file, record.frames[call.frame].line)
+    ]
+
+
+def together_s(profiles: Sequence[RankProfile], frame: Frame) -> float | None:
+    """Return the mean seconds of a call from a line on the rank that arrives last; None if unknown.
+
+    The others have waited for that one, whatever it did before.
+    """
+    least: list[float] = []
+    for records in zip(*(profile.records for profile in profiles), strict=False):
+        each = [{call.function: call for call in calls_at(record, frame)} for record in records]
+        for function in set(each[0]).intersection(*each[1:]):
+            calls = [by_function[function] for by_function in each]
+            first = max(call.first for call in calls)
+            timed = (call.seconds[first - call.first :] for call in calls)
+            least += [min(seconds) for seconds in zip(*timed, strict=False)]
+    return sum(least) / len(least) if least else None
 
 
 def read_profiles(log: Path) -> list[RankProfile]:
@@ -222,6 +298,10 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
         phase: that the rank was in.
         frames: from the training loop on, or all of a script.
     """
+    if phase != WORKER and is_own_collective(frames):
+        return "collective"
+    if any(frame.file.endswith(LOADER) and frame.name.endswith(STARTING) for frame in frames):
+        return START
     calls = (frame.call for frame in frames if LOOP in frame.file or STEP in frame.file)
     in_call = next((IN_TRAINER[call] for call in calls if call in IN_TRAINER), None)
     if phase in ("reduce", "data", WORKER) and in_call not in OUT_OF_PHASE:
@@ -229,6 +309,10 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     if in_call is not None:
         return in_call
     if not in_trainer:
+        if (
+            frames and frames[-1].name == "_distributed_broadcast_coalesced"
+        ):  # of DistributedDataParallel's buffers
+            return "exchange"
         for frame in reversed(frames):
             for folder, role in INNER:
                 # A step that is given a closure, as Lightning's, calls what is another phase.
@@ -240,10 +324,24 @@ def role_of(phase: str, frames: Sequence[Frame], *, in_trainer: bool) -> str:
     for frame in frames:
         for folder, role in CONTEXTS:
             if folder in frame.file:
-                return role
-    if not in_trainer and phase in ("forward", "callback"):
-        return "script"
+                # After a step a model's forward pass is an evaluation.
+                return "script" if phase == AFTER_STEP and role in ("model", "loss") else role
+    if not in_trainer and phase in ("forward", "callback", AFTER_STEP):
+        return "own forward" if phase == "forward" else "script"
     return BY_PHASE.get(phase, phase)
+
+
+def is_own_collective(frames: Sequence[Frame]) -> bool:
+    """Return whether a stack is in a collective that the user's code calls, or waits for one."""
+    last = max((n for n, frame in enumerate(frames) if frame.owner == "user"), default=None)
+    if last is None:
+        return False
+    below = frames[last + 1 :]
+    if not below:  # what an asynchronous call returns waits in C++
+        return frames[last].call.endswith(".wait")
+    if any(part in frame.file for frame in below for part in ENGINES):
+        return False
+    return any(folder in frame.file for frame in below for folder in EXCHANGING)
 
 
 class Blame(Struct, frozen=True):
@@ -276,6 +374,8 @@ def blame(profile: RankProfile, role: str) -> Blame | None:
 
 def user_frames(stack: Stack, *, whole: bool = False) -> list[Frame]:
     """Return the frames of the user's code that count for a stack's role, or all of them, the outermost first."""
+    if stack.role == LONE:
+        return [frame for frame in stack.frames[stack.first :] if frame.owner == "user"]
     first = "" if whole else BELOW.get(stack.role, "")
     begin = next((n for n, frame in enumerate(stack.frames) if first in frame.file), len(stack.frames))
     found = [frame for frame in stack.frames[begin:] if frame.owner == "user"]
@@ -283,19 +383,23 @@ def user_frames(stack: Stack, *, whole: bool = False) -> list[Frame]:
     return found[1:] if len(found) > 1 and found[0].name == "<module>" else found
 
 
-def hottest_line(stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False) -> Blame | None:
+def hottest_line(
+    stacks: Iterable[Stack], profile: RankProfile, *, slow: bool = False, whole: bool = False
+) -> Blame | None:
     """Return the deepest user's line that has most of the time that these stacks spend in user's lines.
 
     Args:
         stacks: whose time counts.
         profile: of the rank.
         slow: only the time in slow steps counts, in all of the user's lines.
+        whole: all time counts.
     """
     own: list[tuple[float, list[Frame]]] = []
     for stack in stacks:
         raw, frames = stack.raw, user_frames(stack, whole=slow)
         slow_s = profile.slow_s(stack)
-        seconds = slow_s if slow else max(raw.wall_s - slow_s - raw.queued_s - raw.gil_s, 0.0)
+        left_out_s = 0.0 if whole else slow_s
+        seconds = slow_s if slow else max(raw.wall_s - left_out_s - raw.queued_s - raw.gil_s, 0.0)
         if frames and seconds > 0:
             own.append((seconds / profile.steps, frames))
     if not own:

@@ -11,7 +11,9 @@ import msgspec
 from hvd_trainer.measure.formats import console, make_table, milliseconds, number
 from hvd_trainer.measure.stats import Ratio
 from hvd_trainer.tools.diagnose.actions import CAUSES, Action
+from hvd_trainer.tools.diagnose.causes import leading
 from hvd_trainer.tools.diagnose.evidence import ALONE, NORMAL, SIGMAS, Cause, Evidence
+from hvd_trainer.tools.diagnose.switches import Switch, find_switches
 from hvd_trainer.utils.text import plural
 
 BAR_LENGTH = 30
@@ -40,6 +42,12 @@ class Report:
     backend: str
     note: str = ""
     """why the diagnosis ended early; empty if it did not"""
+
+    @property
+    def switches(self) -> list[Switch]:
+        """What is on and slows every step, as far as no cause tells it."""
+        told = any(cause.kind == "contention" for cause in self.causes)
+        return find_switches(self.evidence, with_threads=not told)
 
 
 def show(report: Report) -> None:
@@ -79,7 +87,12 @@ def sentences(report: Report) -> list[str]:
             f"A rank is at {alone[0] / normal[0]:.0%} of the speed that one rank has alone ({evidence.ranks} "
             f"ranks on {report.backend})."
         )
+    for switch in report.switches:
+        at = f"{switch.where}: " if switch.where else ""
+        said.append(f"On in every step: {at}{switch.text}")
     if not report.causes:
+        if report.switches:
+            return said
         return [*said, "Nothing takes more than a twentieth of a step but computing: there is little to gain."]
     for cause in report.causes:
         said.append(
@@ -92,6 +105,9 @@ def sentences(report: Report) -> list[str]:
             f"Together that is {share:.0%} of a step, since some of it goes on at the same time, on several "
             f"ranks: to mend one cause may gain less than its share."
         )
+    for cause in leading(report.causes):
+        if all(action.cause != cause.kind for action in report.advice):
+            said.append(f"Nothing is known that makes this cheaper: {CAUSES[cause.kind].name}.")
     for place, action in enumerate(report.advice, 1):
         gain = f" (expected: {action.speed:.2f} times the samples/s, {action.low:.2f} to {action.high:.2f})"
         said.append(f"{place}. {action.text}{gain if action.speed > 1 else ''}")
@@ -126,6 +142,7 @@ def as_json(report: Report, tried: Sequence[Tried]) -> dict[str, Any]:
                 {"name": CAUSES[its.kind].name, "share": its.seconds / evidence.step_s, **asdict(its)}
                 for its in report.causes
             ],
+            "switches": [switch._asdict() for switch in report.switches],
             "advice": [asdict(action) for action in report.advice],
             "note": report.note,
             "tried": [its._asdict() for its in tried],

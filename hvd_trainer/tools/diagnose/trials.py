@@ -10,10 +10,12 @@ from typing import Any
 
 import psutil
 
-from hvd_trainer.tools.diagnose.causes import MIN_SHARE, find_causes
+from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
-from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch
-from hvd_trainer.tools.diagnose.profile import RankProfile, merge, read_profiles
+from hvd_trainer.tools.diagnose.lone import mark_lone
+from hvd_trainer.tools.diagnose.machine_use import MachineUse, MachineWatch, other_cores
+from hvd_trainer.tools.diagnose.own_code import of_collectives
+from hvd_trainer.tools.diagnose.profile import WAITING, RankProfile, merge, read_profiles
 from hvd_trainer.tools.runner.all_reduce import all_reduce_trial
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
@@ -39,7 +41,7 @@ class Trials:
 
     def __init__(self, normal: MeasuredTrial, folder: Path, budget_s: float) -> None:
         self.normal = normal
-        self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget", resume=False)
+        self.runner = TrialRunner(folder, budget_s=budget_s, limit_option="--budget-s", resume=False)
         self._kept = folder / "log"
         shutil.rmtree(self._kept, ignore_errors=True)
         self._runs = 0
@@ -61,10 +63,11 @@ class Trials:
 
     def evidence(self) -> Evidence:
         """Return all that is known so far."""
-        facts = self._facts
+        facts, profiles = self._facts, merge(self.profiles)
+        mark_lone(profiles)
         return Evidence(
-            profiles=merge(self.profiles),
-            machine=self._machine,
+            profiles=profiles,
+            machine=replace(self._machine, other_cores=other_cores(profiles)),
             cores=len(cpu_ids()),
             is_trainer_job=bool(facts.get("on_trainer")),
             facts=facts,
@@ -75,26 +78,31 @@ class Trials:
     def run(self, trial: MeasuredTrial, steps: int, limit_s: float | None = None) -> RunRecord:
         """Run a trial once, and keep its figures under its label; of a normal run also its stacks.
 
+        All are sampled alike, so that what sampling costs is in each figure that is subtracted.
+
         Args:
             trial: to run.
             steps: that count.
             limit_s: after so many seconds it is ended; None: at the end of the budget.
         """
         is_normal = trial.label == NORMAL
-        trial = replace(trial, steps=WARMUP_STEPS + steps, record={"sample_stacks": is_normal})
-        watch = MachineWatch() if is_normal else None
-        has_ended = False
+        trial = replace(trial, steps=WARMUP_STEPS + steps, record={"sample_stacks": True})
+        watch, profiles = MachineWatch(), []
+        shutil.rmtree(self._kept, ignore_errors=True)
         try:
             run = self._run(trial, limit_s)
-            has_ended = run.state != "killed"
         finally:
-            if watch is not None and (profiles := read_profiles(self._kept)):
+            profiles = read_profiles(self._kept)
+            if is_normal and profiles:
                 self.profiles.append(profiles)
-                self._machine = watch.end(has_ended=has_ended)
+                self._machine = watch.end()
         if run.state == "done":
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]
+            own = of_collectives(Evidence(profiles=profiles), 0.0, 0.0) if profiles else ()
+            figures["collective_s"] = sum(cause.seconds for cause in own)
+            figures["apart_s"] = figures["step_s"] - figures["collective_s"]
             self.figures.setdefault(trial.label, []).append(figures)
         return run
 
@@ -108,18 +116,21 @@ class Trials:
 
     def _run(self, trial: Trial, limit_s: float | None = None) -> RunRecord:
         self._runs += 1  # each run is a new one
-        keep = self._kept if trial.label == NORMAL else None
-        return self.runner.run(trial, self._runs, keep=keep, limit_s=limit_s)
+        return self.runner.run(trial, self._runs, keep=self._kept, limit_s=limit_s)
 
 
 def plan_variants(evidence: Evidence, normal: MeasuredTrial) -> list[MeasuredTrial]:
     """Return the trials of each round: those that may explain what the normal runs have left unexplained."""
-    facts, step_s, ranks = evidence.facts, evidence.step_s, normal.ranks
-    rest = step_s - sum(cause.seconds for cause in find_causes(evidence) if cause.kind != "exchange")
-    if rest < MIN_REST * step_s:
+    facts, ranks = evidence.facts, normal.ranks
+    causes = find_causes(evidence)
+    # What the machine has taken explains nothing of what is left.
+    quiet = quiet_s(evidence, causes)
+    known = sum(cause.seconds for cause in causes if cause.kind not in ("exchange", *OF_THE_MACHINE))
+    if quiet - known < MIN_REST * quiet:
         return []
     found = []
-    if max(table["exchange"].own for table in evidence.tables) >= MIN_SHARE * step_s:
+    waits = max(sum(table[role].own for role in WAITING) for table in evidence.tables)
+    if waits >= MIN_SHARE * quiet:
         found.append(replace(normal, label=NO_EXCHANGE, leave_out=("exchange",)))
     if evidence.is_trainer_job:
         # Alone, a rank gets no more than its share of the cores: else its own threads would slow it down, too.

@@ -37,7 +37,7 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
             "--rounds must .*; --threads must .*; --timeout",
         ),
         (compare, ["--steps", "0"], "--steps must be 1 or more"),
-        (diagnose, ["--np", "1", "--budget", "0"], "--np must be 2 or more.*; --budget must"),
+        (diagnose, ["--np", "1", "--budget-s", "0"], "--np must be 2 or more.*; --budget-s must"),
         (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
         (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
         (parity, ["--backend", "ddp"], "name two or three"),

@@ -1,0 +1,151 @@
+"""What a rank records beside its stacks for `diagnose`: its own collectives, starts of loaders, and switches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, dataloader
+
+from hvd_trainer.measure.collective_calls import OF_TORCH, CollectiveCalls
+from hvd_trainer.measure.loader_starts import LoaderWatch
+from hvd_trainer.measure.stack_record import Record
+from hvd_trainer.measure.stacks import StackSampler
+from hvd_trainer.measure.switches import SwitchReader
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give back at the end what is replaced meanwhile."""
+    for module in (dist, dist.distributed_c10d):
+        for name in OF_TORCH:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name))
+    kind = dataloader._MultiProcessingDataLoaderIter
+    for name in ("__init__", "_next_data", "_shutdown_workers"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("patched", "group")
+def test_own_collectives_are_counted_by_line() -> None:
+    calls = CollectiveCalls()
+    calls.install()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10))
+    dist.barrier()
+    (line, sums), (_, barriers) = sorted(calls.counts.items(), key=lambda item: item[0][0])
+    assert (line[0], sums.calls, sums.bytes, len(sums.seconds)) == ("all_reduce", 3, 120, 3)
+    assert (barriers.calls, barriers.bytes) == (1, 0)
+    calls.clear()
+    gathered: list[Any] = [None]
+    dist.all_gather_object(gathered, "calls others within")
+    assert [name for name, _ in calls.counts] == ["all_gather_object"]
+
+
+@pytest.mark.usefixtures("patched", "group")
+def test_what_a_library_exchanges_is_not_the_users() -> None:
+    calls = CollectiveCalls()
+    calls.install()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert calls.counts == {}
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+@pytest.mark.parametrize(("persistent", "times"), [(False, 3), (True, 1)])
+@pytest.mark.usefixtures("patched")
+def test_starts_of_loader_processes_are_counted(persistent: bool, times: int) -> None:
+    watch = LoaderWatch()
+    watch.install()
+    loader = DataLoader(Squares(), num_workers=2, persistent_workers=persistent)
+    for _ in range(3):
+        assert len(list(loader)) == 4
+    assert (watch.starts.times, watch.starts.processes) == (times, 2 * times)
+    assert watch.starts.seconds > 0
+
+
+@pytest.mark.usefixtures("group")
+def test_switches_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4).double()]
+    wrapped = DistributedDataParallel(models[0], find_unused_parameters=True)
+    for _ in range(3):
+        wrapped(torch.ones(2, 4)).sum().backward()
+    reader = SwitchReader()
+    reader.find()
+    reader.look()
+    assert reader.read().anomaly == 0
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
+    with torch.autograd.detect_anomaly(check_nan=False):
+        reader.look()
+    on = reader.read()
+    assert on.anomaly == 0.5
+    assert 0 < on.float64 < 1
+    assert on.needless_search
+    assert (on.threads, on.variables) == (torch.get_num_threads(), {"TORCH_DISTRIBUTED_DEBUG": "detail"})
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(inputs)
+        return result
+
+
+@pytest.mark.usefixtures("group")
+def test_a_search_that_is_needed_is_no_switch() -> None:
+    wrapped = DistributedDataParallel(Half(), find_unused_parameters=True)
+    reader = SwitchReader()
+    reader.find()
+    for _ in range(3):
+        wrapped(torch.ones(2, 4)).sum().backward()
+    assert not reader.read().needless_search
+
+
+@pytest.mark.usefixtures("patched", "group")
+def test_a_rank_writes_them(tmp_path: Path) -> None:
+    """By one function, for scripts and for Trainer jobs."""
+    sampler = StackSampler(tmp_path / "rank-0.json")
+    sampler.install()
+    sampler.start()
+    for _ in range(12):
+        dist.all_reduce(torch.ones(10))
+        time.sleep(0.01)
+        sampler.end_step()
+    sampler.stop()
+    record = msgspec.json.decode((tmp_path / "rank-0.json").read_bytes(), type=Record)
+    (call,) = record.calls
+    assert call.function == "all_reduce"
+    assert call.bytes == 40 * call.calls
+    assert call.first + call.calls == 12
+    assert len(call.seconds) == call.calls
+    assert record.frames[call.frame].file == os.path.realpath(__file__)
+    assert record.frames[call.frame].call == "dist.all_reduce"
+    assert record.switches.threads == torch.get_num_threads()
+    assert record.cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert record.machine_s >= 0
