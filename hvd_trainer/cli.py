@@ -46,9 +46,6 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
         "tune": Command(
             "tools.tune.cli", "search the fastest options of each engine for a job, and write them as YAML"
         ),
-        "estimate": Command(
-            "tools.estimate.cli", "estimate how a job scales on hosts that you do not have, with an interval"
-        ),
     },
     "Use": {
         "run": Command(
@@ -59,7 +56,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
 }
 """By group and name; modules of this package."""
 MODULES = {name: f"hvd_trainer.{command.module}" for group in COMMANDS.values() for name, command in group.items()}
-RENAMED = {"grid": "compare", "project": "estimate"}
+RENAMED = {"grid": "compare"}
 """Commands of earlier versions, and what they are called now."""
 
 

@@ -166,10 +166,6 @@ TYPED_ELSEWHERE = {
         "test_growth_measures_a_training",
     ),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
-    "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
-        *("test_benchmarks.py", '"benchmarks.slow_link"'),
-    ),
-    "hvd-trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100": (*("test_estimate.py", '"estimate"'),),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("test_benchmarks.py", '"benchmarks.to_target"'),
     ),
@@ -431,9 +427,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer parity",
         "hvd_trainer run",
         "hvd_trainer doctor",
-        "hvd_trainer estimate",
         "benchmarks",
-        "benchmarks.slow_link",
         "benchmarks.to_target",
         "tests/gpu/__main__.py",
     ):
