@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import COMMON, ParsedBy
-from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 
 Decay = Literal["none", "linear", "cosine"]
@@ -223,9 +222,11 @@ class MeasureOptions:
     """keep in the log folder, for each rank, how long each part of each step took"""
     sample_stacks: bool = False
     """keep in the log folder, for each rank, at which lines of code its time goes, as `diagnose` shows it"""
-    profile: Annotated[str | None, ParsedBy(ProfilePlan.parse), COMMON] = None
-    """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
-    table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""
+    profile_steps: Annotated[int | None, Ge(1), COMMON] = None
+    """what all ranks do in so many steps, by PyTorch's profiler: one trace for ui.perfetto.dev in the log folder,
+    and a table of who waited for whom"""
+    profile_skip: Annotated[int, Ge(0)] = 5
+    """how many steps come before these, in which caches fill; in one more the profiler sets itself up"""
     trace_steps: Annotated[int | None, Ge(1)] = None
     """keep in the log folder, for each rank, what its first so many steps compute, as `parity` compares it"""
     leave_out: tuple[Literal["exchange", "data"], ...] = ()

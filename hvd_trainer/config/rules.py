@@ -120,7 +120,11 @@ CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
         *_each(
             given(without="--log-dir"),
             "{option} writes to the log folder: add --log-dir DIR",
-            ("--record-steps", "--sample-stacks", "--profile", "--trace-steps"),
+            ("--record-steps", "--sample-stacks", "--profile-steps", "--trace-steps"),
+        ),
+        Conflict(
+            given("--profile-skip", without="--profile-steps"),
+            "--profile-skip counts the steps before a profile: add --profile-steps N",
         ),
         Conflict(
             given("--requeue", without="--log-dir"),

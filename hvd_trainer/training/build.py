@@ -17,7 +17,6 @@ from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
@@ -25,7 +24,7 @@ from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
-from hvd_trainer.observe.profiler.profiler import Profile
+from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.observe.stacks import StackSamples
@@ -157,8 +156,8 @@ class _RunBuilder:
             yield StackSamples(log_dir, backend.world.rank)
         if measure.trace_steps is not None:
             yield StepTrace(backend, log_dir, measure.trace_steps)
-        if measure.profile is not None:
-            yield Profile(backend, log, log_dir, ProfilePlan.parse(measure.profile))
+        if measure.profile_steps is not None:
+            yield Profile(backend, log, log_dir, measure.profile_steps, measure.profile_skip)
 
     def _build_loader(self, data: Any, *, shuffle: bool) -> Loader:
         train = self._options.train

@@ -129,8 +129,8 @@ TYPED_ELSEWHERE = {
     ),
     "hvd-trainer doctor": ("test_doctor.py", '"doctor"'),
     "hvd-trainer doctor --run": ("test_doctor.py", '"--run"'),
-    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (
-        *("test_profiler.py", '"--profile"'),
+    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile-steps 10": (
+        *("test_profile.py", '"--profile-steps"'),
     ),
     # As these, and smaller.
     "hvd-trainer compare --np 1,2,4 --rounds 3 -- -m hvd_trainer.mnist --data-dir ../shared/data/mnist "

@@ -24,8 +24,7 @@ import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.checkpoint.export import NAME as WEIGHTS
-from hvd_trainer.observe.phases import PARTS
-from hvd_trainer.observe.profiler.breakdown import REDUCE, exchange_s
+from hvd_trainer.observe.phases import PARTS, REDUCE, exchange_s
 from hvd_trainer.observe.run_folder import CONFIG, FACTS, METRICS
 from hvd_trainer.observe.step_timer import FOLDER
 

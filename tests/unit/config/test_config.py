@@ -201,7 +201,7 @@ def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Pat
 
 def test_check_reports_all_mistakes_at_once() -> None:
     args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
-    args += " --timeout-s 0 --powersgd-rank 0 --until soon --profile steps=0"
+    args += " --timeout-s 0 --powersgd-rank 0 --until soon --profile-steps 0"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
@@ -216,7 +216,7 @@ def test_check_reports_all_mistakes_at_once() -> None:
         "--timeout-s must be more than 0, not 0.0",
         "--powersgd-rank must be 1 or more, not 0",
         "--until is a figure and its value",
-        "--profile steps=0: steps needs a number of steps, 1 or more",
+        "--profile-steps must be 1 or more, not 0",
     ):
         assert words in str(caught.value)
 
@@ -275,7 +275,8 @@ def test_check_reports_all_mistakes_at_once() -> None:
             )
         ),
         ("--trace-steps 0", "--trace-steps must be 1 or more, not 0; --trace-steps writes to the log"),
-        ("--profile steps=1", "--profile writes to the log folder: add --log-dir DIR"),
+        ("--profile-steps 1", "--profile-steps writes to the log folder: add --log-dir DIR"),
+        ("--profile-skip 1", "--profile-skip counts the steps before a profile: add --profile-steps N"),
         ("--requeue", "--requeue needs a log folder"),
         ("--compile --compile-mode reduce-overhead --accumulate 2", "leave it out, or leave out --accumulate"),
         ("--compile --compile-mode max-autotune --reproducible 2", "leave it out, or leave out --reproducible"),
