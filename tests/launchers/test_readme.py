@@ -92,7 +92,7 @@ TYPED_ELSEWHERE = {
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
-    "hvd-trainer verify-resume --kills 12 --backend horovod -np 2": (
+    "hvd-trainer verify-resume -np 2 --kills 12 -- train.py --snapshot snapshot.pt": (
         *("test_verify_resume.py", '"verify-resume"'),
     ),
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (

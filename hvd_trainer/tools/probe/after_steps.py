@@ -12,8 +12,8 @@ from torch.optim.optimizer import Optimizer
 from hvd_trainer.tools.probe.script_events import ScriptListener
 from hvd_trainer.utils.files import atomic_write
 
-MARK = "held"
-"""The file in the log folder that has the number of the held process."""
+FIRST_STEP, MARK = "first-step", "held"
+"""Files in the log folder that have the number of a process: after its first step, and when it is held."""
 HOLD_S = 60.0
 
 
@@ -29,9 +29,14 @@ class AfterSteps(ScriptListener):
             self._call()
 
 
+def mark(file: Path) -> None:
+    """Write the number of this process."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as temporary:
+        temporary.write_text(str(os.getpid()))
+
+
 def hold(log: Path) -> None:
     """Leave a mark in the log folder, and wait to be killed."""
-    log.mkdir(parents=True, exist_ok=True)
-    with atomic_write(log / MARK) as temporary:
-        temporary.write_text(str(os.getpid()))
+    mark(log / MARK)
     time.sleep(HOLD_S)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hvd_trainer.launch.world import detect
-from hvd_trainer.tools.probe.after_steps import AfterSteps, hold
+from hvd_trainer.tools.probe.after_steps import FIRST_STEP, AfterSteps, hold, mark
 from hvd_trainer.tools.probe.leave_out import leave_out
 from hvd_trainer.tools.probe.no_steps import NoSteps
 from hvd_trainer.tools.probe.options import ProbeOptions
@@ -30,6 +30,7 @@ def install_probe(options: ProbeOptions) -> None:
     if options.max_steps is not None:
         listeners.append(AfterSteps(options.max_steps, sys.exit))
     if options.hold is not None and options.hold[0] == world.rank:
+        listeners.append(AfterSteps(1, partial(mark, log / FIRST_STEP)))
         listeners.append(AfterSteps(options.hold[1], partial(hold, log)))
     leave_out(options.leave_out)  # first, so that what is left of it is seen
     ScriptEvents(*listeners).install()
