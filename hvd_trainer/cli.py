@@ -43,9 +43,6 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
             "tools.compare.cli", "time engines, ranks and options side by side, or search the fastest options"
         ),
         "diagnose": Command("tools.diagnose.cli", "find out where a step's time goes, and what to change"),
-        "estimate": Command(
-            "tools.estimate.cli", "estimate how a job scales on hosts that you do not have, with an interval"
-        ),
     },
     "Use": {
         "run": Command(
@@ -56,7 +53,7 @@ COMMANDS: Mapping[str, Mapping[str, Command]] = {
 }
 """By group and name; modules of this package."""
 MODULES = {name: f"hvd_trainer.{command.module}" for group in COMMANDS.values() for name, command in group.items()}
-RENAMED = {"grid": "compare", "project": "estimate", "tune": "compare --search"}
+RENAMED = {"grid": "compare", "tune": "compare --search"}
 """Commands of earlier versions, and what they are called now."""
 
 

@@ -27,14 +27,12 @@ def create(
     environ: MutableMapping[str, str] | None = None,
     grouping: ReplicaGrouping | None = None,
     devices: Devices = 1,
-    *,
-    timeline: bool = False,
 ) -> Backend:
     """Make the engine that `options.backend` names, not yet started.
 
     Args:
         environ: `os.environ` if None.
-        grouping, timeline: as for `Backend`.
+        grouping: as for `Backend`.
         devices: as for `Session`.
 
     Raises:
@@ -47,4 +45,4 @@ def create(
     module, _, attribute = BACKENDS[options.backend].partition(":")
     kind: type[Backend] = getattr(importlib.import_module(module), attribute)
     kind.check_options(options)
-    return kind(Session(options, environ, devices), grouping=grouping, timeline=timeline)
+    return kind(Session(options, environ, devices), grouping=grouping)

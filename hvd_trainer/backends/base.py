@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -63,25 +63,12 @@ class StepResult:
     """What the weight function gave for each pass, on the device; empty without one."""
 
 
-class Span(NamedTuple):
-    """An interval in an engine's own record of its work."""
-
-    row: str
-    """the row of a trace that it is drawn in, such as the tensor that was exchanged"""
-    name: str
-    began_ns: int
-    """since 1970, by this host's clock"""
-    ended_ns: int
-    """equal to `began_ns` for a moment"""
-
-
 class Backend(ABC):
     """One engine. Use it as a context manager: it starts on entry and ends, on all ranks, on exit.
 
     Args:
         session: this rank's membership in the job, not yet connected; its options are the engine's.
         grouping: for a model in stages, which ranks have the same stage; None: every rank has the whole model.
-        timeline: whether `timeline` will be asked for.
 
     Attributes:
         name: `horovod`, `ddp`, `single` or `data-parallel`.
@@ -94,14 +81,11 @@ class Backend(ABC):
     only_for_others: ClassVar[Mapping[str, str]] = {}
     """Options that this engine cannot honour, each with the reason and what to do instead."""
 
-    def __init__(
-        self, session: Session, *, grouping: ReplicaGrouping | None = None, timeline: bool = False
-    ) -> None:
+    def __init__(self, session: Session, *, grouping: ReplicaGrouping | None = None) -> None:
         self.session = session
         self.collectives = self.collectives_class(session)
         self.replica_groups = [[*range(session.world.size)]]
         self._grouping = grouping
-        self._records_timeline = timeline
         self._reducer: Reducer | None = None
         self._parameter_names: dict[Tensor, str] = {}
         self._exchange_monitor: ExchangeMonitor | None = None
@@ -494,14 +478,6 @@ class Backend(ABC):
         if self.uses_nccl:
             self.activity.abort()
             process_group.abort()
-
-    def timeline(self) -> AbstractContextManager[list[Span]]:
-        """Have the engine record its own work, such as each exchange, inside the block; yield the list to fill.
-
-        The list is filled when the block ends. It stays empty without `timeline=True`, on engines that record
-        nothing, and on ranks whose work another one records.
-        """
-        return nullcontext([])
 
     def read(self, tensor: Tensor) -> Any:
         """Return a tensor as Python numbers; this waits for the device, and so for the exchanges in its queue."""

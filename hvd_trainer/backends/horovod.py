@@ -6,11 +6,7 @@ state, its schedulers and its `zero_grad(set_to_none=True)`, which the wrapper w
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_trainer.backends import process_group
-from hvd_trainer.backends.base import Backend, Span
+from hvd_trainer.backends.base import Backend
 from hvd_trainer.backends.buckets import BucketReducer, Reducer
 from hvd_trainer.backends.compiled import compile_in_buckets
 from hvd_trainer.backends.horovod_collectives import HorovodCollectives
@@ -33,7 +29,6 @@ from hvd_trainer.backends.horovod_start import (
     patch_set,
     rank_variables,
 )
-from hvd_trainer.backends.horovod_timeline import DYNAMIC, read_timeline
 from hvd_trainer.backends.unused_parameters import check_unused, unused_everywhere
 from hvd_trainer.errors import BackendError, OptionError
 from hvd_trainer.rendezvous.ranks import check_world
@@ -172,8 +167,6 @@ class HorovodBackend(Backend):
                 # Else Horovod would wait on the GPU for a dead rank. With it, it polls NCCL for errors all the
                 # time, which takes a core: so only where this rank can go on in another world.
                 wanted["HOROVOD_NCCL_ABORT"] = "1"
-        if self._records_timeline:
-            wanted["HOROVOD_TIMELINE"] = DYNAMIC
         if options.cycle_time_ms is not None:
             wanted |= {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CYCLE_TIME": str(options.cycle_time_ms)}
         if options.cache_capacity is not None:
@@ -274,21 +267,3 @@ class HorovodBackend(Backend):
         self._reducer.finish()
         for parameter in unused:
             parameter.grad = None
-
-    @contextmanager
-    def timeline(self) -> Iterator[list[Span]]:
-        spans: list[Span] = []
-        # A user may have started Horovod's timeline by its own variable.
-        ours = self._records_timeline and self.session.environ.get("HOROVOD_TIMELINE", DYNAMIC) == DYNAMIC
-        if not ours or not self.world.is_first:  # rank 0 writes it for all
-            yield spans
-            return
-        with tempfile.TemporaryDirectory(prefix="hvd_trainer-timeline-") as folder:
-            file = Path(folder) / "timeline.json"
-            self._hvd.start_timeline(str(file))
-            try:
-                yield spans
-            finally:
-                self._hvd.stop_timeline()
-            with suppress(OSError, ValueError):  # a full disk cuts the file off
-                spans += read_timeline(file)

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from hvd_trainer.config.checks import COMMON, ParsedBy
-from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 
 Decay = Literal["none", "linear", "cosine"]
@@ -219,9 +218,11 @@ class ParallelOptions:
 class MeasureOptions:
     """What a step's time goes to."""
 
-    profile: Annotated[str | None, ParsedBy(ProfilePlan.parse), COMMON] = None
-    """steps=10: what all ranks do in so many steps, as one trace for ui.perfetto.dev in the log folder, and as a
-    table; with commas also skip=5 (how many steps before), memory, stacks, shapes"""
+    profile_steps: Annotated[int | None, Ge(1), COMMON] = None
+    """what all ranks do in so many steps, by PyTorch's profiler: one trace for ui.perfetto.dev in the log folder,
+    and a table of who waited for whom"""
+    profile_skip: Annotated[int, Ge(0)] = 5
+    """how many steps come before these, in which caches fill; in one more the profiler sets itself up"""
 
 
 @dataclass(frozen=True)

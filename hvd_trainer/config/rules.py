@@ -117,7 +117,14 @@ NOT_IN_STAGES = (
 CONFLICTS: Mapping[str, tuple[Conflict, ...]] = {
     "The log folder": (
         Conflict(given("--quiet", "--verbose"), "--quiet and --verbose contradict each other"),
-        Conflict(given("--profile", without="--log-dir"), "--profile writes to the log folder: add --log-dir DIR"),
+        Conflict(
+            given("--profile-steps", without="--log-dir"),
+            "--profile-steps writes to the log folder: add --log-dir DIR",
+        ),
+        Conflict(
+            given("--profile-skip", without="--profile-steps"),
+            "--profile-skip counts the steps before a profile: add --profile-steps N",
+        ),
         Conflict(
             given("--requeue", without="--log-dir"),
             "--requeue needs a log folder to go on from: add --log-dir DIR",

@@ -16,7 +16,7 @@ from torch import Tensor
 from hvd_trainer.observe.memory import MB, peak_bytes
 from hvd_trainer.observe.phases import PARTS, Clock, Phases
 
-FOLDER = "steps"
+FOLDER, FIRST_STEP = "steps", "first-step"
 MAX_PENDING = 64
 """Steps whose marks are kept before they are converted to seconds: a GPU lags behind by fewer steps."""
 
@@ -85,6 +85,7 @@ class StepRecorder:
         if not self._rows:
             self._clock.settle()
             self._first_step_at = time.time()
+            self._mark_first_step()
         self._phases.end_step(len(self._rows) + 1)
         cpu = time.process_time()
         self._rows.append((samples, lr, cpu - self._cpu))
@@ -130,6 +131,12 @@ class StepRecorder:
             weights=weights,
             **columns,
         )
+
+    def _mark_first_step(self) -> None:
+        """Leave a file whose time tells when the slowest rank has made its first step, however the run ends."""
+        log = self._file.parents[1]
+        log.mkdir(parents=True, exist_ok=True)
+        (log / FIRST_STEP).touch()
 
     def _resolve(self) -> None:
         assert self._phases is not None

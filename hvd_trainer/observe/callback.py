@@ -1,4 +1,4 @@
-"""Callbacks: the functions of a job, of the timers and of the profiler that the training loop calls."""
+"""Callbacks: the functions of a job, of the timers and of the profile that the training loop calls."""
 
 from __future__ import annotations
 

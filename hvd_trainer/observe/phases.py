@@ -1,4 +1,4 @@
-"""Time the phases of steps: as seconds, and as rows of a trace.
+"""Time the phases of steps.
 
      data      forward     backward     reduce   step
     |-------|-----------|-------------|--------|------|
@@ -10,20 +10,16 @@ between backward and reduce where the next batch is fetched while gradients are 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hvd_trainer.backends.base import Span
 from hvd_trainer.utils import accelerator
 
 PARTS = ("data", "forward", "backward", "reduce", "step", "other")
 """Parts of a step; `other` is the rest, such as a save or the beginning of an epoch."""
-OTHER = PARTS.index("other")
-HOST_ROW, DEVICE_ROW = "steps", "steps, as the GPU does them"
+OTHER, REDUCE = PARTS.index("other"), PARTS.index("reduce")
 
 
 class Clock:
@@ -58,8 +54,6 @@ class Mark(NamedTuple):
     """The beginning of a phase."""
 
     phase: str
-    host_ns: int
-    """since 1970"""
     mark: Any
     """of the clock by which seconds are counted"""
 
@@ -79,7 +73,7 @@ class Phases:
 
     def enter(self, phase: str) -> None:
         """Begin another phase of the step."""
-        self._marks.append(Mark(phase, time.time_ns(), self._clock.mark()))
+        self._marks.append(Mark(phase, self._clock.mark()))
 
     def end_step(self, number: int) -> None:
         """End a step, and begin the next one."""
@@ -98,20 +92,6 @@ class Phases:
         """Numbers of the steps that are done."""
         return [number for number, _, _ in self._steps]
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Begin of the first and end of the last step, in nanoseconds since 1970."""
-        return self._marks[0].host_ns, self._marks[self._steps[-1][2]].host_ns
-
-    def in_step(self, at_ns: float) -> bool:
-        """Return whether a moment of the host's clock lies within a step, and not between two steps."""
-        number = bisect_right(self._begins_ns, at_ns) - 1
-        return number >= 0 and at_ns < self._marks[self._steps[number][2]].host_ns
-
-    @cached_property
-    def _begins_ns(self) -> list[int]:
-        return [self._marks[first].host_ns for _, first, _ in self._steps]
-
     def seconds(self) -> Any:
         """Return the seconds of each part of each step, shape (steps, parts). The clock must have settled."""
         table = np.zeros((len(self._steps), len(PARTS)))
@@ -125,21 +105,9 @@ class Phases:
         """Forget the steps that are done; the running one goes on."""
         self._marks, self._steps, self._first = self._marks[self._first :], [], 0
 
-    def spans(self) -> list[Span]:
-        """Return the steps, and the phases in them and between them, as rows of a trace."""
-        found = self._row(HOST_ROW, [mark.host_ns for mark in self._marks])
-        if self._clock.lags:
-            start = self._marks[0]  # when the GPU had nothing to do, so that both were at the same point
-            since = [self._clock.seconds(start.mark, mark.mark) for mark in self._marks]
-            found += self._row(DEVICE_ROW, [start.host_ns + round(1e9 * seconds) for seconds in since])
-        return found
 
-    def _row(self, row: str, times_ns: list[int]) -> list[Span]:
-        end = self._steps[-1][2]
-        steps = [Span(row, f"step {number}", times_ns[i], times_ns[j]) for number, i, j in self._steps]
-        phases = [
-            Span(row, mark.phase, began, ended)
-            for mark, began, ended in zip(self._marks[:end], times_ns, times_ns[1:], strict=False)
-            if ended > began
-        ]
-        return steps + phases
+def exchange_s(seconds: Any) -> Any:
+    """Return each step's exchange itself, shape (steps,), from the seconds of phases, shape (ranks, steps, parts):
+    the shortest `reduce`, that of the rank which came last.
+    """
+    return seconds[:, :, REDUCE].min(axis=0)

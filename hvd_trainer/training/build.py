@@ -17,7 +17,6 @@ from hvd_trainer.checkpoint.manager import CheckpointManager, InMemorySnapshot
 from hvd_trainer.checkpoint.train_state import TrainState
 from hvd_trainer.config.batch_plan import BatchPlan
 from hvd_trainer.config.options import TrainerOptions
-from hvd_trainer.config.profile_plan import ProfilePlan
 from hvd_trainer.config.stop_condition import StopCondition
 from hvd_trainer.data import Loader, LoaderPlan, make_loader
 from hvd_trainer.errors import OptionError
@@ -28,7 +27,7 @@ from hvd_trainer.observe.callback import Callback, Observer
 from hvd_trainer.observe.first_step import FirstStep
 from hvd_trainer.observe.memory import PeakMemory
 from hvd_trainer.observe.metrics import Metric
-from hvd_trainer.observe.profiler.profiler import Profile
+from hvd_trainer.observe.profile import Profile
 from hvd_trainer.observe.progress import Progress
 from hvd_trainer.observe.run_log import RunLog
 from hvd_trainer.optim.captured_step import CapturedStep
@@ -162,9 +161,9 @@ class _RunBuilder:
 
     def _build_observers(self, log: RunLog) -> Iterator[Observer]:
         """Yield the observers that the options, or a tool, ask for."""
-        plan, log_dir = self._options.measure.profile, self._options.log.log_dir
-        if plan is not None and log_dir is not None:
-            yield Profile(self._backend, log, log_dir, ProfilePlan.parse(plan))
+        measure, log_dir = self._options.measure, self._options.log.log_dir
+        if measure.profile_steps is not None and log_dir is not None:
+            yield Profile(self._backend, log, log_dir, measure.profile_steps, measure.profile_skip)
         if self._message is not None:
             yield from observers(self._message, self._backend.world.rank)
 

@@ -83,7 +83,6 @@ class Trainer:
             self.options.engine,
             grouping=self._replica_grouping(),
             devices=parallel.devices or parallel.devices_per_rank,
-            timeline=self.options.measure.profile is not None,
         )
         check_stages(parallel.stages, self.world.size)
         self._requeue = Requeue(self.options.save.requeue, self.backend.session.slurm_job.job_id)

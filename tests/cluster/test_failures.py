@@ -5,9 +5,11 @@ A new fault is an entry of `faulty_job.FAULTS` and a line of `CASES`.
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 import tempfile
+import time
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -147,6 +149,26 @@ def test_torchrun_restart_resumes_from_checkpoint(backend: str, size: int, tmp_p
         assert len(REPORT.findall(job.stderr)) == 1
     assert digits_job.weights(tmp_path) == undisturbed()
     assert not list(tmp_path.glob("earlier-*"))
+
+
+@pytest.mark.long
+@pytest.mark.warm(False)
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [case("torchrun", "ddp"), case("horovodrun", "horovod", when="nightly")]
+)
+def test_job_killed_again_and_again_trains_the_same_weights(launcher: str, backend: str, tmp_path: Path) -> None:
+    """A rank, the launcher and rank 0, which saves after each step, are killed at random moments."""
+    argv = digits_job.argv(backend, tmp_path, [*RESTARTED, "--save-every-steps", "1", "--resume", "auto"])
+    draw = random.Random(backend)
+    for epoch, victim in ((3, 1), (9, None), (15, 0)):
+        with start(launcher, 2, argv) as job:
+            job.wait_for_output(f"epoch {epoch}/")
+            time.sleep(draw.uniform(0, 0.3))
+            (job.popen if victim is None else job.ranks(2)[victim]).kill()
+            assert job.wait(60).returncode != 0
+            job.check_nothing_left()
+    launch(QUICKEST, 2, argv)
+    assert digits_job.weights(tmp_path) == undisturbed()
 
 
 @pytest.mark.nightly

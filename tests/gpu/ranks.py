@@ -86,7 +86,9 @@ def check_no_waits(bench: Bench, text: str) -> dict[str, Any]:
 
 
 def verify_resume(bench: Bench) -> None:
-    bench.ok("-m", "hvd_trainer", "verify-resume", "--kills", "2", "--backend", "ddp", "-np", "2", limit_s=150)
+    job = (*MNIST, "--max-steps", "30", "--save-every-steps", "2", "--log-dir", "{folder}/log", "--resume", "auto")
+    command = ("-m", "hvd_trainer", "verify-resume", "--kills", "2", "--backend", "ddp", "-np", "2", "--")
+    bench.ok(*command, *job, limit_s=150)
 
 
 def check_resume(bench: Bench) -> dict[str, Any]:

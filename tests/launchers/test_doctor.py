@@ -62,7 +62,7 @@ def test_report_has_a_line_per_check() -> None:
     shown = [re.fullmatch(r"(ok|warning|error) +(\S.*?)  +(\S.*)", line) for line in lines[:-1]]
     named = {match[2]: match[1] for match in shown if match}
     assert {"python", "packages", "torch", "CUDA", "NCCL", "horovod", "MPI", "Slurm", "launcher"} <= named.keys()
-    assert {"CPU", "/dev/shm", "open files", "interfaces", "network", "host name", "free ports"} <= named.keys()
+    assert {"CPU", "/dev/shm", "open files", "interfaces", "network", "host name", "port 29500"} <= named.keys()
     assert "data folder" in named
     # What is not ok has below it what to type.
     for line, below, match in zip(lines, lines[1:], shown, strict=False):
@@ -126,7 +126,7 @@ def test_crash_of_torch_spares_other_checks(tmp_path: Path) -> None:
     assert by_name["torch"]["found"] == "cannot be imported: it was killed by signal 11"
     assert by_name["torch"]["remedy"] == "pip install torch torchvision"
     assert by_name["horovod"]["status"] == "error"
-    assert {by_name[name]["status"] for name in ("CUDA", "CPU", "free ports")} == {"ok"}
+    assert {by_name[name]["status"] for name in ("CUDA", "CPU", "interfaces")} == {"ok"}
 
 
 def test_signal_ends_started_programs(tmp_path: Path) -> None:
@@ -197,15 +197,10 @@ def test_slurm_inside_and_outside_of_a_job(
 ) -> None:
     (found,) = run_checks("Slurm", environ=slurm.environ)
     assert found.status == "ok"
-    assert re.search(r"outside of a job; 3 nodes: 3 \w+", found.found)
+    assert found.found.endswith("outside of a job")
     monkeypatch.chdir(REPOSITORY)
     inside = slurm.client("salloc", "-n1", sys.executable, "-c", INSIDE, check=False, timeout_s=60)
     assert re.search(r"^ok \S+, inside of job \d+; srun starts tasks$", inside.stdout, re.MULTILINE), inside
-    # A cluster whose controller is down, and no cluster at all.
-    text = Path(slurm.environ["SLURM_CONF"]).read_text()
-    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", text))
-    (down,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "slurm.conf")})
-    assert (down.status, "its controller does not answer" in down.found) == ("warning", True)
     (none,) = run_checks("Slurm", environ={"SLURM_CONF": str(tmp_path / "nonesuch")})
     assert (none.status, "this machine is in no cluster" in none.found) == ("ok", True)
 

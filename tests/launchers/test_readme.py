@@ -92,7 +92,7 @@ TYPED_ELSEWHERE = {
     "source .venv/bin/activate": ("Makefile", "-m venv"),
     "pip install -c constraints.txt .": ("Makefile", "install -c constraints.txt"),
     "hvd-trainer install-horovod": ("test_install_horovod.py", '"install-horovod"'),
-    "hvd-trainer verify-resume --kills 12 --backend horovod -np 2": (
+    "hvd-trainer verify-resume -np 2 --kills 12 -- train.py --snapshot snapshot.pt": (
         *("test_verify_resume.py", '"verify-resume"'),
     ),
     "torchrun --max-restarts 3 --nproc-per-node 4 -m hvd_trainer.mnist --reproducible 4 --log-dir runs/again": (
@@ -129,8 +129,8 @@ TYPED_ELSEWHERE = {
     ),
     "hvd-trainer doctor": ("test_doctor.py", '"doctor"'),
     "hvd-trainer doctor --run": ("test_doctor.py", '"--run"'),
-    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile steps=10": (
-        *("test_profiler.py", '"--profile"'),
+    "horovodrun -np 2 python -m hvd_trainer.mnist --dataset digits --epochs 5 --log-dir log --profile-steps 10": (
+        *("test_profile.py", '"--profile-steps"'),
     ),
     # As these, and smaller.
     "hvd-trainer compare --np 1,2 --rounds 3 --steps 100 -- -m hvd_trainer.mnist --dataset digits": (
@@ -167,10 +167,6 @@ TYPED_ELSEWHERE = {
         "test_growth_measures_a_training",
     ),
     "make setup VENV=.venv-peers": (".ci/run", "make test"),
-    "python -m benchmarks.slow_link --data-dir ../shared/data/mnist --output results/slow_link": (
-        *("test_benchmarks.py", '"benchmarks.slow_link"'),
-    ),
-    "hvd-trainer estimate --hosts 64 --gpus-per-host 8 --link-gbit 100": (*("test_estimate.py", '"estimate"'),),
     "python -m benchmarks.to_target --data-dir ../shared/data/mnist --seeds 30": (
         *("test_benchmarks.py", '"benchmarks.to_target"'),
     ),
@@ -431,9 +427,7 @@ def test_options_in_prose_exist() -> None:
         "hvd_trainer parity",
         "hvd_trainer run",
         "hvd_trainer doctor",
-        "hvd_trainer estimate",
         "benchmarks",
-        "benchmarks.slow_link",
         "benchmarks.to_target",
         "tests/gpu/__main__.py",
     ):

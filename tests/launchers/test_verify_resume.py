@@ -1,4 +1,4 @@
-"""`verify-resume` with real kills; unit/tools/test_verify_resume_audit.py has what it would notice."""
+"""`verify-resume` with real kills, of scripts and of a job that is built on the Trainer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,8 @@ from launchers import SCRIPTS, launch
 
 SCRIPT = str(SCRIPTS / "torch_ddp.py")
 SAME = "final weights: the same, to the last bit"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("backend", "seed", "kills"),
-    [case("ddp", 0, 2), case("horovod", 1, 4, when="nightly")],
-)
-def test_verify_resume_loses_nothing(backend: str, seed: int, kills: int) -> None:
-    options = ["--kills", str(kills), "--backend", backend, "--seed", str(seed)]
-    result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options], timeout_s=300)
-    assert len(re.findall(r"^kill \d: in step", result.stdout, re.MULTILINE)) == kills
-    for nothing in ("samples lost or repeated", "bits different", "processes left behind"):
-        assert re.search(rf"^{nothing} +0$", result.stdout, re.MULTILINE), result.stdout
-    assert re.search(r"^recovery, s, p95 +\d+\.\d$", result.stdout, re.MULTILINE)
+DIGITS = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "3", "--save-every-steps", "2"]
+RESUMING = ["--log-dir", "{folder}/log", "--resume", "auto"]
 
 
 @pytest.mark.parametrize(
@@ -44,3 +32,16 @@ def test_verify_resume_kills_a_script_and_its_launcher(
     assert not [text for text in texts if text not in said], said
     assert "left behind" not in said
     assert result.returncode == code
+    line = r"^recovery, from a start to its first step: median (\S+) s, maximum (\S+) s$"
+    recovery = re.search(line, said, re.MULTILINE)
+    assert (recovery is not None) == (code == 0)
+    assert recovery is None or 0 < float(recovery[1]) <= float(recovery[2])
+
+
+@pytest.mark.parametrize("backend", [case("ddp"), case("horovod", when="long")])
+def test_verify_resume_takes_a_trainer_job(backend: str) -> None:
+    options = ["--kills", "2", "--backend", backend, "--seed", "1"]
+    result = launch("python", 1, ["-m", "hvd_trainer", "verify-resume", *options, "--", *DIGITS, *RESUMING])
+    assert SAME in result.stdout
+    (again,) = re.findall(r"^after the last kill: (\d+) steps to the end$", result.stdout, re.M)
+    assert int(again) < 18

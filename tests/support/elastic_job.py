@@ -12,14 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hvd_trainer import Callback, RunView, Trainer, TrainerOptions, run_job
-from hvd_trainer.tools.verify_resume.audit_job import RecordingNetwork, numbered_samples
+from hvd_trainer import Callback, RunView, TensorData, Trainer, TrainerOptions, run_job
 
+FEATURES, CLASSES, WIDTH = 64, 10, 512
 SAMPLES, GLOBAL_BATCH = 144, 24
 LONG_CALLBACK = "LONG_CALLBACK"
 """The variable that tells how long the first rank's callback takes after the second epoch, in seconds."""
+
+
+class RecordingNetwork(nn.Module):
+    """A network whose first input is the sample's number, which is recorded and not computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3)),
+            *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)),
+        )
+        self.numbers: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.numbers += inputs[:, 0].long().tolist()
+        result: Tensor = self.net(inputs[:, 1:])
+        return result
+
+
+def numbered_samples(count: int, seed: int) -> TensorData:
+    """Return random samples of ten classes, each with its number in front."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(0, CLASSES, (count,), generator=generator)
+    inputs = torch.randn(count, FEATURES, generator=generator) + targets.view(-1, 1) / 4
+    return TensorData(torch.cat([torch.arange(count).view(-1, 1), inputs], 1), targets, name="numbered")
 
 
 class Audit(Callback):

@@ -172,6 +172,7 @@ def try_action(trials: Trials, action: Action, step_s: float, limit_s: float) ->
     Args:
         limit_s: after so many seconds a run is ended.
     """
+    on_trainer = trials.evidence().is_trainer_job
     before = replace(trials.normal, label=f"without {action.title}")
     after = replace(
         trials.normal,

@@ -1,4 +1,4 @@
-"""Check this machine: CPUs, threads, shared memory, open files, InfiniBand, and the folders for data and logs."""
+"""Check this machine: CPUs, threads, shared memory, open files, and the folders for data and logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ MIN_SHARED_BYTES = 2**30
 MIN_OPEN_FILES, FILES_PER_RANK = 1024, 4
 """Open files of a process: the soft limit of every distribution; and the connections to each further rank."""
 ENDLESS = resource.RLIM_INFINITY
-INFINIBAND = Path("/sys/class/infiniband")
 THREADS = "OMP_NUM_THREADS"
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "9p", "afs", "wekafs", "fuse.sshfs"),
@@ -120,28 +119,6 @@ def check_open_files(context: Context) -> list[Finding]:
         return [warning(name, found, f"ulimit -n {needed if hard == ENDLESS else min(hard, 65536)}")]
     remedy = "raise nofile in /etc/security/limits.conf    (Docker: --ulimit nofile=65536:65536)"
     return [warning(name, f"{found}; more than {hard:,} is for root to allow", remedy)]
-
-
-def check_infiniband(context: Context) -> Iterator[Finding]:
-    """Check InfiniBand's ports and the memory that may be locked for them, if there are any."""
-    ports, locked = sorted(INFINIBAND.glob("*/ports/*")), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if not ports:
-        return
-    states = [read_text(port / "state").partition(": ")[2] or "?" for port in ports]
-    texts = [
-        f"{port.parent.parent.name} port {port.name} {state} {read_text(port / 'rate')}".strip()
-        for port, state in zip(ports, states, strict=True)
-    ]
-    found = ", ".join(texts)
-    if "ACTIVE" in states:
-        yield ok("InfiniBand", found)
-    else:
-        yield warning("InfiniBand", f"{found}: none is active, so NCCL goes by the network cards", "ibstat")
-    if locked == ENDLESS:
-        yield ok("locked memory", "as much as wanted")
-    else:
-        remedy = "ulimit -l unlimited    (root: memlock in /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
-        yield warning("locked memory", f"{size(locked)}: NCCL and MPI lock more than that for InfiniBand", remedy)
 
 
 def check_data_folder(context: Context) -> list[Finding]:

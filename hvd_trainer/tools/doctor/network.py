@@ -1,4 +1,4 @@
-"""Check this machine's network: interfaces, which of them the engines take, names, ports."""
+"""Check this machine's network: interfaces, which of them the engines take, names, and the port of torchrun."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import errno
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import psutil
 
@@ -18,8 +17,6 @@ from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, interface_name
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 """The last holds prefixes of interfaces' names, the others full names."""
 TORCHRUN_PORT = 29500
-EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-NUM_TRIAL_PORTS, MIN_EPHEMERAL_PORTS = 16, 1000
 
 Interfaces = Mapping[str, Sequence[str]]
 """The IPv4 addresses of the interfaces that are up, by name."""
@@ -142,21 +139,19 @@ def check_names(context: Context) -> Iterator[Finding]:
             yield ok(f"host {name}", text)
 
 
-def check_ports(context: Context) -> Iterator[Finding]:
-    """Check MASTER_PORT, or else torchrun's port, and the ports that the system hands out."""
+def check_port(context: Context) -> list[Finding]:
+    """Check MASTER_PORT, or else torchrun's port."""
     chosen = context.environ.get("MASTER_PORT", "")
     port, whose = TORCHRUN_PORT, "torchrun's, if it is told no other"
     if re.fullmatch(r"[0-9]{1,6}", chosen) and 0 < int(chosen) < 65536:
         port, whose = int(chosen), "MASTER_PORT in this shell"
     if is_free(port):
-        yield ok(f"port {port}", f"free ({whose})")
-    else:
-        other = next((number for number in range(port + 1, 65536) if is_free(number)), 0)
-        remedy = f"torchrun --master-port {other}    (or --standalone on one host)"
-        if port != TORCHRUN_PORT:
-            remedy = f"export MASTER_PORT={other}"
-        yield warning(f"port {port}", f"in use by {_listener(port)} ({whose})", remedy)
-    yield _judge_ephemeral_ports()
+        return [ok(f"port {port}", f"free ({whose})")]
+    other = next((number for number in range(port + 1, 65536) if is_free(number)), 0)
+    remedy = f"torchrun --master-port {other}    (or --standalone on one host)"
+    if port != TORCHRUN_PORT:
+        remedy = f"export MASTER_PORT={other}"
+    return [warning(f"port {port}", f"in use by {_listener(port)} ({whose})", remedy)]
 
 
 def is_free(port: int) -> bool:
@@ -180,20 +175,3 @@ def _listener(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.pid:
                 return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
     return "a process of another user"
-
-
-def _judge_ephemeral_ports() -> Finding:
-    name = "free ports"
-    with suppress(OSError, ValueError):
-        first, last = map(int, EPHEMERAL_RANGE.read_text().split())
-        if last - first < MIN_EPHEMERAL_PORTS:
-            found = f"the system hands out {first} to {last} only, and each rank takes several"
-            return warning(name, found, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
-    with ExitStack() as held:
-        try:
-            for _ in range(NUM_TRIAL_PORTS):
-                held.enter_context(socket.create_server(("", 0)))
-        except OSError as wrong:
-            found = f"the system has none to hand out ({wrong.strerror})"
-            return error(name, found, "ss --tcp --all --numeric | wc -l    (and end what holds them)")
-    return ok(name, "the system hands them out")

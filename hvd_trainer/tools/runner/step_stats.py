@@ -23,8 +23,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from hvd_trainer.measure.steps import FOLDER
-from hvd_trainer.observe.phases import PARTS
-from hvd_trainer.observe.profiler.breakdown import REDUCE, exchange_s
+from hvd_trainer.observe.phases import PARTS, REDUCE, exchange_s
 
 STEP_PARTS = ("data", "forward", "backward", "exchange", "straggler", "step", "other")
 """The parts of a step's time, over all ranks."""

@@ -1,1 +1,1 @@
-"""`verify-resume`: audit.py kills audit_job.py in every phase; script.py kills a script; both by injector.py."""
+"""`verify-resume`: campaign.py kills a script again and again, and compares what it has trained."""

@@ -202,7 +202,7 @@ def test_wrong_yaml_file_is_named(content: str | None, words: str, tmp_path: Pat
 
 def test_check_reports_all_mistakes_at_once() -> None:
     args = "--epochs 0 --accumulate 0 --max-norm 0 --warmup-epochs nan --lr 0 --momentum -1 --quiet --verbose"
-    args += " --timeout-s 0 --powersgd-rank 0 --until soon --profile steps=0"
+    args += " --timeout-s 0 --powersgd-rank 0 --until soon --profile-steps 0"
     with pytest.raises(OptionError) as caught:
         check(parse(MnistOptions, [*args.split(), "--resume", "auto"]))
     for words in (
@@ -217,7 +217,7 @@ def test_check_reports_all_mistakes_at_once() -> None:
         "--timeout-s must be more than 0, not 0.0",
         "--powersgd-rank must be 1 or more, not 0",
         "--until is a figure and its value",
-        "--profile steps=0: steps needs a number of steps, 1 or more",
+        "--profile-steps must be 1 or more, not 0",
     ):
         assert words in str(caught.value)
 
@@ -270,8 +270,9 @@ def test_check_reports_all_mistakes_at_once() -> None:
                 *("--sync-batch-norm", "--adasum", "--num-groups 2", "--autotune", "--cache-capacity 9"),
             )
         ),
-        ("--log-every 0 --profile steps=1", "--log-every must be 1 or more, not 0; --profile writes to the log"),
-        ("--profile steps=1", "--profile writes to the log folder: add --log-dir DIR"),
+        ("--log-every 0 --profile-steps 1", "--log-every must be 1 or more, not 0; --profile-steps writes to the"),
+        ("--profile-steps 1", "--profile-steps writes to the log folder: add --log-dir DIR"),
+        ("--profile-skip 1", "--profile-skip counts the steps before a profile: add --profile-steps N"),
         ("--requeue", "--requeue needs a log folder"),
         ("--compile --compile-mode reduce-overhead --accumulate 2", "leave it out, or leave out --accumulate"),
         ("--compile --compile-mode max-autotune --reproducible 2", "leave it out, or leave out --reproducible"),

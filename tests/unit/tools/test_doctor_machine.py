@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -191,23 +190,6 @@ def test_shared_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_checks("shared memory")[0].status == "error"
     monkeypatch.setattr(machine, "SHARED_MEMORY", small_disk / "nonesuch")
     assert run_checks("shared memory")[0].status == "error"
-
-
-def test_infiniband_ports_and_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
-    monkeypatch.setattr(resource, "getrlimit", lambda of: (8 * 2**20, resource.RLIM_INFINITY))
-    assert run_checks("InfiniBand") == []
-    port = tmp_path / "mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE\n")
-    (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    ports, locked = run_checks("InfiniBand")
-    assert (ports.status, ports.found) == ("ok", "mlx5_0 port 1 ACTIVE 200 Gb/sec (4X HDR)")
-    assert (locked.status, locked.name) == ("warning", "locked memory")
-    assert "ulimit -l unlimited" in locked.remedy
-    (port / "state").write_text("1: DOWN\n")
-    monkeypatch.setattr(resource, "getrlimit", lambda of: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert [finding.status for finding in run_checks("InfiniBand")] == ["warning", "ok"]
 
 
 # Folders.

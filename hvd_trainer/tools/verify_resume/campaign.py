@@ -1,0 +1,159 @@
+"""Kill a script again and again, start it again with the same words, and compare its weights in the end.
+
+The script saves and resumes by its own means: in its working folder, or in the folder that stands as {folder}
+among its words. The run that is killed has others than the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from hvd_trainer.errors import LaunchError, OptionError
+from hvd_trainer.measure.after_steps import MARK
+from hvd_trainer.measure.steps import FIRST_STEP
+from hvd_trainer.tools.runner.failure_reason import why_no_step
+from hvd_trainer.tools.runner.measured import MeasuredTrial
+from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
+from hvd_trainer.tools.runner.processes import find_processes, launched
+from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
+from hvd_trainer.utils.text import plural
+
+END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 10.0, 0.005
+
+
+class Killed(NamedTuple):
+    """What followed a start that was killed."""
+
+    first_step_s: float
+    """from the start to the end of its first step"""
+    left: int
+    """processes that have outlived the launcher by some seconds, and the launcher, if it did not end"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and what it runs on."""
+
+    job: Sequence[str]
+    engine: str
+    ranks: int
+
+    def trial(self, hold: tuple[int, int] | None = None) -> MeasuredTrial:
+        """Return how it is run: (rank, steps) says which rank is held, to be killed, after how many steps."""
+        return MeasuredTrial(
+            job=self.job, engine=self.engine, ranks=self.ranks, endless=False, record={"hold": hold}
+        )
+
+    def finish(self, place: Path) -> tuple[dict[str, Any], float]:
+        """Run it to its end in `place`, that of one start in the run's.
+
+        Returns:
+            Its figures, and the seconds from the start to the end of the first step.
+
+        Raises:
+            LaunchError: it fails, or takes no step.
+        """
+        trial = self.trial()
+        output, began = place / "output", time.time()
+        place.mkdir(parents=True)
+        with launched(in_own_folder(trial.start(place), place.parent), place, output) as launcher:
+            try:
+                code = launcher.wait(END_S)
+            except subprocess.TimeoutExpired:
+                raise _error(f"had not ended after {END_S:g} s", output) from None
+        if code != 0:
+            raise _error(f"ended with code {code}", output)
+        for path in read_outside(place.parent):
+            print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
+        figures = trial.read(place)
+        if figures is None:
+            raise _error(f"took no step{why_no_step(place.parent, place)}", output)
+        return figures, _first_step_s(place, began)
+
+    def kill(self, place: Path, rank: int, steps: int, *, launcher: bool) -> Killed:
+        """Start it, and kill a rank, or the launcher, after so many steps.
+
+        Raises:
+            LaunchError: it does not come to this step.
+        """
+        start = in_own_folder(self.trial((rank, steps)).start(place), place.parent)
+        output, began, mark = place / "output", time.time(), place / MARK
+        place.mkdir(parents=True)
+        with launched(start, place, output) as process:
+            while not mark.exists():
+                if time.time() > began + END_S or process.poll() is not None:
+                    late = "ended before the kill, or hangs: let it train longer, or type fewer --kills"
+                    raise _error(late, output)
+                time.sleep(POLL_S)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid if launcher else int(mark.read_text()), signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(AFTER_KILL_S)
+            deadline = time.monotonic() + SETTLE_S
+            while (left := _others(place, process.pid)) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            return Killed(_first_step_s(place, began), left + (process.poll() is None))
+
+
+def _others(place: Path, launcher: int) -> int:
+    return sum(process.pid != launcher for process in find_processes(place))
+
+
+def _first_step_s(place: Path, began: float) -> float:
+    return (place / FIRST_STEP).stat().st_mtime - began
+
+
+def _error(what: str, output: Path) -> LaunchError:
+    return LaunchError(f"The job {what}:\n{output.read_text(errors='replace')[-2000:]}")
+
+
+def verify(script: Script, *, kills: int, draw: random.Random, folder: Path) -> int:
+    """Run a script undisturbed and with kills, print what happened, and return 0 if both trained the same weights.
+
+    Raises:
+        LaunchError: the script fails without a kill, or does not resume.
+        OptionError: it makes fewer steps than there are kills.
+    """
+    undisturbed, _ = script.finish(folder / "undisturbed" / "start-1")
+    steps = undisturbed["work"]["steps"]
+    print(f"undisturbed: {plural(steps, 'step')} of {script.ranks} ranks on {script.engine}", flush=True)
+    limit = steps // (kills + 1)  # of each start, so that some are left for the last one
+    if limit < 1:
+        raise OptionError(f"--kills {kills}: the script makes {plural(steps, 'step')} only")
+    at_launcher = [number % 2 == 1 for number in range(kills)]
+    draw.shuffle(at_launcher)
+    starts_s, left = [], 0
+    for number, launcher in enumerate(at_launcher, 1):
+        rank, step = draw.randrange(script.ranks), draw.randrange((limit + 1) // 2, limit + 1)
+        killed = script.kill(folder / "killed" / f"start-{number}", rank, step, launcher=launcher)
+        starts_s.append(killed.first_step_s)
+        left += killed.left
+        who = "the launcher" if launcher else f"rank {rank}"
+        print(f"kill {number}: {who}, {plural(step, 'step')} after the start", flush=True)
+    disturbed, last_s = script.finish(folder / "killed" / f"start-{kills + 1}")
+    again, recoveries_s = disturbed["work"]["steps"], [*starts_s[1:], last_s]
+    print(f"after the last kill: {plural(again, 'step')} to the end")
+    if again >= steps:
+        raise LaunchError(
+            f"The script does not resume: started again after {plural(kills, 'kill')}, it made all "
+            f"{plural(steps, 'step')} anew. Let it save every {plural((limit + 1) // 2, 'step')} at least (or "
+            f"train longer, or type fewer --kills), and load at its start what it has saved"
+        )
+    print(f"recovery, from a start to its first step: median {median(recoveries_s):.1f} s, ", end="")
+    print(f"maximum {max(recoveries_s):.1f} s")
+    same = disturbed["weights"] == undisturbed["weights"] != RANKS_DIFFER
+    print(f"final weights: {'the same, to the last bit' if same else 'other ones than in the undisturbed run'}")
+    if left:
+        print(f"left behind: {plural(left, 'process', 'processes')}")
+    return int(not same or left > 0)
