@@ -21,9 +21,9 @@ from hvd_trainer.tools.compare import report, search_report
 from hvd_trainer.tools.compare.options import CompareOptions, check_together, read_ranks, read_search_ranks
 from hvd_trainer.tools.compare.result import Comparison, side_of
 from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
-from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_backends, read_entries
+from hvd_trainer.tools.compare.trials import CompareTrial, make_trials, read_entries
 from hvd_trainer.tools.compare.variants import Axis, make_variants, read_axes
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.tools.runner.command import read_backends, read_command
 from hvd_trainer.tools.runner.equal_work import Side, refuse_unequal
 from hvd_trainer.tools.runner.folder import locked_folder
 from hvd_trainer.tools.runner.machine import busy_warning, conditions, describe_machine, threads_per_rank

@@ -23,7 +23,7 @@ from hvd_trainer.tools.runner.trial_runner import in_rounds
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None if the job does not run with them."""
-WITHOUT: Mapping[str, Group] = {"--leave-out exchange": "exchange", "--leave-out data": "data"}
+WITHOUT: Mapping[str, Group] = {"without the exchange": "exchange", "without fetching data": "data"}
 AS_IT_IS = "as it is"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.code import digest_of_code, digest_of_files
 from hvd_trainer.tools.compare.variants import Variant
-from hvd_trainer.tools.runner.command import LAUNCHER_OF
+from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_backends
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
@@ -34,20 +34,6 @@ class Entry:
     @property
     def is_job(self) -> bool:
         return self.script is None
-
-
-def read_backends(text: str, known: Collection[str]) -> list[str]:
-    """Return the engines of `--backend horovod,ddp`.
-
-    Raises:
-        OptionError: one is not known, or comes twice.
-    """
-    names = [name.strip() for name in text.split(",")]
-    if not {*names} <= {*known} or len(names) != len({*names}):
-        raise OptionError(
-            f"--backend {text}: there are {', '.join(known)}; name each once, with commas between them"
-        )
-    return names
 
 
 def read_entries(backends: str, baselines: Sequence[str], *, max_ranks: int, num_gpus: int) -> list[Entry]:

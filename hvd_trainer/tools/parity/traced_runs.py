@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.parity.traces import Trace, read_trace
+from hvd_trainer.tools.runner.command import read_backends
 from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import TrialRunner
@@ -37,12 +38,7 @@ def parse_engines(text: str) -> list[str]:
     Raises:
         OptionError: an unknown one, one that comes twice, or fewer than two.
     """
-    names = [name.strip() for name in text.split(",")]
-    if len(names) < 2 or not {*names} <= {*ENGINES} or len(names) != len({*names}):
-        raise OptionError(
-            f"--backend {text}: name two or three of {', '.join(ENGINES)}, each once. Type: --backend horovod,ddp"
-        )
-    return sorted(names, key=lambda name: name == "single")
+    return sorted(read_backends(text, ENGINES, least=2), key=lambda name: name == "single")
 
 
 @dataclass(frozen=True, kw_only=True)

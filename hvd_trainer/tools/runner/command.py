@@ -50,16 +50,18 @@ def read_command(name: str, kind: type[T], argv: Sequence[str]) -> tuple[T, tupl
     return options, read_job(words[place + 1 :])
 
 
-def read_engines(text: str, known: Collection[str]) -> list[str]:
-    """Return the engines of `--engines horovod,ddp`.
+def read_backends(text: str, known: Collection[str], *, least: int = 1) -> list[str]:
+    """Return the engines of `--backend horovod,ddp`.
 
     Raises:
-        OptionError: one is not known, or comes twice.
+        OptionError: one is not known, or comes twice, or they are fewer than `least`.
     """
     names = [name.strip() for name in text.split(",")]
-    if not {*names} <= {*known} or len(names) != len({*names}):
+    if len(names) < least or not {*names} <= {*known} or len(names) != len({*names}):
+        count = "" if least == 1 else f"{least} or more of "
         raise OptionError(
-            f"--engines {text}: there are {', '.join(known)}; name each once, with commas between them"
+            f"--backend {text}: name {count}{', '.join(known)}, each once, with commas between them. Type: "
+            f"--backend horovod,ddp"
         )
     return names
 

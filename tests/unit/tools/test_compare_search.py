@@ -161,7 +161,7 @@ def searched(
     return search(measure, rounds=5, lossy=lossy, **facts), ran
 
 
-BOUNDS = {"--leave-out exchange": 1.5, "--leave-out data": 1.3}
+BOUNDS = {"without the exchange": 1.5, "without fetching data": 1.3}
 
 
 def test_search_combines_gains() -> None:
@@ -178,7 +178,7 @@ def test_search_skips_groups_that_cannot_gain() -> None:
     found, ran = searched({"--threads 1": 0.8, "--threads 4": 0.9})
     assert set(found.untried) == {"exchange", "compression", "data"}
     assert found.settings == {}
-    assert set(ran) == {AS_IT_IS, "--leave-out exchange", "--leave-out data", "--threads 1", "--threads 4"}
+    assert set(ran) == {AS_IT_IS, "without the exchange", "without fetching data", "--threads 1", "--threads 4"}
     assert len(ran) <= 24
     assert verdict("ddp", found).text == "ddp: nothing is faster than the job as it is, for certain."
 
@@ -187,7 +187,7 @@ def test_search_ignores_noise_of_much_shorter_steps() -> None:
     """Repeat a real search, where twice the speed was lost in the noise of the job without its slow disk."""
     speeds = {
         AS_IT_IS: iter([223, 225, 221, 223, 217, 217, 221, 219, 222]),
-        "--leave-out data": iter([5064, 724, 1161]),
+        "without fetching data": iter([5064, 724, 1161]),
         "--workers 2": iter([428, 481, 447]),
         "before": iter([220, 221, 219]),
         "tuned": iter([440, 450, 460]),
@@ -205,16 +205,16 @@ def test_search_ignores_noise_of_much_shorter_steps() -> None:
 
 def test_search_learns_noise_from_an_undecided_bound() -> None:
     """With nothing else to race: once two runs differed by infinitely much."""
-    speeds = {AS_IT_IS: iter([100.0, 100.0, 100.0]), "--leave-out exchange": iter([96.0, 107.0, 97.0])}
+    speeds = {AS_IT_IS: iter([100.0, 100.0, 100.0]), "without the exchange": iter([96.0, 107.0, 97.0])}
     found = search(lambda label, settings: next(speeds[label]), in_memory=True, device="a GPU")
     assert "exchange" in found.untried
     assert 0.03 < found.noise < 0.1
 
 
 def test_search_on_one_rank_skips_the_exchange() -> None:
-    found, ran = searched({"--leave-out data": 1.4, "--workers 4": 1.3}, world_size=1)
+    found, ran = searched({"without fetching data": 1.4, "--workers 4": 1.3}, world_size=1)
     assert found.settings == {"workers": 4}
-    assert "--leave-out exchange" not in ran
+    assert "without the exchange" not in ran
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_search_pairs_runs_of_one_go_only() -> None:
 def test_search_passes_over_settings_that_do_not_run() -> None:
     """Also where a job cannot do without its exchange, as with --shard full: nothing is known of its cost then."""
     found, _ = searched(
-        {"--leave-out exchange": 0, "--leave-out data": 1.3, "--bucket-mb 4": 1.2, "--static-graph": 0}
+        {"without the exchange": 0, "without fetching data": 1.3, "--bucket-mb 4": 1.2, "--static-graph": 0}
     )
     assert found.settings == {"bucket_mb": 4}
     assert "exchange" not in found.untried

@@ -28,7 +28,7 @@ from hvd_trainer.tools.runner.processes import Start
 @pytest.mark.parametrize(
     ("backends", "baselines", "message"),
     [
-        ("mpi", [], "--backend mpi: there are horovod, ddp, single"),
+        ("mpi", [], "--backend mpi: name horovod, ddp, single"),
         ("ddp", ["examples/mnist/plain_ddp.py"], "say what starts it"),
         ("ddp", ["ddp"], "say what starts it"),
         ("ddp", ["ddp nowhere.py"], "there is no file nowhere.py"),

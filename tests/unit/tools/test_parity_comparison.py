@@ -371,7 +371,7 @@ def test_large_model_is_compared_by_samples_of_its_values(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("backend", ["ddp", "ddp,ddp", "ddp,mpi", ""])
 def test_invalid_engines_are_refused(backend: str) -> None:
-    with pytest.raises(OptionError, match=f"--backend {backend}: name two or three"):
+    with pytest.raises(OptionError, match=f"--backend {backend}: name 2 or more of"):
         parse_engines(backend)
 
 

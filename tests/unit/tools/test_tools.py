@@ -40,7 +40,7 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
         (diagnose, ["--np", "1", "--budget-s", "0"], "--np must be 2 or more.*; --budget-s must"),
         (parity, ["--np", "0", "--steps", "0", "--timeout-s", "0"], "--np must .*; --steps must .*; --timeout-s"),
         (parity, ["--tolerance", "-1"], "--tolerance must be 0 or more"),
-        (parity, ["--backend", "ddp"], "name two or three"),
+        (parity, ["--backend", "ddp"], "name 2 or more of"),
         (parity, ["--", *JOB, "--trace_steps=3", "--resume", "auto"], "Leave --trace_steps=3 and --resume out"),
         (compare, ["--search", "--rounds", "2"], "--search needs --rounds 3 or more, not 2"),
         (compare, ["--search", "--np", "1,2"], "--search takes one number of ranks, such as --np 2"),
