@@ -35,7 +35,7 @@ from hvd_trainer.tools.runner.processes import Start
         ("ddp", [""], "say what starts it"),
         ("ddp", ["ddp -m"], "say what starts it"),
         ("ddp", ["ddp plain.py --name 'a b"], "No closing quotation. Close each quote"),
-        ("ddp,ddp", [], "name each once"),
+        ("ddp,ddp", [], "each once"),
     ],
 )
 def test_read_entries_refuses_impossible_ones(backends: str, baselines: Sequence[str], message: str) -> None:
