@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hvd_trainer.measure.events import ScriptListener
-from hvd_trainer.measure.steps import StepRecorder
+from hvd_trainer.measure.steps import recorder
 from hvd_trainer.measure.trace_format import checksum
 from hvd_trainer.utils.tensors import parameters_of, tensors_in
 
@@ -24,7 +24,7 @@ class ScriptSteps(ScriptListener):
     """Records each optimizer step, and writes all of them when the script ends."""
 
     def __init__(self, log: Path, rank: int) -> None:
-        self._recorder = StepRecorder(log, rank)
+        self._recorder = recorder(log, rank)
         self._parameters: list[Tensor] = []
         self._facts: dict[str, Any] = {}
         self._fetched, self._samples = 0, 0

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from hvd_trainer.observe.phases import PARTS, Clock, Phases
 FOLDER, FIRST_STEP = "steps", "first-step"
 MAX_PENDING = 64
 """Steps whose marks are kept before they are converted to seconds: a GPU lags behind by fewer steps."""
+
+
+@cache
+def recorder(log: Path, rank: int) -> StepRecorder:
+    """Return the recorder of this process, of which all trainings in it are a part."""
+    return StepRecorder(log, rank)
 
 
 class StepRecorder:
@@ -48,7 +55,7 @@ class StepRecorder:
         self._cpu = time.process_time()
 
     def begin(self, device: torch.device) -> None:
-        """Begin the first step that is timed.
+        """Begin the first step that is timed, or that of a further training.
 
         Args:
             device: on which the rank computes.
@@ -102,7 +109,7 @@ class StepRecorder:
             self._phases.end_epoch()
 
     def write(self, *, facts: Mapping[str, Any], results: Mapping[str, Any], weights: str) -> None:
-        """Write all steps.
+        """Write all steps so far.
 
         Args:
             facts: of the work, in plain JSON.

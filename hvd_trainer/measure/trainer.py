@@ -18,7 +18,7 @@ from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.script_steps import digest
 from hvd_trainer.measure.stack_record import FOLDER
 from hvd_trainer.measure.stacks import StackSampler, count_elements
-from hvd_trainer.measure.steps import StepRecorder
+from hvd_trainer.measure.steps import recorder
 from hvd_trainer.measure.trainer_trace import TrainerTrace
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
@@ -67,7 +67,7 @@ class TrainerSteps(Observer):
     """Tells the recorder of steps what the training loop does."""
 
     def __init__(self, log: Path, rank: int) -> None:
-        self._recorder = StepRecorder(log, rank)
+        self._recorder = recorder(log, rank)
         self._samples, self._busy_s = 0, 0.0
         self._results: dict[str, Any] = {}
 

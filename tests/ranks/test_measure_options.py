@@ -175,6 +175,17 @@ def test_options_that_a_measurement_cannot_have_are_refused(
         obey(Message(log_dir="", **message), options)
 
 
+def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:
+    """The second one had replaced the first."""
+    job = tmp_path / "job.py"
+    job.write_text(STREAM.replace("Stream())", "Stream())\n        trainer.fit(model, optimizer, loss, Stream())"))
+    job.write_text(job.read_text().replace("def start():", "if __name__ == '__main__':"))
+    measured(tmp_path / "log", (str(job), "--max-steps", "2"), ranks=1)
+    its = steps_of(tmp_path / "log", 0)
+    assert its["step"].tolist() == [1, 2, 3, 4]
+    assert its["seconds"].shape[0] == len(its["loss"]) == 4
+
+
 @pytest.mark.parametrize("words", [(), ("--backend", "ddp"), ("--backend", "horovod")])
 def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[str, ...]) -> None:
     """No import at the top says so, and the job lies in a package that only PYTHONPATH knows."""
@@ -204,7 +215,8 @@ def main(options):
     with Trainer(options) as trainer:
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer.fit(model, optimizer, torch.nn.functional.cross_entropy, Stream())
+        loss = torch.nn.functional.cross_entropy
+        trainer.fit(model, optimizer, loss, Stream())
 
 def start():
     run_job(TrainerOptions, main)
