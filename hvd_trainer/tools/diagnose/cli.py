@@ -31,7 +31,7 @@ from hvd_trainer.tools.diagnose.report import Report, Tried, as_json, describe_t
 from hvd_trainer.tools.diagnose.trials import WARMUP_STEPS, Trials, plan_variants
 from hvd_trainer.tools.runner.command import read_command
 from hvd_trainer.tools.runner.folder import locked_folder
-from hvd_trainer.tools.runner.machine import warn_if_busy
+from hvd_trainer.tools.runner.machine import busy_warning
 from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial
 from hvd_trainer.tools.runner.trial_runner import in_rounds
 from hvd_trainer.utils.text import plural
@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(trials: Trials, options: Options) -> str:
     """Run what is worth it within the budget, and return why that has ended early; empty if it has not."""
-    warn_if_busy()
+    if text := busy_warning():
+        trials.runner.warn(text)
     print(
         f"this takes {options.budget_s:g} s at most (--budget-s): {plural(options.np, 'rank')} on "
         f"{options.backend}, as they are; then, if that explains too little, with parts left out",

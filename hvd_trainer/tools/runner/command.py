@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import shutil
 import sys
@@ -85,12 +84,6 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
     return tuple(job)
-
-
-def script_checksum(job: Sequence[str]) -> str | None:
-    """Return the SHA-256 of the job's file, by which a changed job is another one; None for a module."""
-    script = Path(job[0])
-    return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else None
 
 
 def option_of(word: str) -> str:

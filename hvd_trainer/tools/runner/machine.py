@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -47,12 +46,6 @@ def conditions(machine: Mapping[str, Any]) -> dict[str, Any]:
 def threads_per_rank(ranks: int) -> int:
     """Return how many CPU threads each rank can have on cores of its own; 1 where ranks share them."""
     return max(1, len(cpu_ids()) // ranks)
-
-
-def warn_if_busy() -> None:
-    """Print `busy_warning`."""
-    if text := busy_warning():
-        print(f"warning: {text}", file=sys.stderr)
 
 
 def busy_warning() -> str:
