@@ -68,7 +68,16 @@ class ScriptSession:
         return self._session is not None or self._engine is not None or self._has_trainer
 
     def hand_over(self) -> None:
-        """Leave engine, monitoring and end to the `Trainer` that the script is about to make."""
+        """Leave engine, monitoring and end to the `Trainer` that the script is about to make.
+
+        Raises:
+            LaunchError: the script has started an engine itself.
+        """
+        if self.is_in_charge and self.has_started:
+            raise LaunchError(
+                "The script has started an engine before it makes a Trainer, which starts its own: leave "
+                "hvd.init() or init_process_group() out, or run the two parts as jobs of their own"
+            )
         self._has_trainer = True
 
     def attach(self, engine: ModuleType) -> None:

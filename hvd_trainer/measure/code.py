@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-DYNAMIC = {"import_module", "__import__", "run_path", "run_module", "exec"}
+DYNAMIC = {
+    "import_module",
+    "__import__",
+    "run_path",
+    "run_module",
+    "exec",
+    "exec_module",
+    "spec_from_file_location",
+}
 """Functions by which code is loaded whose name stands nowhere."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""

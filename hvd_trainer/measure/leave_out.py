@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,15 +27,29 @@ from hvd_trainer.errors import OptionError
 from hvd_trainer.utils.import_hooks import ImportHooks
 
 
-def leave_out(parts: Collection[str]) -> None:
-    """Leave parts out of whatever this process runs from now on: `data`, `exchange`, or both."""
+def leave_out(parts: Collection[str]) -> ExitStack:
+    """Leave parts out of whatever this process runs from now on: `data`, `exchange`, or both.
+
+    Returns:
+        What takes that back when it is closed.
+    """
+    undo = ExitStack()
     if "data" in parts:
-        _repeat_first_batch()
+        _replace(undo, _BaseDataLoaderIter, "__next__", _repeating_first_batch())
     if "exchange" in parts:
-        _leave_out_exchange()
+        _leave_out_exchange(undo)
+    return undo
 
 
-def _repeat_first_batch() -> None:
+def _replace(undo: ExitStack, holder: Any, name: str, value: Any) -> None:
+    if name in vars(holder):
+        undo.callback(setattr, holder, name, vars(holder)[name])
+    else:
+        undo.callback(delattr, holder, name)
+    setattr(holder, name, value)
+
+
+def _repeating_first_batch() -> Any:
     fetch: Any = _BaseDataLoaderIter.__next__
     first: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -48,7 +63,7 @@ def _repeat_first_batch() -> None:
             iterator._num_yielded += 1
         return first[iterator]
 
-    _BaseDataLoaderIter.__next__ = repeat  # type: ignore[assignment, method-assign]
+    return repeat
 
 
 def _length(iterator: Any) -> float:
@@ -58,19 +73,21 @@ def _length(iterator: Any) -> float:
         return float("inf")
 
 
-def _leave_out_exchange() -> None:
+def _leave_out_exchange(undo: ExitStack) -> None:
     ignored = property(lambda model: False, lambda model, value: None)
-    DistributedDataParallel.require_backward_grad_sync = ignored  # type: ignore[assignment]
+    _replace(undo, DistributedDataParallel, "require_backward_grad_sync", ignored)
     gradients = _Gradients()
     for module in (torch.distributed, torch.distributed.distributed_c10d):
-        module.all_reduce = gradients.skipping(module.all_reduce, lambda _: _Done())  # type: ignore[attr-defined]
+        _replace(undo, module, "all_reduce", gradients.skipping(module.all_reduce, lambda _: _Done()))
     after: dict[str, Callable[[ModuleType], None]] = {
         "horovod.torch.optimizer": _stop_horovod,
         "hvd_trainer.hvd.optimizer": _stop_hvd,
         "horovod.torch": gradients.skip_in_horovod,
         "hvd_trainer.hvd": gradients.skip_in_horovod,
     }
-    ImportHooks(aliases={}, absent={}, after=after).install()
+    hooks = ImportHooks(aliases={}, absent={}, after=after)
+    hooks.install()
+    undo.callback(hooks.uninstall)
 
 
 class _Done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
@@ -38,20 +39,21 @@ def measure_script(message: Message) -> None:
         listeners.append(AfterSteps(message.max_steps, sys.exit))
     if message.hold is not None and message.hold[0] == world.rank:
         listeners.append(AfterSteps(message.hold[1], partial(hold, log)))
-    leave_out(message.leave_out)  # first, so that what is left of it is seen
+    undo = leave_out(message.leave_out)  # first, so that what is left of it is seen
     events = ScriptEvents(*listeners)
     events.install()
-    after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events)}
+    after = {"hvd_trainer.training.trainer": partial(_leave_to_trainer, events, undo)}
     ImportHooks(aliases={}, absent={}, after=after).install()
 
 
-def _leave_to_trainer(events: ScriptEvents, module: ModuleType) -> None:
-    """Stop to listen when a `Trainer` is made."""
+def _leave_to_trainer(events: ScriptEvents, undo: ExitStack, module: ModuleType) -> None:
+    """Stop to listen when a `Trainer` is made, and leave nothing out: it obeys the message itself."""
     original = module.Trainer.__init__
 
     @wraps(original)
     def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         events.uninstall()
+        undo.close()
         original(trainer, *args, **kwargs)
 
     module.Trainer.__init__ = init

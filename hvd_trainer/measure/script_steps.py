@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from hvd_trainer.measure.events import ScriptListener
 from hvd_trainer.measure.steps import recorder
 from hvd_trainer.measure.trace_format import checksum
+from hvd_trainer.utils import accelerator
 from hvd_trainer.utils.tensors import parameters_of, tensors_in
 
 
@@ -37,7 +38,7 @@ class ScriptSteps(ScriptListener):
         self._facts = {
             "on_trainer": False,
             "world_size": world_size(),
-            "device": device.type,
+            "device": "cpu" if accelerator.is_host(device) else accelerator.name(device),
             "threads": torch.get_num_threads(),
             "parameters": sum(tensor.numel() for tensor in self._parameters),
             "parameter_tensors": len(self._parameters),

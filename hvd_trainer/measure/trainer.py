@@ -23,6 +23,8 @@ from hvd_trainer.measure.trainer_trace import TrainerTrace
 from hvd_trainer.observe.callback import Observer, RunView
 from hvd_trainer.observe.summary import facts
 
+AFRESH = {"resume": "none", "save_every_epochs": None, "save_every_steps": None, "save_every_s": None}
+"""Options with which a job begins at its first step, and no step has the time of a save."""
 ENDLESS = {"epochs": 1_000_000, "until": None}
 """Options with which a job trains until its last step, however much data it has."""
 RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
@@ -45,7 +47,7 @@ def obey(message: Message, options: TrainerOptions) -> TrainerOptions:
     if message.engine is not None:
         changes["backend"] = message.engine
     if message.max_steps is not None:
-        changes |= ENDLESS if message.endless else {}
+        changes |= AFRESH | (ENDLESS if message.endless else {})
         own = None if message.endless else options.train.max_steps
         changes["max_steps"] = message.max_steps if own is None else min(own, message.max_steps)
     return with_values(options, {**changes, **message.options})

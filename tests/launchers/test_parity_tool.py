@@ -89,9 +89,8 @@ def trace_run(folder: Path, engine: str, job: str, *words: str, ranks: int = 2, 
     """
     log = folder / "-".join([engine, Path(job).stem, str(ranks), *(word.strip("-") for word in words), fault])
     if job == TRAINER:
-        options = ("--max-steps", "7", "--trace-steps", "7", "--save-every-epochs", "None", *words)
-        argv = [job, "--backend", engine, "--log-dir", str(log), *options]
-        launch(QUICKEST, ranks, argv, env={"FAULT": f"{engine}: {fault}"})
+        env = Message(log_dir=str(log), max_steps=7, trace_steps=7).variables() | {"FAULT": f"{engine}: {fault}"}
+        launch(QUICKEST, ranks, [job, "--backend", engine, *words], env=env)
     else:
         given = [*(["--fault"] if fault and job == HOROVOD else []), *([fault] if fault else [])]
         argv = ["-m", "hvd_trainer", "run", "-np", str(ranks), "--backend", engine, "--", job, *words, *given]

@@ -288,7 +288,7 @@ class Comparison:
     def unseen(self) -> list[str]:
         """A sentence for each thing that cannot be seen of a script."""
         runs = [run for result in self.results for run in result.runs.values()]
-        runs = [run for run in runs if "world_size" in run.figures["work"]]
+        runs = [run for run in runs if not run.figures["work"].get("on_trainer")]
         texts = []
         if any("exchange" not in run.figures.get("parts", {}) for run in runs):
             texts.append(

@@ -19,7 +19,6 @@ from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.stats import Noise, Ratio, interval_text, ratio
 from hvd_trainer.tools.compare.race import MIN_ROUNDS, Race, Standing
 from hvd_trainer.tools.compare.settings import GROUPS, SCRIPT_UNTRIED, Change, Group, find_changes
-from hvd_trainer.tools.runner.trial_runner import in_rounds
 
 Measure = Callable[[str, Mapping[str, Any]], float | None]
 """From a label and settings to samples per second; None if the job does not run with them."""
@@ -211,11 +210,15 @@ class Search:
 
     def _prove(self) -> None:
         both = {"before": {}, "tuned": self.result.settings}
-        speeds: dict[str, list[tuple[float, float]]] = {label: [] for label in both}
-        for _, label in in_rounds(list(both), self.rounds):
-            speeds[label].append((self._must_run(label, both[label]), self.go()))
-        rounds = zip(speeds["tuned"], speeds["before"], strict=True)
-        pairs = [(tuned, before) for (tuned, go), (before, other) in rounds if go == other]
+        pairs: list[tuple[float, float]] = []
+        turn = 0
+        while len(pairs) < self.rounds:
+            speeds: dict[str, tuple[float, float]] = {}
+            for label in list(both)[:: -1 if turn % 2 else 1]:
+                speeds[label] = self._must_run(label, both[label]), self.go()
+            turn += 1
+            if speeds["tuned"][1] == speeds["before"][1]:  # else a stopped command has made one of them
+                pairs.append((speeds["tuned"][0], speeds["before"][0]))
         self.result.gain = gain = ratio([tuned for tuned, _ in pairs], [before for _, before in pairs])
         if not gain.is_clear or gain.value < 1:
             self._say(f"not confirmed: {percent(gain.value - 1)} faster in fresh runs ({gain.interval})")

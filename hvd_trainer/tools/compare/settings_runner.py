@@ -27,12 +27,19 @@ MIN_STEPS, MAX_STEPS = 20, 2000
 """Bounds of the counted steps of a run."""
 FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
-    **{"device": str, "compression": str, "in_memory": bool, "has_own_loader": bool, "bucket_mb": int | float},
+    **{
+        "on_trainer": bool,
+        "device": str,
+        "compression": str,
+        "in_memory": bool,
+        "has_own_loader": bool,
+        "bucket_mb": int | float,
+    },
 }
 """The facts of a job on the Trainer that the search needs, and their types."""
 SCRIPT_FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "parameters", "parameter_tensors"), int),
-    **{"device": str, "uses_hvd": bool},
+    **{"on_trainer": bool, "device": str, "uses_hvd": bool},
 }
 """The facts of a script that the search needs, and their types."""
 
@@ -126,7 +133,7 @@ class SettingsRunner:
         trial = MeasuredTrial(
             identity={
                 **{"backend": self.backend, "words": job.words, "settings": dict(settings)},
-                **{"steps": warm_up + self.steps, "ranks": job.ranks, **self.conditions},
+                **{"steps": warm_up + self.steps, "warmup_steps": warm_up, "ranks": job.ranks, **self.conditions},
             },
             job=job.words,
             engine=self.backend,
@@ -180,6 +187,8 @@ def search_all(
 
 
 def _are_figures(figures: Mapping[str, Any]) -> bool:
-    work = figures.get("work", {})
+    if not are_figures(figures):
+        return False
+    work = figures["work"]
     facts = SCRIPT_FACTS if "uses_hvd" in work else FACTS
-    return are_figures(figures) and all(isinstance(work.get(name), kind) for name, kind in facts.items())
+    return all(isinstance(work.get(name), kind) for name, kind in facts.items())

@@ -125,7 +125,9 @@ class CompareTrial(MeasuredTrial):
             OptionError: all of them belong to the warm-up, or each rank has trained alone.
         """
         work = figures["work"]
-        if work.get("world_size", self.ranks) != self.ranks:
+        # The ranks of DataParallel are GPUs of one process.
+        size = 1 if self.engine == "data-parallel" else self.ranks
+        if work.get("world_size", size) != size:
             raise OptionError(
                 f"{self.label}: the script has started no engine with {plural(self.ranks, 'rank')}, so that each "
                 f"of its processes has trained alone. Add to the script: hvd.init() of horovod.torch, or "

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from hvd_trainer.errors import OptionError
 from hvd_trainer.tools.diagnose.causes import MIN_SHARE, OF_THE_MACHINE, find_causes, quiet_s
 from hvd_trainer.tools.diagnose.evidence import ALONE, NO_EXCHANGE, NORMAL, ONE_THREAD, TWICE, Evidence, Line
 from hvd_trainer.tools.diagnose.lone import mark_lone
@@ -21,6 +22,7 @@ from hvd_trainer.tools.runner.measured import MeasuredTrial
 from hvd_trainer.tools.runner.records import RunRecord
 from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 from hvd_trainer.utils.process import cpu_ids
+from hvd_trainer.utils.text import plural
 
 WARMUP_STEPS = 5
 """Steps at the beginning of each run that do not count."""
@@ -97,6 +99,11 @@ class Trials:
                 self.profiles.append(profiles)
                 self._machine = watch.end()
         if run.state == "done":
+            if "step_s" not in run.figures:
+                made = plural(run.figures["work"]["steps"], "step")
+                raise OptionError(
+                    f"The job makes {made}, and the first {WARMUP_STEPS} do not count: let it train longer"
+                )
             figures = dict(run.figures) | dict(run.figures.get("typical", {}))
             if "computing_s" in figures:
                 figures["compute_s"] = min(figures["computing_s"]) - figures["parts"]["data"]

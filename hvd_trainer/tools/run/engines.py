@@ -93,10 +93,9 @@ def import_hooks(
         hooks = ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     else:
         hooks = ImportHooks(aliases=ALIASES, single=_single(after), absent=ABSENT, after=after)
-    if session is not None:
-        after["hvd_trainer.training.trainer"] = functools.partial(
-            _hand_over_to_trainer, session=session, engine=trainer_engine, hooks=hooks
-        )
+    after["hvd_trainer.training.trainer"] = functools.partial(
+        _hand_over_to_trainer, session=session, engine=trainer_engine, hooks=hooks
+    )
     return hooks
 
 
@@ -111,14 +110,15 @@ def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:
 
 
 def _hand_over_to_trainer(
-    module: ModuleType, session: ScriptSession, engine: str | None, hooks: ImportHooks
+    module: ModuleType, session: ScriptSession | None, engine: str | None, hooks: ImportHooks
 ) -> None:
     """Let a `Trainer` have its own session, and the engine that was asked for unless its job is typed with one."""
     original = module.Trainer.__init__
 
     @functools.wraps(original)
     def init(trainer: Any, options: Any = None) -> None:
-        session.hand_over()
+        if session is not None:
+            session.hand_over()
         hooks.uninstall()  # it takes the engines as they are
         if engine is not None and not option_values(sys.argv, "--backend"):
             options = with_values(options or module.TrainerOptions(), {"backend": engine})

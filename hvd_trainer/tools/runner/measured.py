@@ -64,7 +64,7 @@ class MeasuredTrial:
             words = ["-m", "hvd_trainer.measure"]
         message = Message(
             log_dir=str(log),
-            engine=self.engine,
+            engine=None if self.native else self.engine,
             max_steps=self.steps,
             endless=self.endless,
             leave_out=self.leave_out,
