@@ -1,6 +1,6 @@
 """Run `python -m hvd_trainer parity`: train a job on each engine, and compare the traces of its first steps.
 
-The job is started by the engine's own launcher, as `run` starts it, and writes a trace (`measure/trace_format.py`).
+The job is started by the engine's own launcher, as `run` starts it; it writes a trace (`measure/trace_format.py`).
 """
 
 from __future__ import annotations
