@@ -28,7 +28,6 @@ every_tool = pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name
     ("tool", "arguments", "message"),
     [
         *((tool, ["--"], "Name the job behind --") for tool in TOOLS),
-        *((tool, ["--", *JOB, "--log-dir", "x"], "Leave --log-dir out of the job") for tool in TOOLS),
         (compare, ["--np", "1,x"], "type numbers of ranks with commas"),
         (compare, ["--np", "0"], "type numbers of ranks with commas"),
         (
