@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,12 +79,21 @@ def read_job(words: Sequence[str]) -> tuple[str, ...]:
         raise OptionError("Name the job behind --, such as: -- -m hvd_trainer.mnist --epochs 1")
     if job[0].startswith("-") and job[0] != "-m":
         raise OptionError(f"-- {job[0]}: begin with the job, such as: -- -m hvd_trainer.mnist --epochs 1")
-    package = job[1].partition(".")[0] if job[0] == "-m" else ""
-    if job[0] == "-m" and (not package or importlib.util.find_spec(package) is None):
+    if job[0] == "-m" and not _has_module(job[1]):
         raise OptionError(f"-- -m {job[1]}: there is no such module. A file is named without -m: -- train.py")
     if job[0] != "-m" and not Path(job[0]).is_file():
         raise OptionError(f"-- {job[0]}: there is no such file. A module is named by -m: -- -m {job[0]}")
     return tuple(job)
+
+
+def _has_module(name: str) -> bool:
+    """Return whether there is such a module; nothing is imported."""
+    package, *parts = name.split(".")
+    spec = importlib.util.find_spec(package) if package else None
+    for part in parts:
+        if spec is not None:
+            spec = PathFinder.find_spec(part, spec.submodule_search_locations or [])
+    return spec is not None
 
 
 def option_of(word: str) -> str:

@@ -154,13 +154,15 @@ def searched(
     def measure(label: str, settings: Mapping[str, Any]) -> float | None:
         ran.append(label)
         speed = 1000 * rng.lognormvariate(0, noise)
-        for word in as_words(settings):
-            speed *= effects.get(word.replace("=", " "), 1.0)
+        names = [WITHOUT_WORDS.get(word, word.replace("=", " ")) for word in as_words(settings)]
+        for name in names:
+            speed *= effects.get(name, 1.0)
         return speed or None
 
     return search(measure, rounds=5, lossy=lossy, **facts), ran
 
 
+WITHOUT_WORDS = {"--leave-out=exchange": "without the exchange", "--leave-out=data": "without fetching data"}
 BOUNDS = {"without the exchange": 1.5, "without fetching data": 1.3}
 
 
