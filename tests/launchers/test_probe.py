@@ -49,7 +49,7 @@ for epoch in range(3):
 
 
 def recorded(folder: Path) -> float:
-    """Return the peak memory of one step, in MB, as the probe records it."""
+    """Return the peak memory of one step, in MB, as it is recorded."""
     times = ScriptSteps(folder, 0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     times.on_start(optimizer)
@@ -65,7 +65,8 @@ def test_probe_records_memory_of_the_accelerator(tmp_path: Path, monkeypatch: py
     clock = Clock(torch.device("cpu"))
     StandIn(monkeypatch).peak = 3 * 2**20
     monkeypatch.setattr("hvd_trainer.measure.steps.Clock", lambda device: clock)
-    assert recorded(tmp_path) == 3
+    monkeypatch.setattr("hvd_trainer.utils.accelerator.name", lambda device: "a GPU")
+    assert recorded(tmp_path / "other") == 3
 
 
 @pytest.mark.parametrize(

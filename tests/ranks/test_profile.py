@@ -104,9 +104,6 @@ def test_profile_joins_all_ranks_on_one_clock(plain: Path, tmp_path: Path, backe
         assert other["ts"] < one["ts"] + one["dur"], one["name"]
     for rank in range(2):
         assert [e for e in events if e["pid"] == rank] == events_of(tmp_path, f"rank-{rank}.json.gz")
-        with np.load(tmp_path / "steps" / f"rank-{rank}.npz") as kept:
-            assert kept["step"].tolist() == list(range(1, 19))
-            assert (kept["seconds"][:, 1:5] > 0).all()
     assert "profile  steps 7 to 16 of 2 ranks, mean in ms" in said
     assert "trace of 2 ranks: " in said
 

@@ -29,7 +29,7 @@ from hvd_trainer.tools.runner.processes import find_processes, launched
 from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
-END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 10.0, 0.005
+END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005
 
 
 class Killed(NamedTuple):
