@@ -9,6 +9,7 @@ ranks train a linear layer on samples in memory; the tensors are of eight number
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -104,7 +105,7 @@ def run(case: Case, folder: Path, limit_s: float) -> Figures | None:
         return Figures(
             1000 * float(np.median(seconds[WARM_UP:])),
             max(float(rank["first_step_at"]) for rank in ranks) - began,
-            max(float(rank["peak_memory_mb"]) for rank in ranks),
+            max(json.loads(str(rank["results"]))["peak_memory_mb"] for rank in ranks),
         )
 
 
