@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 VARIABLE = "HVD_TRAINER_MEASURE"
+BACKEND = "HVD_TRAINER_BACKEND"
+"""The variable with the engine that was typed for `run`, for a job on the Trainer that is typed with none."""
 NO_STEPS = "no-steps"
 """The file in the log folder that says why a script has ended without a step that counts."""
 SITE = Path(__file__).with_name("site")

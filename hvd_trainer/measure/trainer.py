@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from hvd_trainer.config.parser import flatten, with_values
 from hvd_trainer.data import Batch
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.after_steps import hold
-from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.message import BACKEND, Message
 from hvd_trainer.measure.script_steps import digest
 from hvd_trainer.measure.stack_record import FOLDER
 from hvd_trainer.measure.stacks import StackSampler, count_elements
@@ -29,6 +30,21 @@ ENDLESS = {"epochs": 1_000_000, "until": None}
 """Options with which a job trains until its last step, however much data it has."""
 RESULTS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 """Figures of an epoch that are results of the run."""
+
+
+def as_asked(options: TrainerOptions, environ: Mapping[str, str]) -> TrainerOptions:
+    """Return the options of a job as the program wants them that has started it, a tool or `run --backend`.
+
+    The same options are returned when it is called again.
+
+    Raises:
+        OptionError: they do not go with what shall be measured.
+    """
+    message, engine = Message.read(environ), environ.get(BACKEND)
+    if message is not None:
+        return obey(message, options)
+    is_typed = any(word.partition("=")[0] == "--backend" for word in sys.argv)
+    return options if engine is None or is_typed else with_values(options, {"backend": engine})
 
 
 def obey(message: Message, options: TrainerOptions) -> TrainerOptions:

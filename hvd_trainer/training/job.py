@@ -11,8 +11,9 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
+from hvd_trainer.config.options import TrainerOptions
 from hvd_trainer.config.parser import parse
 from hvd_trainer.errors import LaunchError, OptionError, PeerError, PreemptedError, UserError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, GRACE_S, reporter, wait_for_launcher
@@ -47,7 +48,13 @@ def run_job(options: type[T], job: Callable[[T], None], args: Sequence[str] | No
         warning = lone_process_warning(detect(os.environ), os.environ)
         if warning:
             logger.warning("warning: %s", warning)
-        job(_parse(options, args, _is_first()))
+        parsed = _parse(options, args, _is_first())
+        if isinstance(parsed, TrainerOptions):
+            from hvd_trainer.measure.trainer import as_asked  # with torch, after a mistake has been told
+
+            # Also here, and not only in the Trainer, so that the job sees the engine that it gets.
+            parsed = cast(T, as_asked(parsed, os.environ))
+        job(parsed)
 
     run_and_end(parse_and_run)
 

@@ -28,7 +28,7 @@ from hvd_trainer.config.rules import check
 from hvd_trainer.faults.preemption import Requeue
 from hvd_trainer.launch.world import World
 from hvd_trainer.measure.message import Message
-from hvd_trainer.measure.trainer import obey
+from hvd_trainer.measure.trainer import as_asked
 from hvd_trainer.observe.callback import Callback
 from hvd_trainer.observe.metrics import Metric
 from hvd_trainer.observe.summary import facts, startup_summary
@@ -71,10 +71,8 @@ class Trainer:
     """
 
     def __init__(self, options: TrainerOptions | None = None) -> None:
-        self.options = options or TrainerOptions()
+        self.options = as_asked(options or TrainerOptions(), os.environ)
         self._message = Message.read(os.environ)
-        if self._message is not None:
-            self.options = obey(self._message, self.options)
         check(self.options)
         if self.options.train.reproducible is not None:
             set_cublas_workspace()

@@ -82,15 +82,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def trace_run(folder: Path, engine: str, job: str, *words: str, ranks: int = 2, fault: str = "") -> Trace:
+def trace_run(
+    folder: Path, engine: str, job: str, *words: str, ranks: int = 2, fault: str = "", accumulate: int = 1
+) -> Trace:
     """Run 7 steps on an engine, with the mistake if it is planted there, and read the trace.
 
     An epoch of the Trainer job has 5 steps, and one of the scripts 4.
     """
     log = folder / "-".join([engine, Path(job).stem, str(ranks), *(word.strip("-") for word in words), fault])
+    log /= str(accumulate)
     if job == TRAINER:
-        env = Message(log_dir=str(log), max_steps=7, trace_steps=7).variables() | {"FAULT": f"{engine}: {fault}"}
-        launch(QUICKEST, ranks, [job, "--backend", engine, *words], env=env)
+        options = {"accumulate": accumulate} if accumulate > 1 else {}
+        env = Message(log_dir=str(log), max_steps=7, trace_steps=7, options=options).variables()
+        words = ("--backend", engine, "--log-dir", str(log / "own"), *words)
+        launch(QUICKEST, ranks, [job, *words], env=env | {"FAULT": f"{engine}: {fault}"})
     else:
         given = [*(["--fault"] if fault and job == HOROVOD else []), *([fault] if fault else [])]
         argv = ["-m", "hvd_trainer", "run", "-np", str(ranks), "--backend", engine, "--", job, *words, *given]
@@ -193,8 +198,7 @@ def test_script_computes_the_same_bits_on_both_engines(
 def test_one_process_is_within_1e_5(folder: Path) -> None:
     """Train the whole global batch in one process; with virtual ranks it has the same bits, batch norm or not."""
     ranks = trace_run(folder, "ddp", TRAINER, "--batch-size", "32")
-    words = ("--batch-size", "32", *global_batch_options(ranks))
-    single = trace_run(folder, "single", TRAINER, *words, ranks=1)
+    single = trace_run(folder, "single", TRAINER, "--batch-size", "32", ranks=1, **global_batch_options(ranks))
     pair = Pair.compare(ranks, single)
     assert pair.same
     assert Pair.compare(ranks, single, asked=1e-5).same
@@ -214,8 +218,7 @@ def test_tracing_changes_no_bits(tmp_path: Path, folder: Path) -> None:
     trace = trace_run(folder, "ddp", TRAINER, *BASE)
     log = next(folder.glob("ddp-parity_job-2-batch-size-32-batch-norm-non-finite-skip-"))
     launch(QUICKEST, 2, [TRAINER, "--backend", "ddp", "--log-dir", str(tmp_path), "--max-steps", "7", *BASE])
-    assert (log / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
-    assert not (tmp_path / "trace").exists()
+    assert (log / "1" / "own" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     assert [EVENTS[when.event] for when in trace.moments].count("evaluation") == 2
     assert [len(trace.lines(when)[0]["samples"]) for when in trace.steps] == [32, 32, 32, 32, 24, 32, 32]
     epoch = sum((trace.samples(when) for when in trace.steps[:5]), start=Counter[str]())

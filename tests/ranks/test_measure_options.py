@@ -199,6 +199,7 @@ def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[s
     env = {"PYTHONPATH": str(tmp_path / "src")}
     said = launch(QUICKEST, 2, command, env=env).stdout
     assert f"backend  {words[-1] if words else 'horovod'}:" in said
+    assert f"the job sees {words[-1] if words else 'horovod'}" in said
     assert "done: 3 steps" in said
 
 
@@ -212,6 +213,7 @@ class Stream(IterableDataset):
         return ((torch.randn(4), i % 2) for i in range(300))
 
 def main(options):
+    print("the job sees", options.engine.backend)
     with Trainer(options) as trainer:
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -26,6 +26,7 @@ from hvd_trainer.errors import BackendError, LaunchError
 from hvd_trainer.faults.failure_report import CRASH_EXIT_CODE, wait_for_launcher
 from hvd_trainer.launch.launchers import CHOICE, without_ranks
 from hvd_trainer.launch.world import detect, may_be_first
+from hvd_trainer.measure.message import BACKEND
 from hvd_trainer.tools.run.descendants import run_guarded
 from hvd_trainer.tools.run.local_ranks import run_ranks
 from hvd_trainer.tools.runner.command import option_values, read_command
@@ -151,11 +152,9 @@ def main(argv: Sequence[str]) -> int:
             f"launcher each of its processes is a rank"
         )
     os.environ.update(options.variables())
+    if option_values(argv[: argv.index("--")], "--backend"):
+        os.environ[BACKEND] = options.backend
     from hvd_trainer.tools.run.script import run_script  # with torch, for which the parent of ranks need not wait
 
     engine = EngineOptions(backend=options.backend, startup_timeout_s=options.startup_timeout_s)
-    typed = option_values(argv[: argv.index("--")], "--backend")
-    trainer_engine = options.backend if typed else None
-    return run_script(
-        job, engine, trainer_engine=trainer_engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb
-    )
+    return run_script(job, engine, timeout_s=options.timeout_s, bucket_mb=options.bucket_mb)

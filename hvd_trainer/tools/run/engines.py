@@ -24,11 +24,9 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvd_trainer.config.parser import with_values
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import without_ranks
 from hvd_trainer.launch.world import detect, is_elastic
-from hvd_trainer.tools.runner.command import option_values
 from hvd_trainer.utils.import_hooks import ImportHooks
 from hvd_trainer.utils.process import set_variables
 from hvd_trainer.utils.text import COMMAND
@@ -62,7 +60,6 @@ def import_hooks(
     engine: str,
     session: ScriptSession | None,
     *,
-    trainer_engine: str | None = None,
     bucket_mb: float | None = None,
 ) -> ImportHooks:
     """Return the hooks that put a script on an engine.
@@ -71,7 +68,6 @@ def import_hooks(
         engine: `horovod` or `ddp`.
         session: to be started when the script starts its engine; None in a process that is not the rank itself,
             but was started by it.
-        trainer_engine: of a `Trainer` that the script makes; None: its own.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
     """
     after: dict[str, Callable[[ModuleType], None]] = {
@@ -93,9 +89,7 @@ def import_hooks(
         hooks = ImportHooks(aliases=TO_HOROVOD, absent={}, after=after)
     else:
         hooks = ImportHooks(aliases=ALIASES, single=_single(after), absent=ABSENT, after=after)
-    after["hvd_trainer.training.trainer"] = functools.partial(
-        _hand_over_to_trainer, session=session, engine=trainer_engine, hooks=hooks
-    )
+    after["hvd_trainer.training.trainer"] = functools.partial(_hand_over_to_trainer, session=session, hooks=hooks)
     return hooks
 
 
@@ -109,20 +103,16 @@ def _single(after: dict[str, Callable[[ModuleType], None]]) -> dict[str, str]:
     return single
 
 
-def _hand_over_to_trainer(
-    module: ModuleType, session: ScriptSession | None, engine: str | None, hooks: ImportHooks
-) -> None:
-    """Let a `Trainer` have its own session, and the engine that was asked for unless its job is typed with one."""
+def _hand_over_to_trainer(module: ModuleType, session: ScriptSession | None, hooks: ImportHooks) -> None:
+    """Let a `Trainer` have its own session, and the engines as they are."""
     original = module.Trainer.__init__
 
     @functools.wraps(original)
-    def init(trainer: Any, options: Any = None) -> None:
+    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         if session is not None:
             session.hand_over()
-        hooks.uninstall()  # it takes the engines as they are
-        if engine is not None and not option_values(sys.argv, "--backend"):
-            options = with_values(options or module.TrainerOptions(), {"backend": engine})
-        original(trainer, options)
+        hooks.uninstall()
+        original(trainer, *args, **kwargs)
 
     module.Trainer.__init__ = init
 

@@ -34,7 +34,6 @@ def run_script(
     job: Sequence[str],
     options: EngineOptions,
     *,
-    trainer_engine: str | None,
     timeout_s: float | None,
     bucket_mb: float | None,
 ) -> NoReturn:
@@ -43,7 +42,6 @@ def run_script(
     Args:
         job: the words behind `python`: a file, or -m and a module, and its arguments.
         options: with the engine, `horovod` or `ddp`.
-        trainer_engine: of a `Trainer` that the script makes; None: its own.
         timeout_s: as in `ScriptSession`.
         bucket_mb: size of the buckets of DistributedDataParallel; None: as the script says.
 
@@ -51,7 +49,7 @@ def run_script(
     """
     job = [word.replace(LOCAL_RANK, str(detect(os.environ).local_rank)) for word in job]
     session = ScriptSession(options, timeout_s=timeout_s)
-    hooks = engines.import_hooks(options.backend, session, trainer_engine=trainer_engine, bucket_mb=bucket_mb)
+    hooks = engines.import_hooks(options.backend, session, bucket_mb=bucket_mb)
     run_and_end(functools.partial(_run, job, options.backend, session, hooks), finish_threads_and_handlers)
 
 
