@@ -99,7 +99,7 @@ class LoaderStarts(Struct):
 
 
 class Switches(Struct):
-    """What slows every step by a decision of the user's."""
+    """Settings of the user that slow every step."""
 
     anomaly: float = 0.0
     """fraction of the looks at which anomaly detection was on"""

@@ -31,7 +31,7 @@ DEVICE_ROWS = 2**22
 ARROWS = 2**40
 """Numbers of a rank's arrows: those from an operator to what it has a GPU do."""
 COMPRESSION = 3
-"""Of 1 to 9. Level 6 takes 2.4 times as long, for a file of 87% of the size."""
+"""The level of gzip. Level 6 takes 2.4 times as long, for a file of 87% of the size."""
 Stamps = Sequence[tuple[int, int]]
 """When a rank entered and left each barrier, in nanoseconds."""
 

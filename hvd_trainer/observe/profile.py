@@ -35,7 +35,7 @@ from hvd_trainer.utils.text import plural
 
 FOLDER = "profile"
 ROWS = 16
-"""Of ranks in the table: of more, those that the others waited for most often."""
+"""Rows of the table. Of more ranks, those are listed that the others waited for most often."""
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 """From 0 to 5; 6 lets nothing through."""
 
@@ -143,7 +143,7 @@ class Profile(Observer):
     def _finish(self) -> None:
         """Bring together, write and print what the ranks have recorded. A collective.
 
-        What fails is said, and the training goes on.
+        A failure is logged, and the training continues.
         """
         began, backend, rank = time.perf_counter(), self._backend, self._backend.world.rank
         self._stop()
@@ -181,7 +181,7 @@ class Profile(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_trace(self._folder / f"rank-{rank}.json.gz", [events], origin_ns)
             return events, ""
-        except Exception as error:  # such as a full disk: the other ranks wait, and the training goes on
+        except Exception as error:  # such as a full disk: the other ranks wait, and the training continues
             return b"", first_line(error)
 
 

@@ -172,7 +172,7 @@ def test_compare_ends_the_running_job_on_ctrl_c(tmp_path: Path) -> None:
         job.check_nothing_left()
     assert result.returncode == 130
     assert result.stderr.splitlines()[-2:] == [
-        "interrupted: the same command goes on from here",
+        "interrupted: the same command continues from here",
         "No run has come to its end: there is nothing to show.",
     ]
 

@@ -64,7 +64,7 @@ def _compare(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str]
             measure(trials, folder, options)
         except KeyboardInterrupt:
             interrupted = True
-            print("interrupted: the same command goes on from here", file=sys.stderr)
+            print("interrupted: the same command continues from here", file=sys.stderr)
         runs = read_runs(folder, are_figures)
         comparison = Comparison.of(trials, runs, job=job, machine=machine, varied=axes, options=typed)
         if axes or any(result.state != "not run" for result in comparison.results):
@@ -82,7 +82,7 @@ def _search(options: CompareOptions, job: tuple[str, ...], typed: Sequence[str])
         try:
             search_job, results, warned = search_all(search_job, backends, folder, conditions(machine), options)
         except KeyboardInterrupt:
-            print("interrupted: the same command goes on from here", file=sys.stderr)
+            print("interrupted: the same command continues from here", file=sys.stderr)
             return 130
         search_report.write(results, search_job, folder, machine=machine, warnings=warned, typed=typed)
     return 0

@@ -60,7 +60,7 @@ class CompareOptions:
     lossy: bool = False
     """with --search: also adopt what rounds the gradients: --compression"""
     out: Path = Path("runs/compare")
-    """folder for the page, the tables and the runs; the same command again goes on with what is there"""
+    """folder for the page, the tables and the runs; the same command again continues with what is there"""
     timeout_s: Annotated[float, Gt(0)] = 1800.0
     """after so many seconds a run is killed; it is tried again when the same command is typed again"""
     retry_failed: bool = False
