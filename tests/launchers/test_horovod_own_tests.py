@@ -31,7 +31,13 @@ def test_horovods_own_tests_pass(size: int) -> None:
     assert len(counts) == size, "every rank reports"
     assert min(counts) >= NUM_PASSED - NUM_TIMED
     assert failed == KNOWN_FAILURES
-    assert any(run(size, TIMED) == ([NUM_TIMED] * size, set()) for _ in range(MAX_TRIES))
+    selection, number = TIMED, NUM_TIMED
+    for _ in range(MAX_TRIES):
+        counts, failed = run(size, selection)
+        if not failed:
+            break
+        selection, number = " or ".join(failed), len(failed)
+    assert counts == [number] * size, "each passes in all ranks at once in one of the tries"
 
 
 def run(size: int, selection: str) -> tuple[list[int], set[str]]:
