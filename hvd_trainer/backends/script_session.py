@@ -84,10 +84,10 @@ class ScriptSession:
         """Watch the sessions that an engine starts by itself, and end it with the script.
 
         Args:
-            engine: has `call_at_start`, `shutdown` and `fail` as `hvd.common.basics` has.
+            engine: has `take_over`, `shutdown` and `fail` as `hvd.common.basics` has.
         """
         self._engine = engine
-        engine.call_at_start(self._watch)
+        engine.take_over(self._watch)
 
     def attach_horovod(self, shut_down: Callable[[], None]) -> None:
         """End Horovod, which the script has started, with the script: the others must not wait for this rank."""
@@ -124,8 +124,6 @@ class ScriptSession:
                 self._count_output(stream)
             self._watcher = threading.Thread(target=self._watch_main_thread, name="watch", daemon=True)
             self._watcher.start()
-        if self._engine is not None:
-            atexit.unregister(self._engine.shutdown)
 
     def _watch_main_thread(self) -> None:
         """Tell the activity of each sign of progress, and of the main thread's phase."""

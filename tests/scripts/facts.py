@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
 
 
 class Config:
@@ -58,7 +59,14 @@ def late() -> None:
     note("thread")
 
 
+def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error that nothing has caught, as a tracker of errors does."""
+    note(f"{kind.__name__} in line {trace and trace.tb_lineno}")
+    print(f"{kind.__name__}: {error}", file=sys.stderr)
+
+
 os.chdir("/")
+sys.excepthook = tell
 facts["file is there"] = Path(__file__).is_file()
 atexit.register(note, "first handler")
 atexit.register(note, "second handler")

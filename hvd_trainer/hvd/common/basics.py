@@ -334,9 +334,14 @@ def _start(session: Session, process_sets: Sequence[Sequence[int]]) -> None:
         function(session)
 
 
-def call_at_start(function: Callable[[Session], None]) -> None:
-    """Have a function called with the session of each job that begins from now on."""
-    _state.call_at_start.append(function)
+def take_over(at_start: Callable[[Session], None]) -> None:
+    """Leave the end of each job that begins from now on to the caller, by `shutdown` or `fail`.
+
+    Args:
+        at_start: is called with each job's session.
+    """
+    _state.is_registered = True
+    _state.call_at_start.append(at_start)
 
 
 def _fail(show: Callable[..., object], kind: type[BaseException], error: BaseException, where: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,8 @@ def _run(job: Sequence[str], engine: str, session: ScriptSession, hooks: ImportH
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
         session.fail(error)
+        if sys.excepthook is not sys.__excepthook__:  # the script's own, such as a tracker of errors
+            sys.excepthook(type(error), error, error.__traceback__)
         raise
     engines.warn_if_alone(session)
     finish_threads_and_handlers()
