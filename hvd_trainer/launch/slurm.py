@@ -1,8 +1,7 @@
-"""Slurm's variables: the job, and the step of this process with its hosts, ranks per node, CPUs, GPUs and array.
+"""Slurm's variables: the job, and the step of this process with the address at which its ranks meet.
 
 A step is what one srun started. It may have fewer tasks and nodes than its job, and the environment has the
-numbers of both: what differs is read from the step's own variables. Slurm abbreviates lists, such as
-`gpu[03-05,9]` for hosts and `4(x2),2` for numbers of tasks; here they are expanded.
+numbers of both: what differs is read from the step's own variables.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product, takewhile
-from math import prod
+from itertools import takewhile
 
 from hvd_trainer.errors import LaunchError
 from hvd_trainer.launch.launchers import find_launcher, read_number, shorten
@@ -20,15 +18,13 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which begin at 32768."""
 STEPS_PER_JOB = 61
 """Distance between the ports of one job and of the next: so many steps of a job have ports of their own."""
-PORTS_PER_STEP = 4
-MAX_HOSTS = 100_000
-"""More than any cluster has: expanding a longer list, which is a mistake, would fill the memory."""
 GPU_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"),
 )
 """The first of them that is set has the GPUs that a process sees. Slurm's own come last: they may list all of the
 node's GPUs where each task is bound to one."""
+STEP_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -42,56 +38,17 @@ class SlurmStep:
     """the job's number, which each task of an array has for itself"""
     number: int
     """the step's number in its job"""
-    host: str
-    """the name of this node"""
-    hosts: tuple[str, ...]
-    """the names of all its nodes, in the order of their numbers"""
-    ranks_per_node: tuple[int, ...]
-    """how many ranks each of the hosts has, which may differ"""
-    cpus_per_task: int | None
-    """a rank's share of the CPUs that the step has on this node; None: Slurm did not set it. Ranks may be bound to
-    fewer: see `os.sched_getaffinity`"""
-    gpu_ids: tuple[str, ...] | None
-    """the GPUs that this process sees: numbers, or names such as `GPU-8932f937`; None: all of the node's"""
-    array: tuple[int, int] | None
-    """the number of the array and of this task in it; None: the job is in no array"""
-    scattered: bool
-    """whether tasks were placed by a list (`srun --distribution=arbitrary`), and rank 0 is on any of the hosts"""
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """The ports at which rank 0 may listen, in this order; all ranks compute the same ones.
-
-        The first port of two steps differs if their jobs' numbers are less than 196 apart and both are among the
-        first 61 steps of their jobs.
-        """
-        first = self.job * STEPS_PER_JOB + self.number
-        distance = NUM_PORTS // PORTS_PER_STEP
-        return tuple(FIRST_PORT + (first + distance * i) % NUM_PORTS for i in range(PORTS_PER_STEP))
-
-    @property
-    def master_address(self) -> str:
-        """The host of rank 0.
-
-        Raises:
-            LaunchError: Slurm does not set it.
-        """
-        if self.scattered:
-            raise LaunchError(
-                f"srun --distribution=arbitrary does not tell on which of {', '.join(self.hosts)} rank 0 is. Type "
-                f"before srun: export MASTER_ADDR=HOST_OF_RANK_0"
-            )
-        return self.hosts[0]
+    master_address: str
+    """the name of the step's first node, where rank 0 runs"""
 
     @property
     def master_port(self) -> int:
-        """The first of `ports`."""
-        return self.ports[0]
+        """The port at which rank 0 listens; all ranks compute the same one.
 
-
-STEP_VARIABLES = (
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
-)
+        The ports of two steps differ if their jobs' numbers are less than 196 apart and both are among the first
+        61 steps of their jobs.
+        """
+        return FIRST_PORT + (self.job * STEPS_PER_JOB + self.number) % NUM_PORTS
 
 
 def detect_slurm(environ: Mapping[str, str]) -> SlurmStep | None:
@@ -101,7 +58,7 @@ def detect_slurm(environ: Mapping[str, str]) -> SlurmStep | None:
         None if there is no step: outside of Slurm, and in a batch script that has not called srun.
 
     Raises:
-        LaunchError: some of Slurm's variables are missing, malformed, or contradict each other.
+        LaunchError: some of Slurm's variables are missing or malformed, or do not tell where rank 0 is.
     """
     return read_step(environ) if "SLURM_STEP_ID" in environ else None
 
@@ -119,25 +76,15 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep:
             f"other variables set by hand? Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
             f"MASTER_PORT instead."
         )
-    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-    counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-    node = read_number(environ, "SLURM_NODEID")
-    if len(hosts) != len(counts) or node >= len(hosts):
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         raise LaunchError(
-            f"SLURM_STEP_NODELIST={shorten(environ['SLURM_STEP_NODELIST'])} names {len(hosts)} nodes, "
-            f"SLURM_STEP_TASKS_PER_NODE={shorten(environ['SLURM_STEP_TASKS_PER_NODE'])} speaks of {len(counts)} "
-            f"nodes, and SLURM_NODEID is {node}. One of them was changed by hand: leave them to srun."
+            f"srun --distribution=arbitrary does not tell on which of {environ['SLURM_STEP_NODELIST']} rank 0 is. "
+            f"Type before srun: export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500"
         )
     return SlurmStep(
         job=read_number(environ, "SLURM_JOB_ID"),
         number=read_number(environ, "SLURM_STEP_ID"),
-        host=hosts[node],
-        hosts=tuple(hosts),
-        ranks_per_node=tuple(counts),
-        cpus_per_task=_cpus_per_task(environ, counts[node]),
-        gpu_ids=visible_gpus(environ),
-        array=_array(environ),
-        scattered=environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"),
+        master_address=first_host(environ["SLURM_STEP_NODELIST"]),
     )
 
 
@@ -171,20 +118,6 @@ def slurm_job(environ: Mapping[str, str]) -> SlurmJob:
     return SlurmJob(job_id, step_id, int(count) if count.isdecimal() else 0)
 
 
-def _cpus_per_task(environ: Mapping[str, str], tasks: int) -> int | None:
-    # SLURM_CPUS_PER_TASK may be left from sbatch, which srun does not follow from Slurm 22.05 on.
-    if "SLURM_CPUS_ON_NODE" not in environ:
-        return None
-    return max(1, read_number(environ, "SLURM_CPUS_ON_NODE") // max(1, tasks))
-
-
-def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    names = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
-    if not set(names) <= environ.keys():
-        return None
-    return read_number(environ, names[0]), read_number(environ, names[1])
-
-
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the GPUs that the environment lets this process see, by number or name; None if it hides none.
 
@@ -212,42 +145,15 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Expand Slurm's list of hosts: `"gpu[03-05,9],login"` means gpu03, gpu04, gpu05, gpu9 and login.
+def first_host(text: str) -> str:
+    """Return the first of Slurm's list of hosts: `"gpu[03-05,9],login"` begins with gpu03.
 
-    A name may have several brackets, of which the last one counts fastest. `scontrol show hostnames` is not
-    called: thousands of ranks that start at once would overload Slurm's controller.
+    A name may have several brackets. `scontrol show hostnames` is not called: a container has none.
 
     Raises:
         LaunchError: the text is not such a list.
     """
-    names = re.findall(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+", text)
-    if not names or ",".join(names) != text:
-        raise _malformed(text)
-    hosts: list[str] = []
-    for name in names:
-        # Every second piece was in brackets.
-        pieces = re.split(r"[\[\]]", name)
-        choices = [_numbers(piece, text) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        if len(hosts) + prod(map(len, choices)) > MAX_HOSTS:
-            raise _malformed(text)
-        hosts += map("".join, product(*choices))
-    return hosts
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    """Expand `"03-05,9"` to 03, 04, 05 and 9: all numbers of a range are padded to the width of its first."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
-        if match is None:
-            raise _malformed(text)
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not 0 <= last - first < MAX_HOSTS:
-            raise _malformed(text)
-        numbers += [f"{i:0{len(match[1])}}" for i in range(first, last + 1)]
-    return numbers
-
-
-def _malformed(text: str) -> LaunchError:
-    return LaunchError(f"SLURM_STEP_NODELIST should look like gpu[03-05,9],login but is {shorten(text)}.")
+    match = re.match(r"((?:[^,\[\]\s]|\[[0-9]{1,18}(?:[-,][0-9,-]*)?\])+)(?:,|$)", text)
+    if match is None:
+        raise LaunchError(f"SLURM_STEP_NODELIST should look like gpu[03-05,9],login but is {shorten(text)}.")
+    return re.sub(r"\[([0-9]+)[^]]*\]", r"\1", match[1])

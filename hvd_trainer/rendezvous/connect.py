@@ -7,13 +7,14 @@
     horovodrun    horovodrun's key-value server (HTTP), on several nodes or in elastic mode
     one node      a file that only this user can read (any other launcher)
     torchrun      torchrun's own store, which outlives the ranks
-    srun          the first host of the step, at a port computed from the numbers of job and step
+    srun          a store on the step's first host, at a port computed from the numbers of job and step
     mpirun        MPI itself (mpi4py)
     hand          a store at a given address: MASTER_ADDR and MASTER_PORT, or --init-method
 
-torchrun's and horovodrun's stores and one at a given address answer everyone who can reach them. Where that is too
-open, the ranks are given a file with a secret (HVD_TRAINER_SECRET_FILE): see `endpoint.py`. With a single process
-there is nothing to find: the store is in memory. What the ranks exchange by the store is in `ranks.py`.
+The stores of torchrun, horovodrun and srun, and one at a given address, answer everyone who can reach them. Where
+that is too open, the ranks are given a file with a secret (HVD_TRAINER_SECRET_FILE): see `endpoint.py`. With a
+single process there is nothing to find: the store is in memory. What the ranks exchange by the store is in
+`ranks.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hvd_trainer.rendezvous.fixed_address import join_at_address, open_torch_sto
 from hvd_trainer.rendezvous.join import RendezvousSettings, join_by_registry, join_store, serve_store
 from hvd_trainer.rendezvous.registry import FileRegistry, HttpRegistry, StoreRegistry, job_file
 from hvd_trainer.rendezvous.shared_stores import Rendezvous, shared_stores
-from hvd_trainer.rendezvous.slurm_discovery import join_by_discovery
+from hvd_trainer.rendezvous.slurm_address import join_step
 from hvd_trainer.rendezvous.store_client import RUN_STORE
 from hvd_trainer.utils.network import LOOPBACK, TEST_NET_ADDRESS, outward_address
 
@@ -100,7 +101,7 @@ def _join(settings: RendezvousSettings, init_method: str | None) -> Rendezvous:
     if launcher == "torchrun":
         return _join_by_torchrun(settings)
     if launcher == "srun":
-        return join_by_discovery(settings)
+        return join_step(settings)
     return _join_by_mpi(settings)
 
 

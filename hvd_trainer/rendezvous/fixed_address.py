@@ -36,9 +36,21 @@ def join_at_address(init_method: str, settings: RendezvousSettings) -> Rendezvou
     if world.num_nodes == 1:
         file = private_file(f"by-hand-{port}-{settings.session}")
         return join_by_registry(FileRegistry(file), settings, LOOPBACK, port)
+    return meet_at(host, port, settings, settings.session)
+
+
+def meet_at(host: str, port: int, settings: RendezvousSettings, name: str) -> Rendezvous:
+    """Join the ranks at rank 0's host and a port, where it serves a store for all of its sessions.
+
+    Args:
+        name: of the session in that store.
+
+    Raises:
+        LaunchError: the port is in use, or nobody answers there in time.
+    """
     public = shared_stores.get(f"{host}:{port}", lambda: _open_public_store(host, port, settings))
     address = settings.address or outward_address(host, port)
-    return join_by_registry(StoreRegistry(public.store, settings.session), settings, address)
+    return join_by_registry(StoreRegistry(public.store, name), settings, address)
 
 
 def parse_address(init_method: str, environ: Mapping[str, str], world: World) -> tuple[str, int]:

@@ -85,8 +85,8 @@ def serve_store(world: World, address: str, port: int, token: str | None = None)
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{world} cannot listen at {address or 'any address'}:{port}: {error.strerror}. If "
-                    f"the port is in use, choose another (torchrun: --master-port N, else MASTER_PORT or "
-                    f"--init-method)."
+                    f"the port is in use, choose another (torchrun: --master-port N, else MASTER_ADDR "
+                    f"and MASTER_PORT, or --init-method)."
                 ) from error
             time.sleep(MIN_POLL_S)
 

@@ -104,7 +104,7 @@ PLACED = """#!/bin/bash
 set -eu
 printf 'node2\nnode1\nnode2\n' > hosts
 export SLURM_OVERLAP=1 SLURM_MPI_TYPE=none
-SLURM_HOSTFILE=hosts srun -n 3 --distribution=arbitrary {three} &
+MASTER_ADDR=127.0.0.1 MASTER_PORT={port} SLURM_HOSTFILE=hosts srun -n 3 --distribution=arbitrary {three} &
 srun -n 2 --nodes=1 {two} &
 for step in 1 2; do wait -n; done
 """
@@ -113,13 +113,14 @@ for step in 1 2; do wait -n; done
 @pytest.mark.nightly
 @requires("srun")
 def test_two_steps_at_once_on_the_same_nodes(slurm: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
-    """One has its ranks placed by a list, and rank 0 not on the first node, where alone the others once looked."""
+    """One has its ranks placed by a list, and rank 0 not on the first node: it is given the address."""
     lines = {
         name: " ".join([sys.executable, *digits_job.argv("ddp", tmp_path / name, ["--device", "cpu"])])
         for name in ("three", "two")
     }
     options = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
-    result = slurm_batch.sbatch(slurm, PLACED.format(**lines), *options, env=ENV, cwd=tmp_path)
+    script = PLACED.format(**lines, port=digits_job.free_port())
+    result = slurm_batch.sbatch(slurm, script, *options, env=ENV, cwd=tmp_path)
     assert (result.state, result.returncode) == ("COMPLETED", 0), result.output
     sizes = [digits_job.end_record(tmp_path / name)["world_size"] for name in ("three", "two")]
     assert sizes == [3, 2]

@@ -86,10 +86,10 @@ def check_slurm(context: Context) -> list[Finding]:
 
 def check_visible_gpus(context: Context) -> list[Finding]:
     """Warn in a Slurm step if this rank sees one GPU and shares its node with others; else return nothing."""
-    step = None
+    ranks = 1
     with suppress(LaunchError):  # "launcher" says what is wrong
-        step = detect_slurm(context.environ)
-    ranks = 1 if step is None else step.ranks_per_node[step.hosts.index(step.host)]
+        if (world := detect(context.environ)).launcher == "srun":
+            ranks = world.local_size
     if ranks < 2 or len(context.facts.torch.gpus) != 1:
         return []
     found = (

@@ -61,9 +61,14 @@ STEP = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "gpu[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_NODEID": "1",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
 }
 """A rank of --gpus-per-task=1, with which NCCL cannot reach the neighbours' GPUs by CUDA IPC."""
+ONE_EACH = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
 OPENED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)\n"
 ENDLESS = resource.RLIM_INFINITY
@@ -169,7 +174,7 @@ FINDINGS = [
     cuda("ok", "AMD Instinct MI300X, 128.0 GB, compute capability gfx942", torch=AMD, name="GPU 0"),
     row("visible GPUs", "warning", "4 ranks on this", "--gres=gpu:4 --gpu-bind=none", torch=ONE, environ=STEP),
     row("visible GPUs", "", "", torch=replace(ONE, gpus=[H100] * 4), environ=STEP),
-    row("visible GPUs", "", "", torch=ONE, environ=STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}),
+    row("visible GPUs", "", "", torch=ONE, environ=STEP | ONE_EACH),
     row("visible GPUs", "", "", torch=ONE, environ={"SLURM_STEP_ID": "0"}),
     mpi("Open MPI 4.1.4", "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n"),
     mpi("MPICH 4.0.2", "HYDRA build details:\n    Version:            4.0.2\n    Release Date: ...\n"),
