@@ -20,9 +20,9 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import Normalise, TensorData
 from hvd_trainer.data.per_node import SharedDataError, on_every_rank, once_per_node
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import RemoteFile, download_missing
+from hvd_trainer.jobs.download import download
 from hvd_trainer.jobs.options import ImageOptions
-from hvd_trainer.utils.files import atomic_write, default_data_dir, open_regular
+from hvd_trainer.utils.files import default_data_dir, open_regular
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", 60_000),
@@ -40,8 +40,6 @@ CLASSES = 10
 DIGITS = Path(__file__).parent / "digits/digits.csv.gz"
 STAND_IN_TIMES = 12
 """How often an epoch trains on each of the digits in MNIST's place: on 4 ranks once would be 3 steps."""
-OPTIONAL_DOWNLOAD_S, DOWNLOAD_S = 15.0, 240.0
-"""Time limits where the digits will do instead, and where they will not."""
 SERVER = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 HOW = (
     'To get MNIST, type on a machine with internet: python -c "import torchvision; '
@@ -69,8 +67,7 @@ def load_images(options: ImageOptions, backend: Backend) -> Images:
     if options.dataset == "digits":
         return load_digits()
     must = options.dataset == "mnist" or options.data_dir is not None
-    limit_s = DOWNLOAD_S if must else OPTIONAL_DOWNLOAD_S
-    trouble = once_per_node(backend, lambda: fetch_mnist(folder, limit_s), timeout_s=limit_s + 60)
+    trouble = once_per_node(backend, lambda: fetch_mnist(folder))
     if not trouble:
         return on_every_rank(backend, lambda: load_mnist(folder))
     if must:
@@ -152,15 +149,20 @@ def _find(folder: Path, name: str) -> Path:
     raise DataError(f"there is no {name} in {folder}")
 
 
-def fetch_mnist(folder: Path, limit_s: float) -> None:
+def fetch_mnist(folder: Path) -> None:
     """Download MNIST to where torchvision puts it below `folder`, unless it is there.
 
     Raises:
         DataError: it cannot be downloaded, or not be written there.
     """
-    raw = folder / "MNIST/raw"
-    files = [RemoteFile(f"{SERVER}{name}.gz", md5) for name, md5 in MD5.items()]
-    is_new = download_missing(lambda: [_find(folder, name) for name in MD5], files, raw, limit_s=limit_s)
-    for name in MD5 if is_new else ():
-        with gzip.open(raw / f"{name}.gz") as packed, atomic_write(raw / name) as file:
-            file.write_bytes(packed.read())
+    try:
+        for name in MD5:
+            _find(folder, name)
+    except DataError as missing:
+        import pooch  # as in `download`
+
+        for name, md5 in MD5.items():
+            try:
+                download(f"{SERVER}{name}.gz", md5, folder / "MNIST/raw", pooch.Decompress(name=name))
+            except DataError as error:
+                raise DataError(f"{missing}, and {error}") from error

@@ -46,7 +46,7 @@ def test_nodes_with_different_reviews_are_an_error(tmp_path: Path) -> None:
         load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(folder)], str(tmp_path))
     )
     assert one == two
-    assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.tokens"))) == 2
+    assert len(list(tmp_path.glob("cache?/hvd_trainer/data/*.safetensors"))) == 2
     for error in run_ranks(
         load_on_nodes_of_their_own, num_processes=2, args=([str(folder), str(other)], str(tmp_path))
     ):

@@ -25,14 +25,9 @@ MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 SPLITS, LABELS = ("train", "test"), ("neg", "pos")
 """The number of a label is its place."""
 REVIEWS_PER_SPLIT = 25_000
-REVIEW_NAME = re.compile(r"\d+_\d+\.txt")
+REVIEW = re.compile(rf"(?:{FOLDER}/)?((?:{'|'.join(SPLITS)})/(?:{'|'.join(LABELS)})/\d+_\d+\.txt)")
 MARKUP = re.compile(r"(<br\s*/?>\s*)+")
 """The only markup in the reviews: ends of lines."""
-MAX_REVIEW_BYTES = 2**20
-"""Of a file in a folder, the beginning of which is read; the longest review has 14 kB."""
-
-Files = Iterator[tuple[str, bytes | None]]
-"""Names from the split on (`train/pos/0_9.txt`) and contents; None for a file that is no review by its name."""
 
 
 @dataclass
@@ -42,8 +37,7 @@ class Reviews:
     texts: dict[str, list[str]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     labels: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     counts: Counter[str] = field(default_factory=Counter)
-    """how many were not_utf8 (read with replacement characters), empty, or strange: files among the reviews that
-    are none by their name or kind; the last two are left out"""
+    """how many were not UTF-8, or empty, by these words"""
 
 
 def find(place: Path) -> Path:
@@ -62,28 +56,29 @@ def find(place: Path) -> Path:
 
 
 def digest(source: Path) -> str:
-    """Return the MD5 of the archive, or the SHA-256 of all reviews in the folder and their names, in hex.
+    """Return the MD5 of the archive, or of all reviews in the folder and their names.
 
     Raises:
         DataError: it cannot be read, or it is an archive and not the official one.
     """
-    sha = hashlib.sha256()
+    md5 = hashlib.md5(usedforsecurity=False)
     try:
         if source.is_dir():
             for name, raw in sorted(_in_folder(source)):
-                sha.update(f"{name} {len(raw or b'')}\n".encode(errors="surrogateescape") + (raw or b""))
-            return sha.hexdigest()
-        import pooch  # takes 0.3 s, and a folder is read without it
-
-        found: str = pooch.file_hash(source, alg="md5")
+                md5.update(f"{name} {len(raw)}\n".encode() + raw)
+            return md5.hexdigest()
+        with source.open("rb") as file:
+            while block := file.read(2**20):
+                md5.update(block)
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from error
-    if found != MD5:
+    if md5.hexdigest() != MD5:
         raise DataError(
-            f"{source} has the MD5 {found}, and the official archive {MD5}: it is damaged or cut short, or "
-            f"another one. Delete it and download it again; or unpack it and pass the folder: --data-dir {FOLDER}"
+            f"{source} has the MD5 {md5.hexdigest()}, and the official archive {MD5}: it is damaged or cut short, "
+            f"or another one. Delete it and download it again; or unpack it and pass the folder: "
+            f"--data-dir {FOLDER}"
         )
-    return found
+    return MD5
 
 
 def read(source: Path) -> Reviews:
@@ -98,7 +93,15 @@ def read(source: Path) -> Reviews:
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from error
     for name, raw in files:
-        _add(reviews, name, raw)
+        text = raw.decode("utf-8", errors="replace")
+        if not MARKUP.sub("", text).strip():
+            reviews.counts["empty (left out)"] += 1
+            continue
+        if text.encode() != raw:
+            reviews.counts["not UTF-8 (read with replacements)"] += 1
+        split, label, _ = name.split("/")
+        reviews.texts[split].append(text)
+        reviews.labels[split].append(LABELS.index(label))
     missing = [
         f"{FOLDER}/{split}/{label}"
         for split in SPLITS
@@ -114,43 +117,17 @@ def read(source: Path) -> Reviews:
     return reviews
 
 
-def _add(reviews: Reviews, name: str, raw: bytes | None) -> None:
-    """Add one review, or count why it is none."""
-    if raw is None:
-        reviews.counts["strange"] += 1
-        return
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        text = raw.decode("utf-8", errors="replace")
-        reviews.counts["not_utf8"] += 1
-    if not MARKUP.sub("", text).strip():
-        reviews.counts["empty"] += 1
-        return
-    split, label, _ = name.split("/")
-    reviews.texts[split].append(text)
-    reviews.labels[split].append(LABELS.index(label))
+def _in_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield each review's name from the split on (`train/pos/0_9.txt`), and its content."""
+    for file in folder.glob("*/*/*.txt"):
+        name = file.relative_to(folder).as_posix()
+        if REVIEW.fullmatch(name) and file.is_file():
+            yield name, file.read_bytes()
 
 
-def _in_folder(folder: Path) -> Files:
-    for split in SPLITS:
-        for label in LABELS:
-            place = folder / split / label
-            for file in place.iterdir() if place.is_dir() else ():
-                content = None
-                if REVIEW_NAME.fullmatch(file.name) and file.is_file():
-                    with file.open("rb") as opened:
-                        content = opened.read(MAX_REVIEW_BYTES)
-                yield f"{split}/{label}/{file.name}", content
-
-
-def _in_archive(archive: Path) -> Files:
+def _in_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
     # As a stream: going back would mean to decompress from the beginning again.
     with tarfile.open(archive, "r|gz") as tar:
         for member in tar:
-            folder, _, name = member.name.partition("/")
-            split, label, file = [*name.split("/"), "", ""][:3]
-            if folder == FOLDER and split in SPLITS and label in LABELS and REVIEW_NAME.fullmatch(file):
-                opened = tar.extractfile(member)
-                assert opened is not None
-                yield name, opened.read()
+            if (match := REVIEW.fullmatch(member.name)) and (file := tar.extractfile(member)):
+                yield match[1], file.read()

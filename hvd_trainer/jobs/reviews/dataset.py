@@ -18,17 +18,17 @@ from hvd_trainer.backends import Backend
 from hvd_trainer.data.dataset import TensorData
 from hvd_trainer.data.per_node import SharedDataError, next_call, once_per_node, participants
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.download import RemoteFile, download_missing
+from hvd_trainer.jobs.download import download
 from hvd_trainer.jobs.options import TextOptions
 from hvd_trainer.jobs.reviews import archive
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
-from hvd_trainer.jobs.reviews.archive import ARCHIVE, FOLDER, REVIEWS_PER_SPLIT, SPLITS
+from hvd_trainer.jobs.reviews.archive import ARCHIVE, REVIEWS_PER_SPLIT, SPLITS
 from hvd_trainer.jobs.reviews.tokenizer import Tokens
 from hvd_trainer.utils.files import default_data_dir
 
 URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
-DOWNLOAD_S, PREPARE_S = 240.0, 600.0
-"""Time limits: for 84 MB to be downloaded, and for tokens to be made of them."""
+PREPARE_S = 1200.0
+"""Time for 84 MB to be downloaded and made into tokens, while other ranks wait."""
 HOW = (
     f"To get it, type on a machine with internet: curl -O {URL} and then pass the file here: "
     f"--data-dir {ARCHIVE}. Or train on tokens drawn at random: --dataset synthetic"
@@ -91,13 +91,13 @@ def _load_tokens(
     node, call = backend.session.peers[backend.world.rank].node, next_call(backend, "imdb")
 
     def prepare() -> None:
-        fetch(place, DOWNLOAD_S)
+        fetch(place)
         file, tokens = prepare_tokens(archive.find(place), vocabulary, sequence_length, say)
         made.append(tokens)
         entry = {"file": str(file), "tokens": tokens.fingerprint()}
         backend.session.store.set(f"{call}.{node}", json.dumps(entry))
 
-    trouble = once_per_node(backend, prepare, timeout_s=DOWNLOAD_S + PREPARE_S)
+    trouble = once_per_node(backend, prepare, timeout_s=PREPARE_S)
     if trouble:
         raise SharedDataError(trouble[0])
     nodes = dict.fromkeys(participants(backend).values())
@@ -107,10 +107,10 @@ def _load_tokens(
             f"Nodes have different reviews, or made different tokens of them: {', '.join(kept)}. Give all of them "
             f"the same {ARCHIVE}, and the same version of the package tokenizers."
         )
-    return made[0] if made else imdb_tokens.load(Path(kept[node]["file"]), vocabulary, sequence_length)
+    return made[0] if made else imdb_tokens.load(Path(kept[node]["file"]))
 
 
-def fetch(place: Path, limit_s: float) -> None:
+def fetch(place: Path) -> None:
     """Download the archive into the folder `place`, unless the reviews are there.
 
     Raises:
@@ -119,9 +119,12 @@ def fetch(place: Path, limit_s: float) -> None:
     if place.suffix in (".gz", ".tgz", ".tar") and not place.exists():
         raise DataError(f"there is no file {place}. {HOW}")
     try:
-        download_missing(lambda: archive.find(place), [RemoteFile(URL, archive.MD5)], place, limit_s=limit_s)
-    except DataError as error:
-        raise DataError(f"{error}. {HOW}") from error
+        archive.find(place)
+    except DataError as missing:
+        try:
+            download(URL, archive.MD5, place)
+        except DataError as error:
+            raise DataError(f"{missing}, and {error}. {HOW}") from error
 
 
 def prepare_tokens(
@@ -136,7 +139,7 @@ def prepare_tokens(
     file = imdb_tokens.cache_file(default_data_dir(), digest, vocabulary, sequence_length)
     if file.exists():
         try:
-            return file, imdb_tokens.load(file, vocabulary, sequence_length)
+            return file, imdb_tokens.load(file)
         except DataError as error:
             say(f"imdb: {error}, and is made anew")
     say(f"imdb: makes tokens of {source}, which takes a minute, and keeps them in {file}")
@@ -151,13 +154,7 @@ def _note(tokens: Tokens) -> str:
     note = f"imdb: {' + '.join(f'{size:,}' for size in sizes)} reviews"
     if sizes != [REVIEWS_PER_SPLIT] * len(SPLITS):
         note += f" (all would be {REVIEWS_PER_SPLIT:,} + {REVIEWS_PER_SPLIT:,})"
-    words = {
-        "not_utf8": "not UTF-8 (read with replacements)",
-        "empty": "empty (left out)",
-        "strange": f"other files among them (left out; a review is called such as {FOLDER}/train/pos/0_9.txt)",
-        "cut": f"cut to {tokens.ids['train'].shape[1]} tokens",
-    }
-    counts = ", ".join(f"{tokens.counts[name]:,} {text}" for name, text in words.items() if tokens.counts[name])
+    counts = ", ".join(f"{count:,} {words}" for words, count in tokens.counts.items() if count)
     return f"{note}; {counts}" if counts else note
 
 

@@ -7,33 +7,30 @@ beginning and, three times as long, its end, where the verdict stands.
 from __future__ import annotations
 
 import hashlib
-import operator
-import os
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hvd_trainer.errors import DataError
-from hvd_trainer.jobs.reviews.archive import LABELS, MARKUP, SPLITS, Reviews
-from hvd_trainer.utils.files import UNREADABLE, atomic_write, open_regular
-from hvd_trainer.utils.serialization import pack, unpack
+from hvd_trainer.jobs.reviews.archive import MARKUP, SPLITS, Reviews
+from hvd_trainer.utils.files import UNREADABLE, atomic_write
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 INSTALL = "pip install 'hvd_trainer[imdb]'"
-FORMAT = 1
+FORMAT = 2
 """Version of the cache's content: raise it when other ids are made of the same reviews."""
 PAD = "[PAD]"
 """The name of id 0: no token."""
 ENCODE_BATCH = 1000
-COUNTED = ("not_utf8", "empty", "strange")
-"""The counts of `Reviews`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Tokens:
     labels: Mapping[str, Tensor]
     """by split: uint8, shape (num_reviews,)"""
     counts: Mapping[str, int]
-    """how many reviews were not_utf8, empty, strange and cut"""
+    """how many reviews were empty, not UTF-8, or cut, by these words"""
     tokenizer: str
     """its JSON, as `tokenizers.Tokenizer.from_str` takes it"""
 
@@ -83,7 +80,7 @@ def encode(reviews: Reviews, vocabulary: int, sequence_length: int) -> Tokens:
             row[: len(parts)] = parts
         ids[split] = rows
     labels = {split: torch.tensor(reviews.labels[split], dtype=torch.uint8) for split in SPLITS}
-    counts = {name: reviews.counts[name] for name in COUNTED} | {"cut": cut}
+    counts = {**reviews.counts, f"cut to {sequence_length} tokens": cut}
     return Tokens(ids, labels, counts, tokenizer.to_str())
 
 
@@ -128,7 +125,7 @@ def _parts(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 def cache_file(folder: Path, digest: str, vocabulary: int, sequence_length: int) -> Path:
     """Return the file for the tokens of these reviews."""
-    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.tokens"
+    return folder / f"imdb-{digest[:16]}-v{FORMAT}-{vocabulary}-{sequence_length}.safetensors"
 
 
 def save(tokens: Tokens, file: Path) -> None:
@@ -137,53 +134,32 @@ def save(tokens: Tokens, file: Path) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    content = pack({**vars(tokens), "fingerprint": tokens.fingerprint()})
+    tensors = {f"{split}.ids": tokens.ids[split] for split in SPLITS}
+    tensors |= {f"{split}.labels": tokens.labels[split] for split in SPLITS}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Nodes that share the folder may write at the same time.
-        with atomic_write(file) as temporary, temporary.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-    except OSError as error:
+        with atomic_write(file) as temporary:
+            save_file(tensors, temporary, {"tokenizer": tokens.tokenizer, "counts": json.dumps(tokens.counts)})
+    except (OSError, SafetensorError) as error:
         raise DataError(
             f"The tokens cannot be kept in {file.parent}: {error}. Name a folder with space for them: "
             f"export XDG_CACHE_HOME=/path"
         ) from error
 
 
-def load(file: Path, vocabulary: int, sequence_length: int) -> Tokens:
+def load(file: Path) -> Tokens:
     """Read the cache.
 
     Raises:
-        DataError: it is not there, damaged, or no such cache.
+        DataError: it is not there, or damaged.
     """
     try:
-        with open_regular(file) as opened:
-            content = unpack(opened.read())
-        fingerprint = content.pop("fingerprint")
-        tokens = Tokens(**content)
-        for split in SPLITS:
-            _check(tokens.ids[split], tokens.labels[split], vocabulary, sequence_length)
-        for name in (*COUNTED, "cut"):
-            operator.index(tokens.counts[name])
-        if fingerprint != tokens.fingerprint():
-            raise ValueError("its values were changed")
-        return tokens
-    except FileNotFoundError as error:
-        raise DataError(f"there is no {file}") from error
+        with safe_open(file, "pt") as opened:
+            ids, labels = (
+                {split: opened.get_tensor(f"{split}.{kind}") for split in SPLITS} for kind in ("ids", "labels")
+            )
+            facts = opened.metadata()
+        return Tokens(ids, labels, json.loads(facts["counts"]), facts["tokenizer"])
     except (*UNREADABLE, SafetensorError) as error:
         raise DataError(f"{file} is damaged: {error}") from error
-
-
-def _check(ids: Tensor, labels: Tensor, vocabulary: int, sequence_length: int) -> None:
-    """Check types, shapes and ranges: later, an id out of range would be an error inside the embedding.
-
-    Raises:
-        ValueError: one is wrong.
-    """
-    forms = (ids.dtype, ids.shape, labels.dtype)
-    if forms != (ids_type(vocabulary), (len(labels), sequence_length), torch.uint8) or not labels.numel():
-        raise ValueError("its arrays have other forms")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or int(labels.max()) >= len(LABELS):
-        raise ValueError("it has ids or labels that there are not")

@@ -128,7 +128,7 @@ def test_mnist_is_downloaded_where_torchvision_puts_it(
     monkeypatch.setattr(mnist_module, "MD5", sums)
     with serving(served) as server:
         monkeypatch.setattr(mnist_module, "SERVER", f"{server}/")
-        mnist_module.fetch_mnist(folder, 60)
+        mnist_module.fetch_mnist(folder)
     for name in mnist_module.MD5:
         assert (folder / "MNIST/raw" / name).read_bytes() == (mnist_dir / "MNIST/raw" / name).read_bytes()
-    mnist_module.fetch_mnist(folder, 60)  # finds them there: nobody serves them any more
+    mnist_module.fetch_mnist(folder)  # finds them there: nobody serves them any more

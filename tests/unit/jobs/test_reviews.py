@@ -6,10 +6,8 @@ import io
 import json
 import os
 import sys
-from contextlib import suppress
 from hashlib import md5
 from pathlib import Path
-from typing import Any
 
 import fake_imdb
 import pytest
@@ -26,7 +24,6 @@ from hvd_trainer.jobs.reviews import dataset as imdb_module
 from hvd_trainer.jobs.reviews import tokenizer as imdb_tokens
 from hvd_trainer.jobs.reviews.dataset import Texts, load_texts
 from hvd_trainer.jobs.transformer import PADDING
-from hvd_trainer.utils.serialization import pack, unpack
 
 VOCABULARY, LENGTH = 300, 16
 
@@ -81,7 +78,6 @@ def test_malformed_reviews_are_counted(folder: Path, cache: Path, lone_backend: 
         "train/pos/101_9.txt": b"",
         "test/neg/102_1.txt": b" <br /><br/>\n",
         "test/neg/103_1.txt": b"word " * 100_000,
-        "test/neg/104_1.txt": b"endless" * 300_000,
         "test/neg/notes.txt": b"not a review",
         "train/pos/._0_9.txt": b"\0\5\x16\7",
         "train/neg/200_1.txt/a_folder": b"",
@@ -91,13 +87,11 @@ def test_malformed_reviews_are_counted(folder: Path, cache: Path, lone_backend: 
     fake_imdb.write_folder(folder, files)
     os.mkfifo(folder / "train/neg/202_1.txt")
     reviews = imdb_archive.read(folder)
-    assert reviews.counts == {"not_utf8": 1, "empty": 2, "strange": 4}
+    assert reviews.counts == {"not UTF-8 (read with replacements)": 1, "empty (left out)": 2}
     assert any(text.startswith("Beyonc\ufffd") for text in reviews.texts["train"])
-    assert max(map(len, reviews.texts["test"])) == imdb_archive.MAX_REVIEW_BYTES
     assert load(lone_backend, folder, length=64).note == (
-        "imdb: 25 + 26 reviews (all would be 25,000 + 25,000); 1 not UTF-8 (read with replacements), "
-        "2 empty (left out), 4 other files among them (left out; a review is called such as "
-        "aclImdb/train/pos/0_9.txt), 2 cut to 64 tokens"
+        "imdb: 25 + 25 reviews (all would be 25,000 + 25,000); 2 empty (left out), "
+        "1 not UTF-8 (read with replacements), 1 cut to 64 tokens"
     )
 
 
@@ -136,7 +130,7 @@ def test_reviews_are_downloaded_as_the_official_archive(
     folder = tmp_path / "new"
     with serving(archive.parent) as server:
         monkeypatch.setattr(imdb_module, "URL", f"{server}/{imdb_archive.ARCHIVE}")
-        imdb_module.fetch(folder, 60)
+        imdb_module.fetch(folder)
     assert [file.name for file in folder.iterdir()] == [imdb_archive.ARCHIVE]
     assert imdb_archive.read(imdb_archive.find(folder)) == imdb_archive.read(archive)
 
@@ -166,7 +160,7 @@ def test_missing_reviews_name_what_to_type(
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(download.urllib.request, "urlopen", lambda *args, **options: io.BytesIO())
-    with pytest.raises(DataError, match=r"cannot be downloaded from here \(.*Not a directory"):
+    with pytest.raises(DataError, match=r"cannot be downloaded \(.*Not a directory"):
         load(lone_backend, tmp_path / "file" / "folder")
     with pytest.raises(DataError, match="there is no file"):
         load(lone_backend, tmp_path / "no.tar.gz")
@@ -195,13 +189,13 @@ def test_token_ids_are_compact_padded_and_keep_both_ends(archive: Path) -> None:
     assert tokenizer.encode("WONDERFUL<br />film").ids == tokenizer.encode("wonderful film").ids
     assert tokenizer.decode(tokenizer.encode("Caf\xe9 \u4e16").ids) == " caf\xe9 \u4e16"
     assert tokens.ids["train"].dtype == torch.int16
-    assert tokens.counts["cut"] == len(reviews.texts["train"]) + len(reviews.texts["test"])
+    assert tokens.counts[f"cut to {LENGTH} tokens"] == len(reviews.texts["train"]) + len(reviews.texts["test"])
     for text, row in zip(reviews.texts["test"], tokens.ids["test"].tolist(), strict=True):
         whole = tokenizer.encode(text).ids
         assert row == whole[: LENGTH // 4] + whole[-LENGTH * 3 // 4 :]
     long = imdb_tokens.encode(reviews, 40_000, 400)
     assert long.ids["train"].dtype == torch.int32
-    assert long.counts["cut"] == 0
+    assert long.counts["cut to 400 tokens"] == 0
     for text, row in zip(reviews.texts["train"], long.ids["train"].tolist(), strict=True):
         whole = Tokenizer.from_str(long.tokenizer).encode(text).ids
         assert row == whole + [PADDING] * (400 - len(whole))
@@ -246,16 +240,13 @@ def test_second_start_reads_the_cache(
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
 def test_damaged_cache_is_rebuilt(damage: str, folder: Path, cache: Path, lone_backend: Backend) -> None:
     first = load(lone_backend, folder)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
-    rows = first.test.inputs.numpy().tobytes()
-    place = whole.index(rows) + len(rows) // 2
     file.write_bytes(
         {
-            "flipped": whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
             "cut": whole[: len(whole) // 2],
             "empty": b"",
             "other": b"PK\3\4 something else",
@@ -267,7 +258,6 @@ def test_damaged_cache_is_rebuilt(damage: str, folder: Path, cache: Path, lone_b
     assert "is made anew" in said[0]
     assert torch.equal(first.test.inputs, second.test.inputs)
     assert [entry.name for entry in cache.iterdir()] == [file.name]
-    assert file.read_bytes() == whole
 
 
 def test_cache_depends_on_sizes_and_reviews(
@@ -306,51 +296,3 @@ def test_synthetic_tokens_depend_on_the_seed_alone() -> None:
     assert one.train.inputs.dtype == torch.int16
     assert int(one.train.inputs.min()) >= 1
     assert int(one.train.inputs.max()) < VOCABULARY
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    folder = fake_imdb.write_folder(tmp_path, fake_imdb.reviews()) / imdb_archive.FOLDER
-    file = tmp_path / "cache.tokens"
-    imdb_tokens.save(imdb_tokens.encode(imdb_archive.read(folder), VOCABULARY, LENGTH), file)
-    imdb_tokens.load(file, VOCABULARY, LENGTH)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("train_ids", torch.full((24, LENGTH), VOCABULARY, dtype=torch.int16)),
-        ("train_ids", torch.full((24, LENGTH), -1, dtype=torch.int16)),
-        ("test_ids", torch.zeros(24, LENGTH + 1, dtype=torch.int16)),
-        ("test_ids", torch.zeros(24, LENGTH)),
-        ("test_labels", torch.full((24,), 2, dtype=torch.uint8)),
-        ("test_labels", torch.zeros(0, dtype=torch.uint8)),
-        ("train_ids", [{"a": 1}]),
-        ("counts", {"cut": "all"}),
-        ("counts", dict.fromkeys(("not_utf8", "empty", "strange", "cut"), "all")),
-        ("tokenizer", None),
-        ("fingerprint", "0" * 64),
-    ],
-)
-def test_cache_with_other_content_is_refused(name: str, value: Any, tokens: Path) -> None:
-    """Its fingerprint is right, unless that is what was changed: whoever writes the file can compute it."""
-    content = unpack(tokens.read_bytes())
-    kind, _, part = name.partition("_")
-    if part:
-        content[part][kind] = value
-    else:
-        content[name] = value
-    if name != "fingerprint":
-        changed = imdb_tokens.Tokens(**{key: content[key] for key in content if key != "fingerprint"})
-        with suppress(AttributeError):  # no tensors, say, have no fingerprint
-            content["fingerprint"] = changed.fingerprint()
-    tokens.write_bytes(pack(content))
-    with pytest.raises(DataError, match=r"cache\.tokens is damaged"):
-        imdb_tokens.load(tokens, VOCABULARY, LENGTH)
-
-
-def test_cache_that_is_nested_too_deeply_is_refused(tokens: Path) -> None:
-    tokens.write_bytes((10_000).to_bytes(8, "big") + b"[" * 10_000)
-    with pytest.raises(DataError, match=r"cache\.tokens is damaged"):
-        imdb_tokens.load(tokens, VOCABULARY, LENGTH)
