@@ -18,6 +18,8 @@ from waiting import wait_for
 from hvd_trainer.measure.formats import number
 from hvd_trainer.tools.runner.records import read_runs
 
+pytestmark = pytest.mark.warm
+
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
