@@ -18,7 +18,7 @@ from benchmarks.contestants import CONTESTANTS, IMAGES, JOBS, MNIST, SCRIPTS, TO
 from benchmarks.raw import files
 from benchmarks.results import Series, as_json, describe_machine, markdown, summarise
 from benchmarks.run import RunError, run
-from hvd_trainer.tools.runner.trial_runner import in_rounds
+from hvd_trainer.measure.trials import in_rounds
 
 
 def parse_args() -> argparse.Namespace:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks import NO_GPUS
 from benchmarks.run import python_path
-from hvd_trainer.tools.runner.command import command_for
-from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.measure.command import command_for
+from hvd_trainer.measure.start import Start, run_to_end
 
 JOB = ["-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1", "--batch-size", "256"]
 WORDS = ("terminate called", "Traceback", "Fatal", "Signal", "error:")

@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks import NO_GPUS
 from benchmarks.run import python_path
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.processes import run_to_end
-from hvd_trainer.tools.runner.step_stats import read_steps
-from hvd_trainer.tools.runner.trial_runner import in_rounds
+from hvd_trainer.measure.figures import read_steps
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.start import run_to_end
+from hvd_trainer.measure.trials import in_rounds
 
 SIZES = {
     "ranks": (1, 2, 4, 8),

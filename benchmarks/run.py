@@ -11,10 +11,10 @@ from pathlib import Path
 
 from benchmarks import NO_GPUS
 from benchmarks.contestants import Contestant
+from hvd_trainer.measure.command import OPEN_MPI, command_for
+from hvd_trainer.measure.figures import read_steps
 from hvd_trainer.measure.message import Message
-from hvd_trainer.tools.runner.command import OPEN_MPI, command_for
-from hvd_trainer.tools.runner.processes import Start, run_to_end
-from hvd_trainer.tools.runner.step_stats import read_steps
+from hvd_trainer.measure.start import Start, run_to_end
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,7 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from benchmarks import NO_GPUS
-from hvd_trainer.tools.runner.processes import Start, run_to_end
+from hvd_trainer.measure.start import Start, run_to_end
 
 RECIPE = (
     # Batches of which an epoch has a whole number: another size would be compiled inside the time.

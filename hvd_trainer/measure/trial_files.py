@@ -1,6 +1,6 @@
 """Keep a trial of a tool out of its user's files: every Python process of the trial looks before it writes.
 
-The working folder of a trial is made of links to the files of the user's (`runner/own_files.py`), in PLACE:
+The working folder of a trial is made of links to the files of the user's (`own_files.py`), in PLACE:
 
     PLACE/files/home/me/train.py -> /home/me/train.py
 

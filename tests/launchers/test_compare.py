@@ -16,7 +16,7 @@ from launchers import launch, requires, start
 from waiting import wait_for
 
 from hvd_trainer.measure.formats import number
-from hvd_trainer.tools.runner.records import read_runs
+from hvd_trainer.measure.trials import read_runs
 
 DIGITS = ("-m", "hvd_trainer.mnist", "--dataset", "digits", "--epochs", "1")
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -14,9 +14,9 @@ from records import records
 
 from hvd_trainer import TrainerOptions, parse
 from hvd_trainer.errors import OptionError
+from hvd_trainer.measure.figures import read_figures
 from hvd_trainer.measure.message import Message
 from hvd_trainer.measure.trainer import obey
-from hvd_trainer.tools.runner.step_stats import read_figures
 
 ENGINES = ("ddp", "horovod")
 pytestmark = [requires("horovod"), pytest.mark.warm]

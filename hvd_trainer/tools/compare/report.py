@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.formats import milliseconds, number, percent
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
 from hvd_trainer.tools.compare import heat_map
 from hvd_trainer.tools.compare.plots import draw_speed
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
-from hvd_trainer.tools.runner.command import with_options
 from hvd_trainer.utils.text import COMMAND, plural
 
 MAX_NAMED = 3

@@ -9,13 +9,13 @@ from itertools import combinations
 from statistics import median
 from typing import Any, Literal
 
+from hvd_trainer.measure.equal_work import Side
+from hvd_trainer.measure.figures import RANKS_DIFFER
 from hvd_trainer.measure.report import Verdict
 from hvd_trainer.measure.stats import Ratio, ratio, ratios
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare.trials import ENTRIES, RANKS, CompareTrial
 from hvd_trainer.tools.compare.variants import Axis
-from hvd_trainer.tools.runner.equal_work import Side
-from hvd_trainer.tools.runner.records import RunRecord
-from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
 PART_TEXTS = {

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
+from hvd_trainer.measure.command import LAUNCHER_OF, with_options
 from hvd_trainer.measure.formats import percent
 from hvd_trainer.measure.report import Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD
 from hvd_trainer.tools.compare.search import SearchResult, TriedChange
 from hvd_trainer.tools.compare.settings import GROUPS, as_words, describe
 from hvd_trainer.tools.compare.settings_runner import SearchJob
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, with_options
 from hvd_trainer.utils.text import COMMAND, plural
 
 REORDERS = {"threads", "bucket_mb", "num_groups", "autotune"}

@@ -11,15 +11,14 @@ from typing import Any
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.code import digest_of_code, digest_of_files
+from hvd_trainer.measure.command import option_of, option_values
+from hvd_trainer.measure.figures import are_figures
+from hvd_trainer.measure.machine import busy_warning
+from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
+from hvd_trainer.measure.trials import RunRecord, TrialRunner, key_of
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.search import Search, SearchResult
 from hvd_trainer.tools.compare.settings import as_words, settling_steps
-from hvd_trainer.tools.runner.command import option_of, option_values
-from hvd_trainer.tools.runner.machine import busy_warning
-from hvd_trainer.tools.runner.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
-from hvd_trainer.tools.runner.records import RunRecord, key_of
-from hvd_trainer.tools.runner.step_stats import are_figures
-from hvd_trainer.tools.runner.trial_runner import TrialRunner
 from hvd_trainer.utils.process import cpu_ids
 from hvd_trainer.utils.text import plural
 

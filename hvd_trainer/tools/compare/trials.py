@@ -12,10 +12,10 @@ from typing import Any
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.code import digest_of_code, digest_of_files
+from hvd_trainer.measure.command import LAUNCHER_OF, read_backends
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.trials import key_of
 from hvd_trainer.tools.compare.variants import Variant
-from hvd_trainer.tools.runner.command import LAUNCHER_OF, read_backends
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.records import key_of
 from hvd_trainer.utils.text import plural
 
 ENTRIES, RANKS = "engine", "ranks"

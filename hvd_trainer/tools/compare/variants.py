@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_trainer.config.checks import flag
 from hvd_trainer.errors import OptionError
-from hvd_trainer.tools.runner.command import option_of
+from hvd_trainer.measure.command import option_of
 
 OWN_OPTION = {
     "ranks": "--np 1,2,4",

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from hvd_trainer.errors import LaunchError, OptionError
 from hvd_trainer.measure.after_steps import MARK
+from hvd_trainer.measure.failure_reason import why_no_step
+from hvd_trainer.measure.figures import RANKS_DIFFER
+from hvd_trainer.measure.measured import MeasuredTrial
+from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_outside
+from hvd_trainer.measure.start import find_processes, launched
 from hvd_trainer.measure.steps import FIRST_STEP
-from hvd_trainer.tools.runner.failure_reason import why_no_step
-from hvd_trainer.tools.runner.measured import MeasuredTrial
-from hvd_trainer.tools.runner.own_files import describe_outside, in_own_folder, read_outside
-from hvd_trainer.tools.runner.processes import find_processes, launched
-from hvd_trainer.tools.runner.step_stats import RANKS_DIFFER
 from hvd_trainer.utils.text import plural
 
 END_S, AFTER_KILL_S, SETTLE_S, POLL_S = 3600.0, 180.0, 45.0, 0.005

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from hvd_trainer.tools.runner.command import read_command
+from hvd_trainer.measure.command import read_command
 from hvd_trainer.tools.verify_resume.campaign import Script, verify
 
 

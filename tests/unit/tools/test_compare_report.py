@@ -13,10 +13,10 @@ from compared import compared, only, run_of, trials_of, unseen
 from matplotlib.figure import Figure
 from pages import open_page
 
+from hvd_trainer.measure.trials import RunRecord
 from hvd_trainer.tools.compare import heat_map, report
 from hvd_trainer.tools.compare.plots import draw_speed
 from hvd_trainer.tools.compare.result import Comparison, TrialResult
-from hvd_trainer.tools.runner.records import RunRecord
 
 
 @pytest.fixture

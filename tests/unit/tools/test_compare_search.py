@@ -13,6 +13,7 @@ import yaml
 
 from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
+from hvd_trainer.measure.trials import Trial, TrialRunner
 from hvd_trainer.tools.compare import search_report
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.race import Race
@@ -20,7 +21,6 @@ from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
 from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
 from hvd_trainer.tools.compare.settings import as_words, find_changes, settling_steps
 from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
-from hvd_trainer.tools.runner.trial_runner import Trial, TrialRunner
 
 FACTS = {
     "device": "cpu",

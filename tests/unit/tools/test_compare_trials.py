@@ -12,17 +12,16 @@ import pytest
 from compared import FIGURES, JOB, WORK, only, run_of, trials_of
 
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure import formats
+from hvd_trainer.measure import formats, machine
+from hvd_trainer.measure.equal_work import Side, differences, refuse_unequal
 from hvd_trainer.measure.message import Message
+from hvd_trainer.measure.start import Start
 from hvd_trainer.tools.compare import cli
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.result import side_of
 from hvd_trainer.tools.compare.trials import CompareTrial
 from hvd_trainer.tools.compare.variants import make_variants, read_axes
 from hvd_trainer.tools.parity.traced_runs import TracedTrial
-from hvd_trainer.tools.runner import machine, trial_runner
-from hvd_trainer.tools.runner.equal_work import Side, differences, refuse_unequal
-from hvd_trainer.tools.runner.processes import Start
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_measure_repeats_killed_runs_but_not_failed_ones(monkeypatch: pytest.Mon
         cli.measure(trials, tmp_path, CompareOptions(**options))
         return started
 
-    monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", start_nothing)
     monkeypatch.setattr(CompareTrial, "read", lambda *_: FIGURES)
     assert measure(rounds=2) == [1, 2, 4, 8, 8, 1]
     ends[4] = 0
@@ -184,7 +183,7 @@ def test_compare_refuses_to_go_on_after_unequal_work(monkeypatch: pytest.MonkeyP
     """Many tutorials scale the rate on Horovod alone: their Horovod trains another model than their DDP."""
     trials, options = trials_of(ranks="2", backends="horovod,ddp"), CompareOptions(rounds=1)
     rates = {"horovod": [[0.004, 235]], "ddp": [[0.002, 235]]}
-    monkeypatch.setattr(trial_runner, "run_to_end", lambda *_, **__: 0)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", lambda *_, **__: 0)
     monkeypatch.setattr(
         CompareTrial, "read", lambda trial, _: FIGURES | {"work": WORK | {"rates": rates[trial.entry.name]}}
     )
@@ -202,7 +201,7 @@ def test_compare_without_training_says_that_it_failed(
         output.touch()
         return 0
 
-    monkeypatch.setattr(trial_runner, "run_to_end", start_nothing)
+    monkeypatch.setattr("hvd_trainer.measure.trials.run_to_end", start_nothing)
     options = ["--np", "1", "--backend", "single", "--rounds", "1", "--out", str(tmp_path / "out")]
     assert cli.main([*options, "--", str(tmp_path / "job.py")]) == 1
     out = capsys.readouterr().out

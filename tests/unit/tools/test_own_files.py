@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvd_trainer.measure.failure_reason import why_it_failed
+from hvd_trainer.measure.own_files import MAX_FILES, in_own_folder
 from hvd_trainer.measure.stack_record import describe_frame
-from hvd_trainer.tools.runner.failure_reason import why_it_failed
-from hvd_trainer.tools.runner.folder import running
-from hvd_trainer.tools.runner.own_files import MAX_FILES, in_own_folder
-from hvd_trainer.tools.runner.processes import Start, run_to_end
-from hvd_trainer.tools.runner.trial_runner import JobTrial, TrialRunner
+from hvd_trainer.measure.start import Start, run_to_end, running
+from hvd_trainer.measure.trials import JobTrial, TrialRunner
 
 OLD_S = 1e9
 """Long ago, in seconds since 1970."""

@@ -7,7 +7,7 @@ PLACE/files/home/me/project     the working folder, in the place of /home/me/pro
     data -> /home/me/project/data     a link: it has too many files, or a hidden name
 PLACE/files/home/me/shared -> /home/me/shared      so that ../shared is found
 
-What would be written through a link is a copy before: `measure/trial_files.py`. Union mounts (overlayfs) do the
+What would be written through a link is a copy before: `trial_files.py`. Union mounts (overlayfs) do the
 same for all programs, but need privileges that containers and clusters do not give.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from hvd_trainer.measure.message import SITE
+from hvd_trainer.measure.start import Start
 from hvd_trainer.measure.trial_files import FOLDER, OUTSIDE, TrialFiles
-from hvd_trainer.tools.runner.processes import Start
 
 MAX_FILES = 2000
 """Files of the working folder that may become links; a folder with more than are left becomes one."""
