@@ -6,7 +6,7 @@ trials.py, measured.py, failure_reason.py
                 interleaved runs, their records, and why one failed
 figures.py, equal_work.py, stats.py
                 what a run measured, the refusal of unequal work, and the interval of a ratio
-code.py, report.py
+stale.py, report.py
                 what makes a run stale, and the report of a tool
 
 message.py      what a tool asks a job to record, in one environment variable

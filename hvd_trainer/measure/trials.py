@@ -28,7 +28,8 @@ import msgspec
 
 from hvd_trainer.errors import OptionError
 from hvd_trainer.measure.failure_reason import why_it_failed
-from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_outside
+from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_by, written_outside
+from hvd_trainer.measure.stale import digests, has_changed
 from hvd_trainer.measure.start import Start, clear, log_dir, run_to_end, running
 from hvd_trainer.utils.files import open_regular
 
@@ -59,6 +60,8 @@ class RunRecord:
     """when the command began that made it, which tells those runs that ran in turn from others"""
     warnings: tuple[str, ...] = ()
     """what the command had warned of until then"""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """the user's files that it has read, with their digests"""
 
     @property
     def key(self) -> str:
@@ -75,7 +78,9 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 
 def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = bool) -> list[RunRecord]:
-    """Return the records of all runs that have ended, in their order; lines that are no records are left out.
+    """Return the records of all runs that have ended, in their order.
+
+    Lines that are no records are left out, and so are runs that have read a file which has changed since.
 
     Args:
         folder: that of the tool; it may come from elsewhere, so that a line may hold anything.
@@ -90,7 +95,7 @@ def read_runs(folder: Path, are_figures: Callable[[Mapping[str, Any]], bool] = b
             while line := lines.readline(MAX_LINE_BYTES):
                 with suppress(msgspec.MsgspecError, RecursionError):
                     run = msgspec.json.decode(line, type=RunRecord)
-                    if run.state != "done" or are_figures(run.figures):
+                    if (run.state != "done" or are_figures(run.figures)) and not has_changed(run.read):
                         runs.append(run)
     except OSError as error:
         raise OptionError(f"--out {folder}: {RUNS} cannot be read: {error}") from error
@@ -266,7 +271,7 @@ class TrialRunner:
                 shutil.rmtree(keep, ignore_errors=True)
                 log.rename(keep)
         run = RunRecord(trial.identity, round_, "done", seconds, figures=figures or {}, began_at=began_at)
-        run = replace(run, go=self._go, warnings=tuple(self.warnings))
+        run = replace(run, go=self._go, warnings=tuple(self.warnings), read=digests(read_by(place)))
         if figures is None:
             was_killed, note = code is None or code < 0, f"had not ended after {limit:g} s ({option})"
             if code is not None:
@@ -280,7 +285,7 @@ class TrialRunner:
 
     def _warn_of_outside(self, place: Path) -> None:
         """Warn of what the present run writes outside of its place, once for each path."""
-        for path in read_outside(place):
+        for path in written_outside(place):
             self.warn(describe_outside(path))
 
     def _keep_output(self) -> str:

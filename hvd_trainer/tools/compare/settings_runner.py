@@ -10,11 +10,11 @@ from typing import Any
 
 from hvd_trainer.config.parser import read_yaml
 from hvd_trainer.errors import OptionError
-from hvd_trainer.measure.code import digest_of_code, digest_of_files
 from hvd_trainer.measure.command import option_of, option_values
 from hvd_trainer.measure.figures import are_figures
 from hvd_trainer.measure.machine import busy_warning
 from hvd_trainer.measure.measured import SAME_NUMBERS, MeasuredTrial, describe_speed
+from hvd_trainer.measure.stale import digest_of_files
 from hvd_trainer.measure.trials import RunRecord, TrialRunner, key_of
 from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.search import Search, SearchResult
@@ -163,7 +163,7 @@ def search_all(
     runner = TrialRunner(folder, limit_s=options.timeout_s, are_figures=_are_figures)
     if text := busy_warning():
         runner.warn(text)
-    known = {**conditions, "code": digest_of_code(job.words), "files": digest_of_files(job.words)}
+    known = {**conditions, "files": digest_of_files(job.words)}
     results = {}
     for backend in backends:
         settings_runner = SettingsRunner(backend, job, runner, known, options)

@@ -24,7 +24,7 @@ from hvd_trainer.measure.after_steps import MARK
 from hvd_trainer.measure.failure_reason import why_no_step
 from hvd_trainer.measure.figures import RANKS_DIFFER
 from hvd_trainer.measure.measured import MeasuredTrial
-from hvd_trainer.measure.own_files import describe_outside, in_own_folder, read_outside
+from hvd_trainer.measure.own_files import describe_outside, in_own_folder, written_outside
 from hvd_trainer.measure.start import find_processes, launched
 from hvd_trainer.measure.steps import FIRST_STEP
 from hvd_trainer.utils.text import plural
@@ -74,7 +74,7 @@ class Script:
                 raise _error(f"had not ended after {END_S:g} s", output) from None
         if code != 0:
             raise _error(f"ended with code {code}", output)
-        for path in read_outside(place.parent):
+        for path in written_outside(place.parent):
             print(f"warning: {describe_outside(path)}", file=sys.stderr, flush=True)
         figures = trial.read(place)
         if figures is None:

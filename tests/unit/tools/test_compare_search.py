@@ -13,14 +13,12 @@ import yaml
 
 from hvd_trainer import OptionError
 from hvd_trainer.measure.stats import Noise
-from hvd_trainer.measure.trials import Trial, TrialRunner
 from hvd_trainer.tools.compare import search_report
-from hvd_trainer.tools.compare.options import CompareOptions
 from hvd_trainer.tools.compare.race import Race
 from hvd_trainer.tools.compare.search import AS_IT_IS, Search, SearchResult
 from hvd_trainer.tools.compare.search_report import as_yaml, line_of, verdict
 from hvd_trainer.tools.compare.settings import as_words, find_changes, settling_steps
-from hvd_trainer.tools.compare.settings_runner import SearchJob, search_all
+from hvd_trainer.tools.compare.settings_runner import SearchJob
 
 FACTS = {
     "device": "cpu",
@@ -327,22 +325,3 @@ def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.Capt
     assert "99.2 %" in out, "of the six candidates' exchange"
     assert json.loads(texts[1])["backends"]["ddp"]["settings"] == {"bucket_mb": 4}
     assert yaml.safe_load((tmp_path / "ddp.yaml").read_text()) == {"backend": "ddp", "bucket_mb": 4}
-
-
-def test_search_repeats_runs_of_changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took an edited module for the one that it had measured."""
-    identities = []
-
-    def refuse(runner: TrialRunner, trial: Trial, round_: int) -> None:
-        identities.append(trial.identity)
-        raise OptionError("refused")
-
-    monkeypatch.setattr(TrialRunner, "run", refuse)
-    (tmp_path / "job.py").write_text("import model\n")
-    job = SearchJob((str(tmp_path / "job.py"),), 2)
-    for text in ("", "changed = True\n"):
-        (tmp_path / "model.py").write_text(text)
-        with pytest.raises(OptionError, match="refused"):
-            search_all(job, ["ddp"], tmp_path, {}, CompareOptions())
-    assert identities[0] != identities[1]
-    assert identities[0] == {**identities[1], "code": identities[0]["code"]}

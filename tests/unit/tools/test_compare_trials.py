@@ -63,28 +63,22 @@ def test_trial_key_is_that_of_its_words_and_conditions() -> None:
     assert json.loads(plain.key) == plain.identity
 
 
-def test_trial_key_depends_on_the_code_that_runs(tmp_path: Path) -> None:
-    """After an edit of the script, of a module that it imports, or of its --config, all is measured anew."""
-    script, baseline, own = tmp_path / "train.py", tmp_path / "plain.py", tmp_path / "own.yaml"
-    baseline.write_text("import model\n")
-    files = [(script, "import model\n"), (tmp_path / "model.py", "width = 8\n"), (own, "lr: 0.1\n")]
+def test_trial_key_depends_on_files_among_the_words_and_on_the_package(tmp_path: Path) -> None:
+    """After an edit of its --config all is measured anew; what else a run has read, its record says."""
+    script, own = tmp_path / "train.py", tmp_path / "own.yaml"
+    baseline = f"ddp {script} --name 'a b'"
 
-    def keys() -> list[str]:
-        trials = trials_of(f"--config={own}", job=[str(script)], baselines=[f"ddp {baseline} --name 'a b'"])
+    def keys(text: str) -> list[str]:
+        own.write_text(text)
+        script.touch()
+        trials = trials_of(f"--config={own}", job=[str(script)], baselines=[baseline])
         assert trials[1].job[-1] == "a b"
         return [trial.key for trial in trials]
 
-    for file, text in files:
-        file.write_text(text)
-    before = keys()
-    for file, text in files:
-        file.write_text(f"{text}# edited\n")
-        job, plain = keys()
-        assert job != before[0]
-        assert (plain != before[1]) == (file.name == "model.py")
-        file.write_text(text)
-    assert keys() == before
-    for name in ("host", "cpu"):
+    before, after = keys("lr: 0.1"), keys("lr: 0.2")
+    assert (before[0] != after[0], before[1] == after[1]) == (True, True)
+    assert keys("lr: 0.1") == before
+    for name in ("host", "cpu", "package"):
         assert name in machine.conditions(machine.describe_machine()), "another machine measures anew"
 
 

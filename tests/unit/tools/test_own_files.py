@@ -143,6 +143,18 @@ def test_a_write_outside_is_named_once(user: Path, capsys: pytest.CaptureFixture
     assert "Write {folder} where it is told that path" in said
 
 
+@pytest.mark.parametrize("inner", ["", "project"])
+def test_temporary_files_are_no_writes_outside(
+    user: Path, inner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the tool is started in the folder of temporary files itself, or in one that is in it."""
+    monkeypatch.setenv("TMPDIR", str(user.parent))
+    monkeypatch.chdir(user.parent / inner)
+    code = "import tempfile; tempfile.mkstemp(); open(tempfile.gettempdir() + '/elsewhere.txt', 'a').write('x')"
+    assert TrialRunner(user / "out").run(trial_of(code, 1)).state == "done"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,0 +1,47 @@
+"""Tell whether a run is stale: whether this package, or a file that the run has read, is another one now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+MAX_BYTES = 2**22
+"""The largest file that is read; a larger one is the same as long as its size and time are."""
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@cache
+def digest_of_package() -> str:
+    """Return the SHA-256 of all code of this package, without which no job is measured."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
+
+
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each of the names that is a file."""
+    return {name: digest(Path(name)) for name in sorted(set(names)) if Path(name).is_file()}
+
+
+def digest_of_files(words: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each file that is named among words, such as `--config=own.yaml`."""
+    return digests(name for word in words for name in (word, word.partition("=")[2]) if name)
+
+
+def has_changed(read: Mapping[str, str]) -> bool:
+    """Return whether any of these files, by its path with its digest, is another one now, or is gone."""
+    return any(not Path(name).is_file() or digest(Path(name)) != then for name, then in read.items())
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file's name and content, or of a large one's name, size and time."""
+    status = file.stat()
+    return _digest(file, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _digest(file: Path, size: int, time_ns: int) -> str:
+    """Return the digest of a file that has this size and time: the runs of one command have read the same ones."""
+    content = str(time_ns).encode() if size > MAX_BYTES else file.read_bytes()
+    return hashlib.sha256(f"{file.name} {size} ".encode() + content).hexdigest()
