@@ -186,6 +186,17 @@ def test_all_trainings_of_a_process_are_recorded(tmp_path: Path) -> None:
     assert its["seconds"].shape[0] == len(its["loss"]) == 4
 
 
+@pytest.mark.parametrize("start", ["run_job(TrainerOptions, main)", "main(TrainerOptions())"])
+def test_it_is_recorded_whether_a_job_reads_options(tmp_path: Path, start: str) -> None:
+    """Of a job that makes them in its code, a search had said that it takes --config."""
+    job = tmp_path / "job.py"
+    job.write_text(STREAM.replace("def start():\n    run_job(TrainerOptions, main)", start))
+    measured(tmp_path / "log", (str(job),), ranks=1, max_steps=2)
+    figures = read_figures(tmp_path / "log", 1, 0)
+    assert figures is not None
+    assert figures["work"]["reads_options"] == start.startswith("run_job")
+
+
 @pytest.mark.parametrize("words", [(), ("--backend", "ddp"), ("--backend", "horovod")])
 def test_run_starts_a_trainer_wherever_it_is_made(tmp_path: Path, words: tuple[str, ...]) -> None:
     """No import at the top says so, and the job lies in a package that only PYTHONPATH knows."""

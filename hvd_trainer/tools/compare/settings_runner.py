@@ -28,6 +28,7 @@ FACTS: Mapping[str, Any] = {
     **dict.fromkeys(("world_size", "threads", "workers", "parameters", "parameter_tensors"), int),
     **{
         "on_trainer": bool,
+        "reads_options": bool,
         "device": str,
         "compression": str,
         "in_memory": bool,
@@ -54,22 +55,24 @@ class SearchJob:
     """the options of its `--config`"""
     is_script: bool = True
     """whether it is not built on the Trainer: the settings are options of `run`"""
+    reads_options: bool = True
+    """whether a job on the Trainer reads its options from its command line, and not from its own code"""
 
-    def on_trainer(self) -> SearchJob:
+    def on_trainer(self, *, reads_options: bool) -> SearchJob:
         """Return the job, which is built on the Trainer, with the options of the file that it is typed with.
 
         Raises:
             OptionError: the file cannot be read.
         """
         own: dict[str, Any] = {}
-        for file in option_values(self.words, "--config"):
+        for file in option_values(self.words, "--config") if reads_options else ():
             own |= read_yaml(Path(file))
-        return replace(self, own=own, is_script=False)
+        return replace(self, own=own, is_script=False, reads_options=reads_options)
 
     @property
     def fixed(self) -> set[str]:
         """The options that the job is given, by their names in YAML."""
-        if self.is_script:
+        if self.is_script or not self.reads_options:
             return set()
         given = {option_of(word).removeprefix("--") for word in self.words if word.startswith("--")}
         return {name.removeprefix("no-").replace("-", "_") for name in given} | set(self.own)
@@ -101,7 +104,7 @@ class SettingsRunner:
         if run.state != "done" or "step_s" not in run.figures:
             raise OptionError(f"The job does not run as it is, on {self.backend}: {self._failure(run)}")
         if run.figures["work"]["on_trainer"]:
-            self.job = self.job.on_trainer()
+            self.job = self.job.on_trainer(reads_options=run.figures["work"]["reads_options"])
         self.steps = min(MAX_STEPS, max(MIN_STEPS, round(self.options.run_s / run.figures["step_s"])))
         return {**run.figures["work"], "cores": len(cpu_ids())}
 

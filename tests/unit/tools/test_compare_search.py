@@ -296,9 +296,23 @@ def test_as_yaml_keeps_the_options_of_the_jobs_file() -> None:
 def test_unreadable_config_of_the_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("- a list\n")
     with pytest.raises(OptionError, match="should hold lines such as"):
-        SearchJob(("-m", "hvd_trainer.mnist", "--config", str(tmp_path / "own.yaml")), 2).on_trainer()
+        SearchJob(("job.py", "--config", str(tmp_path / "own.yaml")), 2).on_trainer(reads_options=True)
     with pytest.raises(OptionError, match="cannot be read"):
-        SearchJob(("-m", "hvd_trainer.mnist", f"--config={tmp_path}/none.yaml"), 2).on_trainer()
+        SearchJob(("job.py", f"--config={tmp_path}/none.yaml"), 2).on_trainer(reads_options=True)
+
+
+def test_settings_of_a_job_that_reads_no_options_go_into_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was to be started with --config, which it does not take; its own --config is none of the Trainer's."""
+    helps, _ = searched(BOUNDS | {"--bucket-mb 4": 1.2, "--threads 1": 1.1})
+    job = SearchJob(("train.py", "--config", "none.yaml", "--threads", "9"), 2).on_trainer(reads_options=False)
+    assert (job.fixed, job.own) == (set(), {})
+    search_report.write({"ddp": helps}, job, tmp_path, machine={}, warnings=[], typed=["--search"])
+    said = capsys.readouterr().out
+    assert "Type: TrainerOptions(engine=EngineOptions(backend='ddp', threads=1, bucket_mb=4))" in said
+    assert "ddp.yaml" not in said
+    assert not (tmp_path / "ddp.yaml").exists()
 
 
 def test_report_of_a_search_has_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
