@@ -12,9 +12,8 @@ from hvd_trainer.measure.command import with_options
 from hvd_trainer.measure.formats import milliseconds, number, percent
 from hvd_trainer.measure.report import Picture, Report, Table, Verdict
 from hvd_trainer.measure.stats import METHOD, MIN_ROUNDS
-from hvd_trainer.tools.compare import heat_map
-from hvd_trainer.tools.compare.plots import draw_speed
-from hvd_trainer.tools.compare.result import Comparison, TrialResult
+from hvd_trainer.tools.compare.plots import draw_heat_map, draw_speed
+from hvd_trainer.tools.compare.result import Comparison, Result
 from hvd_trainer.utils.text import COMMAND, plural
 
 MAX_NAMED = 3
@@ -82,15 +81,9 @@ def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Rep
 
 def write(comparison: Comparison, folder: Path) -> None:
     """Print the report, and write all files."""
-    maps, files = [], []
-    for quantity in heat_map.QUANTITIES:
-        paths, svg = heat_map.write(comparison, quantity, heading(comparison), folder)
-        files += paths
-        if svg:
-            maps.append(Picture(f"Heat map: {quantity.title}", "By options; the best one is in bold.", svg))
-    report = make_report(comparison, [*maps, *draw_speed(comparison.results)])
+    report = make_report(comparison, [*draw_heat_map(comparison), *draw_speed(comparison.results)])
     report.show()
-    report.write(folder, "comparison", files)
+    report.write(folder, "comparison")
 
 
 def heading(comparison: Comparison) -> str:
@@ -178,7 +171,7 @@ def scaling_text(comparison: Comparison) -> str:
     return "Each trial has a global batch of its own." if comparison.varied else f"Global batch: {sizes}."
 
 
-def _reasons(results: Sequence[TrialResult]) -> list[str]:
+def _reasons(results: Sequence[Result]) -> list[str]:
     """Return why trials lack figures; those with the same reason in one line."""
     labels: dict[str, list[str]] = {}
     for result in results:
